@@ -1,0 +1,48 @@
+# Every target first makes .venv when it is missing or older than its lock; all commands are then .venv/bin/perilune….
+# Needs: python3 >= 3.11 and make. Nothing is installed outside .venv.
+PYTHON ?= python3
+BIN    := .venv/bin
+STAMP  := .venv/.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check e2e bench generate lock clean
+
+help:          ## this list
+	@grep -hE '^[a-z0-9]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 12
+
+venv: $(STAMP) ## make .venv with everything locked in requirements-dev.lock
+$(STAMP): requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 >= 3.11 is needed (set PYTHON=…)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load; ends with a comparison
+	$(BIN)/perilune demo $(ARGS)
+
+test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
+	$(BIN)/python -m pytest tests -m "not e2e" $(ARGS)
+
+check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m protos.generate --check
+
+e2e: $(STAMP) ## full-size runs: the demo's promises for three seeds, a 2,000-request trace replay
+	$(BIN)/python -m pytest tests e2e -m e2e $(ARGS)
+
+bench: $(STAMP) ## benchmarks: ratios against a baseline of the same run
+	$(BIN)/python -m pytest tests/bench -m bench -s $(ARGS)
+
+generate: $(STAMP) ## regenerate what is generated (protobuf code)
+	$(BIN)/python -m protos.generate
+
+lock:          ## renew both lock files (needs uv)
+	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab pyproject.toml -o requirements.lock
+	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --group dev pyproject.toml -o requirements-dev.lock
+
+clean:         ## remove .venv and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""The gateway: an external processor that picks an endpoint for each LLM request."""

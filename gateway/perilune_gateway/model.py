@@ -1,0 +1,288 @@
+"""The values that pass between the gateway's parts. Frozen, no behaviour beyond derived numbers.
+
+    RequestHead ──▶ RequestView ──┐
+                                  ├─▶ policy ─▶ Decision │ Refusal │ NeedBody ─▶ Routed
+    Endpoint, Load, Overlap ─▶ Candidate ──┘
+
+Units are in the names; token counts are ints, seconds floats; `kv_usage` is 0–1. An endpoint is named by
+its address, `ip:port`, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from perilune_api.pool import Role
+from perilune_api.topology import Link, Place
+
+
+class Reason(StrEnum):
+    """Why an endpoint was chosen: metric label, log field, test assertion."""
+
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"
+    COLD = "cold"
+    """No host yet (or its host is gone): the endpoint with the fewest pending prefill tokens."""
+    HOST = "host"
+    """The session's host, which is not hot."""
+    MOVED = "moved"
+    """The host is hot: the session moves with this request."""
+    HOT_COOLDOWN = "hot_cooldown"
+    """The host is hot, but the session moved too recently: it stays."""
+    HOT_NOWHERE = "hot_nowhere"
+    """The host is hot, but no endpoint with KV room has less pending: it stays."""
+    PASS_THROUGH = "pass_through"
+    """Not a request for the model: any ready endpoint."""
+    FORCED = "forced"
+    """Named by the conformance header (only with --conformance)."""
+
+
+class RefuseReason(StrEnum):
+    """Why no endpoint was chosen: metric label, response header, error code."""
+
+    BAD_JSON = "bad_json"
+    NO_MODEL = "no_model"
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "context_length_exceeded"
+    BODY_TOO_LARGE = "body_too_large"
+    NO_ENDPOINT = "no_endpoint"
+    SUBSET_EMPTY = "subset_empty"
+    OVERLOADED = "overloaded"
+    INTERNAL = "internal"
+
+
+STATUS: Mapping[RefuseReason, int] = {
+    RefuseReason.BAD_JSON: 400,
+    RefuseReason.NO_MODEL: 400,
+    RefuseReason.BAD_REQUEST: 400,
+    RefuseReason.UNKNOWN_MODEL: 404,
+    RefuseReason.TOO_LONG: 400,
+    RefuseReason.BODY_TOO_LARGE: 413,
+    RefuseReason.NO_ENDPOINT: 503,
+    RefuseReason.SUBSET_EMPTY: 503,
+    RefuseReason.OVERLOADED: 429,
+    RefuseReason.INTERNAL: 500,
+}
+
+
+class TokenSource(StrEnum):
+    """Where a prompt's token count comes from."""
+
+    LOCAL = "local"
+    ENGINE = "engine"
+    ESTIMATE = "estimate"
+    """From bytes: no ids, so no exact overlap."""
+    GIVEN = "given"
+    """The request itself carries token ids."""
+
+
+class Tier(StrEnum):
+    """Where a block lies; `device` and `host` belong to an endpoint, `store` to the pool."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORE = "store"
+
+
+class Phase(StrEnum):
+    """When a decision was taken: the body unseen, or seen."""
+
+    HEADERS = "headers"
+    BODY = "body"
+
+
+class Outcome(StrEnum):
+    """How a routed request ended."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    """The client or Envoy went away before the answer ended."""
+    FAILED = "failed"
+    """The endpoint answered 5xx, or broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What request headers say. Header names are lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    subset: frozenset[str] | None = None
+    """Endpoints to choose from; None: all; empty: none is allowed."""
+    has_body: bool = True
+
+    @property
+    def content_length(self) -> int:
+        """Bytes of the body, 0 when the client did not say."""
+        value = self.headers.get("content-length", "")
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A prompt as tokens."""
+
+    count: int
+    source: TokenSource
+    ids: Sequence[int] | None = None
+    """None with TokenSource.ESTIMATE."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session as a policy sees it."""
+
+    session_id: str
+    host: str = ""
+    """Address it is bound to; empty: not bound."""
+    seconds_since_move: float = inf
+    context_tokens: int = 0
+    """Tokens of its last prompt and answer, as far as known."""
+    turns: int = 0
+    parent_host: str = ""
+    """Host of the session that started this one: they share a prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as a policy sees it."""
+
+    request_id: str
+    ordinal: int
+    """Counts the pool's requests from 0."""
+    prompt_tokens: int
+    phase: Phase = Phase.BODY
+    session: SessionView | None = None
+    model: str = ""
+    output_tokens: int = 0
+    """Upper bound from the request, 0: unknown."""
+    token_source: TokenSource = TokenSource.LOCAL
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One vLLM server, as configured or observed."""
+
+    address: str
+    role: Role = Role.BOTH
+    place: Place = Place()
+    events: tuple[str, ...] = ()
+    replay: tuple[str, ...] = ()
+    ready: bool = True
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an endpoint has to do."""
+
+    pending_prefill_tokens: int = 0
+    """Uncached prompt tokens waiting or running."""
+    pending_prefill_s: float = 0.0
+    in_flight: int = 0
+    """Requests that this gateway sent there and that have not ended."""
+    running: int = 0
+    """As the engine's metrics say."""
+    waiting: int = 0
+    kv_usage: float = 0.0
+    kv_free_tokens: int = 0
+    sessions: int = 0
+    metrics_age_s: float = inf
+    """Seconds since its metrics were read; inf: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Leading prompt tokens that are cached for an endpoint, counted cumulatively by tier:
+    `host_tokens` are those that device or host hold, `store_tokens` those that any tier holds."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0
+    store_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An endpoint that may be chosen, with every fact that a formula needs."""
+
+    endpoint: Endpoint
+    load: Load = field(default_factory=Load)
+    overlap: Overlap = field(default_factory=Overlap)
+    prefill_s: float = 0.0
+    """Predicted seconds of prefill of this prompt here, its overlap subtracted."""
+    seconds_since_move: float = inf
+    """Since a session last moved in or out."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """To the endpoints that hold the prefix, by address."""
+
+    @property
+    def address(self) -> str:
+        return self.endpoint.address
+
+    @property
+    def draining(self) -> bool:
+        return self.endpoint.draining
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One candidate's cost; lower is better. `terms` are its named parts."""
+
+    address: str
+    total: float
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy chose, and the numbers it chose by."""
+
+    target: str
+    reason: Reason
+    costs: tuple[Cost, ...] = ()
+    """Of every candidate, in the candidates' order."""
+    moved_from: str = ""
+    """The host that the session leaves, if it moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No endpoint; the client gets an error in OpenAI's form."""
+
+    reason: RefuseReason
+    message: str
+    retry_after_s: float = 0.0
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.reason]
+
+
+@dataclass(frozen=True, slots=True)
+class NeedBody:
+    """The headers do not suffice; decide when the body is there."""
+
+
+NEED_BODY = NeedBody()
+Verdict = Decision | Refusal | NeedBody
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A decision that has been recorded: what Envoy must be told, and the ticket of its load."""
+
+    ticket: int
+    """Names the request until `router.finished(ticket)`, which must come exactly once."""
+    destinations: tuple[str, ...]
+    """The chosen endpoint, then fallbacks."""
+    request_id: str
+    decision_header: str = ""
+    """Value of the response header x-perilune-decision, where asked for."""

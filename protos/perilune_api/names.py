@@ -1,0 +1,48 @@
+"""Strings that two processes agree on, each with where it comes from."""
+
+GROUP = "perilune.dev"
+
+# Endpoint picker protocol v1 (gateway-api-inference-extension, docs/proposals/004).
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+"""Request header and `envoy.lb` metadata key: `ip:port[,ip:port…]`, in order of preference."""
+DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
+"""Response metadata key: the endpoint that really served."""
+DESTINATION_NAMESPACE = "envoy.lb"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET_KEY = "x-gateway-destination-endpoint-subset"
+"""A list of `ip:port`, or one comma-separated string: pick only from these."""
+CONFORMANCE_SELECTION_HEADER = "test-epp-endpoint-selection"
+CONFORMANCE_SERVED_HEADER = "x-conformance-test-served-endpoint"
+
+EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+HEALTH_SERVICES = ("", "liveness", "readiness", EXT_PROC_SERVICE, "inference-extension")
+
+# Ours.
+DECISION_HEADER = "x-perilune-decision"
+"""Request: any value asks for it. Response: `<endpoint>; <reason>; request=<id>`."""
+REQUEST_ID_HEADER = "x-request-id"
+REFUSE_REASON_HEADER = "x-perilune-refused"
+"""Response header of every answer that the gateway gives instead of an endpoint."""
+POLICY_HEADER = "x-perilune-policy"
+"""Request: decide this one request by another policy, where the pool allows it."""
+
+# Session headers that clients send already, strongest first (Dynamo's documented list and others).
+SESSION_HEADERS = (
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "thread-id",
+    "session-id",
+    "session_id",
+    "x-session-id",
+    "x-smg-routing-key",
+)
+SUB_AGENT_HEADER = "x-claude-code-agent-id"
+"""Beside `x-claude-code-session-id`: a sub-agent is a session of its own."""
+PARENT_SESSION_HEADERS = (
+    "x-dynamo-parent-session-id",
+    "x-claude-code-parent-agent-id",
+    "x-codex-parent-thread-id",
+    "x-parent-session-id",
+)
+FINAL_TURN_HEADERS = ("x-perilune-session-final", "x-dynamo-session-final")
+"""`true`: the session ends with this request; its binding is freed when the answer ends."""

@@ -1,0 +1,257 @@
+"""The pool document: what a gateway must know of one `InferencePool`.
+
+One YAML (or JSON) document, in the shape of the Kubernetes object. The operator writes it with
+everything resolved; as a file with a static `spec.endpoints` list it runs a gateway without
+Kubernetes. `examples/pool.yaml` is one with comments. Unknown fields and wrong values are refused
+with their path:
+
+    SpecError: Expected `int` >= 1 - at `$.spec.engine.blockSize`
+
+Steps of `load`: parse YAML → convert to frozen structs (types, ranges) → `check` (what one field alone
+cannot know: duplicate addresses, unknown nodes, bandwidths that grow with distance).
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from perilune_api.topology import Level, Link, Place, distance
+
+
+class SpecError(ValueError):
+    """The user's document is wrong; the message names the field and the cure."""
+
+
+class _Struct(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    pass
+
+
+Name = Annotated[str, Meta(min_length=1, max_length=253)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Address = Annotated[str, Meta(pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:]+\]):\d{1,5}$")]
+"""`ip:port`; IPv6 in brackets."""
+
+
+class HashAlgorithm(StrEnum):
+    """vLLM's `--prefix-caching-hash-algo`."""
+
+    SHA256 = "sha256"
+    SHA256_CBOR = "sha256_cbor"
+    XXHASH = "xxhash"
+    XXHASH_CBOR = "xxhash_cbor"
+
+
+class ExtraKeys(StrEnum):
+    """How LoRA, cache salt and multimodal keys enter vLLM's hash: tagged tuples since 0.31, bare before."""
+
+    TAGGED = "tagged"
+    BARE = "bare"
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Lora(_Struct):
+    name: Name
+    """What a request writes in `model`."""
+    path: str = ""
+    """vLLM's adapter path; part of its block hashes."""
+
+
+class Model(_Struct):
+    name: Name
+    """What a request writes in `model`."""
+    aliases: tuple[Name, ...] = ()
+    loras: tuple[Lora, ...] = ()
+    tokenizer: str = ""
+    """A folder with tokenizer.json and the chat template; empty: ask the engine, see `tokenize`."""
+    tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
+    """auto: local where `tokenizer` is set, else the engine's /tokenize, else estimate."""
+    bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
+    """Starting value of the byte estimate; each session learns its own."""
+    context_tokens: Positive = 131_072
+    kv_bytes_per_token: Positive = 98_304
+
+
+class Hashing(_Struct):
+    algorithm: HashAlgorithm = HashAlgorithm.SHA256
+    seed: str = ""
+    """PYTHONHASHSEED of the engines; empty: unset (vLLM >= 0.29 then uses a fixed seed)."""
+    extra_keys: ExtraKeys = ExtraKeys.TAGGED
+
+
+class Engine(_Struct):
+    block_size: Positive = 16
+    """Tokens per KV block; must equal the engines' `--block-size`."""
+    hashing: Hashing = Hashing()
+    kv_pool_tokens: Positive = 281_600
+    """Tokens that one endpoint's device KV pool holds."""
+    prefill_scale: Annotated[float, Meta(gt=0)] = 1.0
+    """Seconds of prefill here / seconds on one H20 with a 30B-A3B model, as a first belief."""
+    store: bool = False
+    """The engines share a KV store pool, so that a moved session's KV follows it."""
+
+
+class SessionKeys(_Struct):
+    """How a request tells its session. Headers come first, so that it is the same without the body."""
+
+    headers: tuple[Name, ...] = ()
+    """Asked before the well-known ones (names.SESSION_HEADERS)."""
+    cookie: str = ""
+    body_user: bool = False
+    """Take the body's `user` as session id."""
+    infer: bool = True
+    """A prompt that extends an earlier prompt continues its session."""
+    tenant_header: str = ""
+    """Names the tenant; empty: a hash of the Authorization value. A binding is found under both."""
+    idle_seconds: Seconds = 1800.0
+    max_sessions: Positive = 100_000
+
+
+class PolicyParams(_Struct):
+    """Every policy's parameters; each reads the ones that it names."""
+
+    hot_pending_tokens: Positive = 16_384
+    """ear: T_hot, pending prefill tokens above which a host is hot."""
+    cooldown_seconds: Annotated[float, Meta(ge=0)] = 30.0
+    """ear: T_cool, seconds between two moves of one session."""
+
+
+class Limits(_Struct):
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Refuse with 429 when every endpoint has more queued prefill than this; 0: never."""
+    decision_seconds: Seconds = 1.5
+    """A slower tokenizer is given up for this request, which is then routed by estimate."""
+
+
+class Routing(_Struct):
+    policy: Name = "ear"
+    params: PolicyParams = PolicyParams()
+    allow_policy_header: bool = False
+    """A request may choose its policy with x-perilune-policy."""
+    session: SessionKeys = SessionKeys()
+    limits: Limits = Limits()
+    fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
+    """Further endpoints that Envoy may try, in order, after the chosen one."""
+
+
+class NodePlace(_Struct):
+    rack: str = ""
+    spine: str = ""
+
+
+class Bandwidth(_Struct):
+    """Bytes per second of one transfer, by the narrowest level that holds both ends."""
+
+    node: Annotated[float, Meta(gt=0)] = 200e9
+    rack: Annotated[float, Meta(gt=0)] = 9.7e9
+    spine: Annotated[float, Meta(gt=0)] = 9.7e9
+    fabric: Annotated[float, Meta(gt=0)] = 4.0e9
+
+
+class Topology(_Struct):
+    nodes: dict[str, NodePlace] = {}
+    bandwidth: Bandwidth = Bandwidth()
+
+    def place(self, node: str) -> Place:
+        where = self.nodes.get(node, NodePlace())
+        return Place(node, where.rack, where.spine)
+
+    def link(self, a: Place, b: Place, slowdown: float = 1.0) -> Link:
+        level = distance(a, b)
+        by_level = {
+            Level.NODE: self.bandwidth.node,
+            Level.RACK: self.bandwidth.rack,
+            Level.SPINE: self.bandwidth.spine,
+            Level.FABRIC: self.bandwidth.fabric,
+        }
+        return Link(level, by_level[level], slowdown)
+
+
+class EndpointSpec(_Struct):
+    """One vLLM server."""
+
+    address: Address
+    role: Role = Role.BOTH
+    node: str = ""
+    events: tuple[str, ...] = ()
+    """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""
+    replay: tuple[str, ...] = ()
+    """ZMQ addresses that replay missed events, in the order of `events`."""
+    draining: bool = False
+    """Known sessions finish here, new ones go elsewhere."""
+
+
+class Spec(_Struct):
+    model: Model
+    engine: Engine = Engine()
+    routing: Routing = Routing()
+    topology: Topology = Topology()
+    endpoints: tuple[EndpointSpec, ...] = ()
+
+
+class Metadata(_Struct):
+    name: Name
+    namespace: Name = "default"
+
+
+class Pool(_Struct):
+    metadata: Metadata
+    spec: Spec
+    api_version: Literal["perilune.dev/v1alpha1"] = "perilune.dev/v1alpha1"
+    kind: Literal["InferencePool"] = "InferencePool"
+
+
+def load(path: Path) -> Pool:
+    """Read and check a pool document. Raises SpecError with the field's path, OSError as the system does."""
+    return parse(path.read_bytes())
+
+
+def parse(text: bytes | str) -> Pool:
+    """YAML or JSON → a checked pool. Raises SpecError."""
+    try:
+        pool = msgspec.yaml.decode(text, type=Pool)
+    except msgspec.DecodeError as error:  # ValidationError is one of them
+        raise SpecError(str(error)) from None
+    check(pool)
+    return pool
+
+
+def dump(pool: Pool) -> bytes:
+    """YAML that `parse` reads back to an equal pool."""
+    return msgspec.yaml.encode(pool)
+
+
+def check(pool: Pool) -> None:
+    """What one field alone cannot know. Raises SpecError."""
+    spec = pool.spec
+    seen: set[str] = set()
+    for i, endpoint in enumerate(spec.endpoints):
+        at = f"at `$.spec.endpoints[{i}]"
+        if endpoint.address in seen:
+            raise SpecError(f"Address {endpoint.address} is listed twice - {at}.address`")
+        seen.add(endpoint.address)
+        if endpoint.node and spec.topology.nodes and endpoint.node not in spec.topology.nodes:
+            raise SpecError(
+                f"Unknown node {endpoint.node!r}, known are {sorted(spec.topology.nodes)} - {at}.node`"
+            )
+        if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
+            raise SpecError(f"As many replay as event addresses are needed - {at}.replay`")
+    band = spec.topology.bandwidth
+    if not band.node >= band.rack >= band.spine >= band.fabric:
+        raise SpecError(
+            "Bandwidth must not grow with distance (node >= rack >= spine >= fabric)"
+            " - at `$.spec.topology.bandwidth`"
+        )
+    models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
+    for model in models:
+        if models.count(model) > 1:
+            raise SpecError(f"Model name {model!r} is given twice - at `$.spec.model`")
