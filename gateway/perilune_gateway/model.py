@@ -15,8 +15,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
+from typing import TYPE_CHECKING
+
 from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
+
+if TYPE_CHECKING:
+    from perilune_gateway.openai import ParsedRequest
 
 
 class Reason(StrEnum):
@@ -286,3 +291,12 @@ class Routed:
     request_id: str
     decision_header: str = ""
     """Value of the response header x-perilune-decision, where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Tokenization has to wait (a thread, the engine): the driver answers with `router.on_tokens`."""
+
+    head: RequestHead
+    request: ParsedRequest
+    body_bytes: int

@@ -26,7 +26,7 @@ class SpecError(ValueError):
 
 
 class _Struct(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    pass
+    """A part of the document; subclasses repeat `frozen` for the type checker."""
 
 
 Name = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -58,14 +58,14 @@ class Role(StrEnum):
     BOTH = "both"
 
 
-class Lora(_Struct):
+class Lora(_Struct, frozen=True):
     name: Name
     """What a request writes in `model`."""
     path: str = ""
     """vLLM's adapter path; part of its block hashes."""
 
 
-class Model(_Struct):
+class Model(_Struct, frozen=True):
     name: Name
     """What a request writes in `model`."""
     aliases: tuple[Name, ...] = ()
@@ -80,14 +80,14 @@ class Model(_Struct):
     kv_bytes_per_token: Positive = 98_304
 
 
-class Hashing(_Struct):
+class Hashing(_Struct, frozen=True):
     algorithm: HashAlgorithm = HashAlgorithm.SHA256
     seed: str = ""
     """PYTHONHASHSEED of the engines; empty: unset (vLLM >= 0.29 then uses a fixed seed)."""
     extra_keys: ExtraKeys = ExtraKeys.TAGGED
 
 
-class Engine(_Struct):
+class Engine(_Struct, frozen=True):
     block_size: Positive = 16
     """Tokens per KV block; must equal the engines' `--block-size`."""
     hashing: Hashing = Hashing()
@@ -99,7 +99,7 @@ class Engine(_Struct):
     """The engines share a KV store pool, so that a moved session's KV follows it."""
 
 
-class SessionKeys(_Struct):
+class SessionKeys(_Struct, frozen=True):
     """How a request tells its session. Headers come first, so that it is the same without the body."""
 
     headers: tuple[Name, ...] = ()
@@ -115,7 +115,7 @@ class SessionKeys(_Struct):
     max_sessions: Positive = 100_000
 
 
-class PolicyParams(_Struct):
+class PolicyParams(_Struct, frozen=True):
     """Every policy's parameters; each reads the ones that it names."""
 
     hot_pending_tokens: Positive = 16_384
@@ -124,7 +124,7 @@ class PolicyParams(_Struct):
     """ear: T_cool, seconds between two moves of one session."""
 
 
-class Limits(_Struct):
+class Limits(_Struct, frozen=True):
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuse with 429 when every endpoint has more queued prefill than this; 0: never."""
@@ -132,7 +132,7 @@ class Limits(_Struct):
     """A slower tokenizer is given up for this request, which is then routed by estimate."""
 
 
-class Routing(_Struct):
+class Routing(_Struct, frozen=True):
     policy: Name = "ear"
     params: PolicyParams = PolicyParams()
     allow_policy_header: bool = False
@@ -143,12 +143,12 @@ class Routing(_Struct):
     """Further endpoints that Envoy may try, in order, after the chosen one."""
 
 
-class NodePlace(_Struct):
+class NodePlace(_Struct, frozen=True):
     rack: str = ""
     spine: str = ""
 
 
-class Bandwidth(_Struct):
+class Bandwidth(_Struct, frozen=True):
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
 
     node: Annotated[float, Meta(gt=0)] = 200e9
@@ -157,7 +157,7 @@ class Bandwidth(_Struct):
     fabric: Annotated[float, Meta(gt=0)] = 4.0e9
 
 
-class Topology(_Struct):
+class Topology(_Struct, frozen=True):
     nodes: dict[str, NodePlace] = {}
     bandwidth: Bandwidth = Bandwidth()
 
@@ -176,7 +176,7 @@ class Topology(_Struct):
         return Link(level, by_level[level], slowdown)
 
 
-class EndpointSpec(_Struct):
+class EndpointSpec(_Struct, frozen=True):
     """One vLLM server."""
 
     address: Address
@@ -190,7 +190,7 @@ class EndpointSpec(_Struct):
     """Known sessions finish here, new ones go elsewhere."""
 
 
-class Spec(_Struct):
+class Spec(_Struct, frozen=True):
     model: Model
     engine: Engine = Engine()
     routing: Routing = Routing()
@@ -198,12 +198,12 @@ class Spec(_Struct):
     endpoints: tuple[EndpointSpec, ...] = ()
 
 
-class Metadata(_Struct):
+class Metadata(_Struct, frozen=True):
     name: Name
     namespace: Name = "default"
 
 
-class Pool(_Struct):
+class Pool(_Struct, frozen=True):
     metadata: Metadata
     spec: Spec
     api_version: Literal["perilune.dev/v1alpha1"] = "perilune.dev/v1alpha1"
