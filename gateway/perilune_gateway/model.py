@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-
 from typing import TYPE_CHECKING
 
 from perilune_api.pool import Role
