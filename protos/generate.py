@@ -1,0 +1,47 @@
+"""Make the Python code of extproc.proto: `python -m protos.generate [--check]`, from the repository root.
+
+Writes `protos/perilune_api/extproc_pb2.py` and `.pyi`. With --check nothing is written; the exit status is
+1 and a line names the file when a committed file differs from what would be written. Takes about a second.
+No gRPC stubs are made: the server registers its one method by name.
+"""
+
+import argparse
+import importlib.resources
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "extproc.proto"
+TARGET = HERE / "perilune_api"
+
+
+def generate() -> dict[Path, bytes]:
+    """Target path → content. Raises RuntimeError when protoc refuses the source."""
+    bundled = importlib.resources.files("grpc_tools") / "_proto"
+    with tempfile.TemporaryDirectory() as out:
+        arguments = ["protoc", f"-I{HERE}", f"-I{bundled}", f"--python_out={out}", f"--pyi_out={out}"]
+        if protoc.main([*arguments, SOURCE.name]) != 0:
+            raise RuntimeError(f"protoc refused {SOURCE}")
+        return {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m protos.generate", description="Generate protobuf code.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
+    check: bool = parser.parse_args(argv).check
+    files = generate()
+    stale = [path for path, code in files.items() if not path.exists() or path.read_bytes() != code]
+    for path in stale:
+        if check:
+            print(f"{path.relative_to(HERE.parent)} is stale: run `make generate`", file=sys.stderr)
+        else:
+            path.write_bytes(files[path])
+            print(f"{path.relative_to(HERE.parent)} written")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
