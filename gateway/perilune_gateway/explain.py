@@ -1,0 +1,389 @@
+"""Why a request went where it went: one record per decision, kept for a while, explained when read.
+
+    router ──add──▶ Decisions (ring) ──get, query──▶ to_json, sentence, counterfactual ──▶ admin, CLI
+
+1. The router adds one `DecisionRecord` per decision or refusal: the very values that the policy saw.
+2. `finish` fills in how the request ended.
+3. Reading renders them. The counterfactual runs every other policy on the record's own values, so what
+   it says of a policy is what that policy's code does, not a description of it.
+
+Costs: add, finish and get are O(1); a query walks the ring backwards. A record keeps its candidates alive,
+so the ring is bounded in records and in candidate rows (65,536 rows are about 25 MB).
+Does not: log, count (metrics.py does), or know where the values came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+
+from perilune_api.pool import PolicyParams
+
+from perilune_gateway.model import (
+    Candidate,
+    Cost,
+    Decision,
+    NeedBody,
+    Outcome,
+    Overlap,
+    Phase,
+    Reason,
+    Refusal,
+    RequestView,
+    TokenSource,
+    Verdict,
+)
+
+Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended."""
+
+    outcome: Outcome
+    duration_s: float
+    """From the decision to the end of the answer."""
+    served: str = ""
+    """The endpoint that answered, as Envoy says; a fallback, if it is not the target."""
+    status: int = 0
+    """HTTP status of the answer; 0: none came."""
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache, as the engine says; None: it did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord:
+    """One decision with everything that it was taken from."""
+
+    view: RequestView
+    verdict: Decision | Refusal
+    policy: str
+    """Name of the policy that decided; empty where none was asked (pass-through, early refusals)."""
+    candidates: tuple[Candidate, ...] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Endpoints that were no candidates: address → name of the check that failed."""
+    destinations: tuple[str, ...] = ()
+    """What Envoy was told: the target, then fallbacks."""
+    cached_tokens: int = 0
+    """Prompt tokens predicted to be cached at the target."""
+    timings_us: Mapping[str, float] = field(default_factory=dict)
+    """Microseconds by step (metrics.Step)."""
+    time: float = 0.0
+    """Unix seconds."""
+    tenant: str = ""
+    """A hash of the tenant, never its name."""
+    ending: Ending | None = None
+    """None while the request runs."""
+
+    @property
+    def request_id(self) -> str:
+        return self.view.request_id
+
+    @property
+    def session_id(self) -> str:
+        return self.view.session.session_id if self.view.session else ""
+
+    @property
+    def model(self) -> str:
+        return self.view.model
+
+    @property
+    def phase(self) -> Phase:
+        return self.view.phase
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.view.prompt_tokens
+
+    @property
+    def token_source(self) -> TokenSource:
+        return self.view.token_source
+
+    @property
+    def target(self) -> str:
+        """Empty for a refusal."""
+        return self.verdict.target if isinstance(self.verdict, Decision) else ""
+
+    @property
+    def reason(self) -> str:
+        """Value of a Reason or a RefuseReason."""
+        return self.verdict.reason.value
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        return self.verdict.costs if isinstance(self.verdict, Decision) else ()
+
+    @property
+    def moved_from(self) -> str:
+        return self.verdict.moved_from if isinstance(self.verdict, Decision) else ""
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The target's row; None for a refusal, or a target that was no candidate."""
+        return next((c for c in self.candidates if c.address == self.target), None)
+
+    @property
+    def hit_ratio(self) -> float:
+        """Predicted cached tokens / prompt tokens."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Decisions:
+    """The last decisions: at most `capacity` records and `max_rows` candidates among them.
+
+    Where two requests carried one id, the newer is meant.
+    """
+
+    def __init__(self, capacity: int = 4096, max_rows: int = 65_536) -> None:
+        self._capacity = capacity
+        self._max_rows = max_rows
+        self._records: dict[int, DecisionRecord] = {}
+        self._numbers: dict[str, int] = {}
+        self._first = 0
+        self._next = 0
+        self._rows = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    def add(self, record: DecisionRecord) -> None:
+        self._records[self._next] = record
+        self._numbers[record.request_id] = self._next
+        self._next += 1
+        self._rows += len(record.candidates)
+        while len(self._records) > self._capacity or (self._rows > self._max_rows and len(self._records) > 1):
+            self._drop_oldest()
+
+    def finish(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        duration_s: float,
+        served: str = "",
+        status: int = 0,
+        cached_tokens: int | None = None,
+    ) -> None:
+        """Fill in how it ended; nothing happens when the record has left the ring."""
+        number = self._numbers.get(request_id)
+        if number is not None:
+            ending = Ending(outcome, duration_s, served, status, cached_tokens)
+            self._records[number] = replace(self._records[number], ending=ending)
+
+    def get(self, request_id: str) -> DecisionRecord | None:
+        number = self._numbers.get(request_id)
+        return None if number is None else self._records[number]
+
+    def query(self, session: str = "", n: int = 50) -> list[DecisionRecord]:
+        """The newest `n` records, newest first; of one session where given."""
+        found: list[DecisionRecord] = []
+        for number in range(self._next - 1, self._first - 1, -1):
+            if len(found) >= n:
+                break
+            record = self._records[number]
+            if not session or record.session_id == session:
+                found.append(record)
+        return found
+
+    def _drop_oldest(self) -> None:
+        oldest = self._records.pop(self._first)
+        if self._numbers[oldest.request_id] == self._first:
+            del self._numbers[oldest.request_id]
+        self._first += 1
+        self._rows -= len(oldest.candidates)
+
+
+def estimated_ttft_s(candidate: Candidate) -> float:
+    """Predicted seconds to the first token there: queued prefill, then this prompt's."""
+    return candidate.load.pending_prefill_s + candidate.prefill_s
+
+
+def held_tokens(overlap: Overlap) -> int:
+    """Leading prompt tokens that the endpoint itself holds, on its device or its host."""
+    return max(overlap.device_tokens, overlap.host_tokens)
+
+
+def counterfactual(
+    record: DecisionRecord, policies: Mapping[str, Policy], params: PolicyParams, rng: Random
+) -> dict[str, dict[str, Any]]:
+    """What every other policy would have answered to the same values, by policy name.
+
+    `target`, `reason`, `same` (as decided), `estimated_s`, `cached_tokens` and `moved_from`; or `refused` and
+    `message`; or `needs_body` where the decision was taken from the headers and the policy wants more.
+    """
+    if not record.candidates:
+        return {}
+    return {
+        name: _alternative(record, policy(record.view, record.candidates, params, rng))
+        for name, policy in policies.items()
+        if name != record.policy
+    }
+
+
+def _alternative(record: DecisionRecord, verdict: Verdict) -> dict[str, Any]:
+    if isinstance(verdict, NeedBody):
+        return {"needs_body": True}
+    if isinstance(verdict, Refusal):
+        return {"refused": verdict.reason.value, "message": verdict.message}
+    chosen = next(c for c in record.candidates if c.address == verdict.target)
+    return {
+        "target": verdict.target,
+        "reason": verdict.reason.value,
+        "same": verdict.target == record.target,
+        "moved_from": verdict.moved_from,
+        "cached_tokens": held_tokens(chosen.overlap),
+        "estimated_s": estimated_ttft_s(chosen),
+    }
+
+
+def summary(record: DecisionRecord) -> dict[str, Any]:
+    """One record as a row of a list."""
+    chosen, ending = record.chosen, record.ending
+    return {
+        "request_id": record.request_id,
+        "time": datetime.fromtimestamp(record.time, UTC).isoformat(timespec="milliseconds"),
+        "session_id": record.session_id,
+        "tenant": record.tenant,
+        "model": record.model,
+        "policy": record.policy,
+        "phase": record.phase.value,
+        "target": record.target,
+        "reason": record.reason,
+        "moved_from": record.moved_from,
+        "prompt_tokens": record.prompt_tokens,
+        "token_source": record.token_source.value,
+        "cached_tokens": record.cached_tokens,
+        "hit_ratio": round(record.hit_ratio, 4),
+        "estimated_s": None if chosen is None else estimated_ttft_s(chosen),
+        "scheduling_us": record.timings_us.get("total"),
+        "ending": None
+        if ending is None
+        else {
+            "outcome": ending.outcome.value,
+            "served": ending.served,
+            "status": ending.status,
+            "duration_s": ending.duration_s,
+            "cached_tokens": ending.cached_tokens,
+        },
+        "sentence": sentence(record),
+    }
+
+
+def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The whole record as plain values; `alternatives` is what `counterfactual` gave."""
+    session = record.view.session
+    return summary(record) | {
+        "message": record.verdict.message if isinstance(record.verdict, Refusal) else "",
+        "destinations": list(record.destinations),
+        "session": None
+        if session is None
+        else {
+            "host": session.host,
+            "turns": session.turns,
+            "context_tokens": session.context_tokens,
+            "seconds_since_move": session.seconds_since_move,
+            "parent_host": session.parent_host,
+        },
+        "output_tokens": record.view.output_tokens,
+        "candidates": [_candidate(record, c) for c in record.candidates],
+        "excluded": dict(record.excluded),
+        "timings_us": dict(record.timings_us),
+        "counterfactual": dict(alternatives or {}),
+    }
+
+
+def _candidate(record: DecisionRecord, candidate: Candidate) -> dict[str, Any]:
+    cost = next((cost for cost in record.costs if cost.address == candidate.address), None)
+    load, overlap = candidate.load, candidate.overlap
+    return {
+        "address": candidate.address,
+        "chosen": candidate.address == record.target,
+        "role": candidate.endpoint.role.value,
+        "place": candidate.endpoint.place._asdict(),
+        "draining": candidate.draining,
+        "cost": cost and cost.total,
+        "terms": dict(cost.terms) if cost else {},
+        "overlap": {
+            "device_tokens": overlap.device_tokens,
+            "host_tokens": overlap.host_tokens,
+            "store_tokens": overlap.store_tokens,
+        },
+        "load": {
+            "pending_prefill_tokens": load.pending_prefill_tokens,
+            "pending_prefill_s": load.pending_prefill_s,
+            "in_flight": load.in_flight,
+            "running": load.running,
+            "waiting": load.waiting,
+            "kv_usage": load.kv_usage,
+            "kv_free_tokens": load.kv_free_tokens,
+            "sessions": load.sessions,
+            "metrics_age_s": load.metrics_age_s,
+        },
+        "prefill_s": candidate.prefill_s,
+        "estimated_s": estimated_ttft_s(candidate),
+        "seconds_since_move": candidate.seconds_since_move,
+        "links": {
+            address: {
+                "distance": link.distance.name.lower(),
+                "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+                "slowdown": link.slowdown,
+            }
+            for address, link in candidate.links.items()
+        },
+    }
+
+
+BECAUSE: Mapping[Reason, str] = {
+    Reason.ROUND_ROBIN: "it is next in turn",
+    Reason.RANDOM: "the dice fell so",
+    Reason.LEAST_LOADED: "it has the fewest pending prefill tokens",
+    Reason.POWER_OF_TWO: "it is the less loaded of two drawn at random",
+    Reason.COLD: "the session has no host yet and this endpoint has the fewest pending prefill tokens",
+    Reason.HOST: "it is the session's host (hot: no)",
+    Reason.MOVED: "the session's host {moved_from} is hot and the session moves here",
+    Reason.HOT_COOLDOWN: "it is the session's host (hot: yes, but the session moved too recently)",
+    Reason.HOT_NOWHERE: "it is the session's host (hot: yes, but no endpoint with KV room has less pending)",
+    Reason.PASS_THROUGH: "the request is not one for the model, so any ready endpoint may take it",
+    Reason.FORCED: "the conformance header names it",
+}
+
+
+def sentence(record: DecisionRecord) -> str:
+    """The decision in one line of plain English."""
+    if isinstance(record.verdict, Refusal):
+        refusal = record.verdict
+        return _line(f"refused with {refusal.status} {refusal.reason.value}: {refusal.message}", record)
+    decision = record.verdict
+    why = f"{decision.target} because {BECAUSE[decision.reason].format(moved_from=decision.moved_from)}"
+    if decision.reason in (Reason.PASS_THROUGH, Reason.FORCED):
+        return _line(why, record)
+    about = "~" if record.token_source is TokenSource.ESTIMATE else ""
+    facts = [f"{record.cached_tokens:,} of {about}{record.prompt_tokens:,} prompt tokens cached there"]
+    if (chosen := record.chosen) is not None:
+        load = chosen.load
+        facts.append(
+            f"{load.pending_prefill_tokens:,} tokens ({load.pending_prefill_s:.2f} s) queued before it"
+        )
+        facts.append(f"first token expected after {estimated_ttft_s(chosen):.2f} s")
+    if record.phase is Phase.HEADERS:
+        facts.append("decided without the body")
+    return _line(f"{why}: {'; '.join(facts)}", record)
+
+
+def _line(text: str, record: DecisionRecord) -> str:
+    """Append what else is worth a word: exclusions and the end."""
+    if record.excluded:
+        checks = ", ".join(f"{address} ({check})" for address, check in list(record.excluded.items())[:3])
+        more = len(record.excluded) - 3
+        text += f"; not considered: {checks}" + (f" and {more} more" if more > 0 else "")
+    ending = record.ending
+    if ending is not None and ending.served and ending.served != record.target:
+        text += f"; served by fallback {ending.served}"
+    return text + "."

@@ -1,0 +1,321 @@
+"""Every metric of the gateway on one page: name, unit, labels, help.
+
+Two kinds. What *happens* (a decision, a refusal, an answer's end) is counted when it happens, with label
+children bound beforehand: about 5 µs for a request decided from its headers. What *is* (load, index, feeds)
+is read from one snapshot when a scrape asks for it, and costs requests nothing.
+
+Labels come from enums, policy names and endpoint addresses, never from what a client sent.
+
+Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
+token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
+among others), node load by endpoint and role = perilune_endpoint_*, cache migrations =
+perilune_migrations_total.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from perilune_gateway.explain import DecisionRecord
+from perilune_gateway.model import Decision, Outcome, Reason, RefuseReason, TokenSource
+from perilune_gateway.stats import NodeStats, Snapshot
+
+SCHEDULING_BUCKETS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
+)
+
+
+class Step(StrEnum):
+    """Steps of one decision: keys of `DecisionRecord.timings_us`."""
+
+    PARSE = "parse"
+    TOKENIZE = "tokenize"
+    HASH = "hash"
+    INDEX = "index"
+    POLICY = "policy"
+    ENCODE = "encode"
+    TOTAL = "total"
+
+
+class Affinity(StrEnum):
+    """What a decision did with its session's host."""
+
+    HIT = "hit"
+    """The request went to the session's host."""
+    MOVED = "moved"
+    """The policy moved the session."""
+    LEFT = "left"
+    """Another endpoint without a move: the host is gone or draining, or the policy knows no sessions."""
+    NEW = "new"
+    """The session had no host yet."""
+
+
+class Window:
+    """Sums of (part, whole) over about the last `seconds`: a ring of slots, each overwritten when it is due.
+
+    Time is an argument; reading changes nothing.
+    """
+
+    def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:
+        self._slot_s = seconds / slots
+        self._ages = [-1] * slots
+        self._parts = [0.0] * slots
+        self._wholes = [0.0] * slots
+
+    def add(self, part: float, whole: float, now: float) -> None:
+        age = int(now / self._slot_s)
+        slot = age % len(self._ages)
+        if self._ages[slot] != age:
+            self._ages[slot] = age
+            self._parts[slot] = self._wholes[slot] = 0.0
+        self._parts[slot] += part
+        self._wholes[slot] += whole
+
+    def ratio(self, now: float) -> float | None:
+        """None: nothing was added in the window."""
+        oldest = int(now / self._slot_s) - len(self._ages) + 1
+        live = [i for i, age in enumerate(self._ages) if age >= oldest]
+        whole = sum(self._wholes[i] for i in live)
+        return sum(self._parts[i] for i in live) / whole if whole else None
+
+
+class Metrics:
+    """What the router, the exchange and the feeds report, and what a scrape reads."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = registry
+        self._clock = clock
+        self._window = Window()
+        self._snapshot: Callable[[], Snapshot] | None = None
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"perilune_{name}", text, labels, registry=registry)
+
+        # Decisions
+        scheduling = Histogram(
+            "perilune_scheduling_seconds",
+            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
+            ["step"],
+            buckets=SCHEDULING_BUCKETS_S,
+            registry=registry,
+        )
+        self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
+        refusals = counter("refusals", "Requests answered with an error instead of an endpoint.", "reason")
+        sources = counter("token_counts", "Prompts by where their token count came from.", "source")
+        self._fallbacks = counter("policy_fallbacks", "Decided by another policy than asked.", "policy")
+
+        # Cache and sessions
+        self._prompt = counter("prompt_tokens", "Prompt tokens sent to an endpoint.", "endpoint")
+        self._cached = counter(
+            "predicted_cached_tokens", "Of these, tokens predicted to be in its KV cache.", "endpoint"
+        )
+        affinity = counter("session_requests", "Requests of sessions, by what came of the host.", "affinity")
+        self._migrations = counter("migrations", "Sessions moved to another endpoint because that pays.")
+
+        # Streams
+        self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
+        self._streams = Gauge("perilune_streams_open", "Envoy streams open now.", registry=registry)
+        self._body = counter("body_received_bytes", "Request body bytes that reached the gateway.")
+        self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
+        self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
+
+        # Children of enum labels exist from the start: a rate() over a series that appears late is wrong.
+        self._steps = {step: scheduling.labels(step.value) for step in Step}
+        self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
+        self._sources = {source: sources.labels(source.value) for source in TokenSource}
+        self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
+        self._chosen: dict[tuple[str, str, str], Counter] = {}
+        self._tokens: dict[str, tuple[Counter, Counter]] = {}
+        self._ended: dict[tuple[str, str], Counter] = {}
+        registry.register(_Mirror(self))
+
+    # What happens
+
+    def decided(self, record: DecisionRecord) -> None:
+        """Count one decision or refusal."""
+        for step, us in record.timings_us.items():
+            self._steps[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
+        verdict = record.verdict
+        if not isinstance(verdict, Decision):
+            self._refusals[verdict.reason].inc()
+            return
+        key = (record.policy, verdict.reason, record.view.phase)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self._decisions.labels(*key)
+        chosen.inc()
+        if verdict.reason is Reason.PASS_THROUGH:
+            return
+        view = record.view
+        tokens = self._tokens.get(verdict.target)
+        if tokens is None:
+            target = verdict.target
+            tokens = self._tokens[target] = (self._prompt.labels(target), self._cached.labels(target))
+        tokens[0].inc(view.prompt_tokens)
+        tokens[1].inc(record.cached_tokens)
+        self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
+        self._sources[view.token_source].inc()
+        if verdict.moved_from:
+            self._migrations.inc()
+        if view.session is not None:
+            self._affinity[affinity_of(view.session.host, verdict)].inc()
+
+    def refused(self, reason: RefuseReason) -> None:
+        """Count a refusal that has no record (the request never became one)."""
+        self._refusals[reason].inc()
+
+    def ended(self, endpoint: str, outcome: Outcome) -> None:
+        """Count the end of a request, under the endpoint that served it."""
+        key = (endpoint, outcome.value)
+        child = self._ended.get(key)
+        if child is None:
+            child = self._ended[key] = self._requests.labels(*key)
+        child.inc()
+
+    def policy_fallback(self, policy: str) -> None:
+        """The policy `policy` was to decide, and another had to."""
+        self._fallbacks.labels(policy).inc()
+
+    def body_received(self, size_bytes: int) -> None:
+        self._body.inc(size_bytes)
+
+    def stream_opened(self) -> None:
+        self._streams.inc()
+
+    def stream_closed(self) -> None:
+        self._streams.dec()
+
+    def scrape_failed(self, endpoint: str) -> None:
+        self._scrape_errors.labels(endpoint).inc()
+
+    # What is
+
+    def describe(self, version: str, policy: str) -> None:
+        self._info.info({"version": version, "policy": policy})
+
+    def mirror(self, snapshot: Callable[[], Snapshot]) -> None:
+        """From now on a scrape shows what this function returns."""
+        self._snapshot = snapshot
+
+    def hit_ratio(self) -> float | None:
+        """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
+        return self._window.ratio(self._clock())
+
+    def forget(self, endpoint: str) -> None:
+        """Drop the series of an endpoint that has left the pool."""
+        if self._tokens.pop(endpoint, None):
+            self._prompt.remove(endpoint)
+            self._cached.remove(endpoint)
+        for key in [key for key in self._ended if key[0] == endpoint]:
+            del self._ended[key]
+            self._requests.remove(*key)
+
+    def snapshot(self) -> Snapshot | None:
+        return self._snapshot() if self._snapshot else None
+
+
+def affinity_of(host: str, decision: Decision) -> Affinity:
+    """What `decision` did with a session bound to `host` (empty: to none)."""
+    if not host:
+        return Affinity.NEW
+    if decision.target == host:
+        return Affinity.HIT
+    return Affinity.MOVED if decision.moved_from else Affinity.LEFT
+
+
+Row = tuple[str, str, Callable[[NodeStats], float]]
+
+LOAD_GAUGES: tuple[Row, ...] = (
+    ("pending_prefill_tokens", "Uncached tokens waiting or running.", lambda n: n.load.pending_prefill_tokens),
+    ("pending_prefill_seconds", "The same in predicted seconds.", lambda n: n.load.pending_prefill_s),
+    ("in_flight_requests", "Requests sent there and not ended.", lambda n: n.load.in_flight),
+    ("running_requests", "Running, as the engine says.", lambda n: n.load.running),
+    ("waiting_requests", "Waiting, as the engine says.", lambda n: n.load.waiting),
+    ("kv_usage_ratio", "KV pool in use, 0 to 1.", lambda n: n.load.kv_usage),
+    ("sessions", "Sessions bound there.", lambda n: n.load.sessions),
+    ("metrics_age_seconds", "Since its metrics were read; +Inf: never.", lambda n: n.load.metrics_age_s),
+    ("ready", "1: may be chosen.", lambda n: n.endpoint.ready),
+    ("draining", "1: known sessions only.", lambda n: n.endpoint.draining),
+)  # fmt: skip
+"""perilune_endpoint_<name>{endpoint, role}"""
+
+EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
+    ("batches", "KV event batches received."),
+    ("gaps", "Times that batches were missing."),
+    ("replayed", "Batches that a replay brought."),
+    ("rebuilds", "Times that an endpoint's blocks were dropped because a gap could not be filled."),
+    ("restarts", "Times that an engine began anew."),
+)
+"""perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
+
+
+class _Mirror:
+    """Gauges that are read at scrape time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not take a snapshot."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        ratio = self._metrics.hit_ratio()
+        hit = GaugeMetricFamily(
+            "perilune_cache_hit_ratio",
+            "Predicted cached tokens / prompt tokens over the last minute; absent without prompts.",
+        )
+        if ratio is not None:
+            hit.add_metric((), ratio)
+        yield hit
+        snapshot = self._metrics.snapshot()
+        if snapshot is None:
+            return
+        yield from _nodes(snapshot.nodes)
+        index = snapshot.index
+        yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
+        yield _gauge("index_depth_blocks", "Longest known prefix.", index.depth_blocks)
+        yield _gauge("index_speculative_blocks", "Blocks routed there, not yet announced.", index.speculative)
+        evicted = CounterMetricFamily("perilune_index_evicted_blocks", "Blocks dropped for want of room.")
+        evicted.add_metric((), index.evicted)
+        yield evicted
+        yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
+
+
+def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
+    for name, text, value in LOAD_GAUGES:
+        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
+        for node in nodes:
+            load.add_metric((node.endpoint.address, node.endpoint.role.value), value(node))
+        yield load
+    blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
+    parity = GaugeMetricFamily(
+        "perilune_parity", "1 for the state that computed and announced block hashes are in.",
+        labels=("endpoint", "state"),
+    )  # fmt: skip
+    lag = GaugeMetricFamily("perilune_events_lag_seconds", "Of the last batch.", labels=("endpoint",))
+    counters = [
+        (field, CounterMetricFamily(f"perilune_events_{field}", text, labels=("endpoint",)))
+        for field, text in EVENT_COUNTERS
+    ]
+    for node in nodes:
+        address = node.endpoint.address
+        for tier, count in node.index_blocks.items():
+            blocks.add_metric((address, tier.value), count)
+        if node.parity:
+            parity.add_metric((address, node.parity), 1)
+        if node.events is not None:
+            lag.add_metric((address,), node.events.lag_s)
+            for field, family in counters:
+                family.add_metric((address,), getattr(node.events, field))
+    yield from (blocks, parity, lag, *(family for _, family in counters))
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"perilune_{name}", text, value=value)

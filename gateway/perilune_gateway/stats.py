@@ -1,0 +1,73 @@
+"""What state looks like from outside at one moment: the rows that the admin pages and gauges show.
+
+Values only. `main` builds them from the live state when somebody asks; no request keeps them up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf, nan
+
+from perilune_gateway.model import Endpoint, Load, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class EventStats:
+    """One endpoint's KV event feed, its data-parallel ranks summed; lag is the slowest rank's."""
+
+    connected: bool = False
+    """Something has been received since the last (re)connect."""
+    lag_s: float = nan
+    """Of the last batch: received − published; NaN before the first."""
+    batches: int = 0
+    gaps: int = 0
+    """Times that batches were missing, whether or not a replay filled them."""
+    replayed: int = 0
+    """Batches that a replay brought."""
+    rebuilds: int = 0
+    """Times that the endpoint's blocks were dropped because a gap could not be filled."""
+    restarts: int = 0
+    """Times that the engine began anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """One endpoint."""
+
+    endpoint: Endpoint
+    load: Load = Load()
+    index_blocks: Mapping[Tier, int] = field(default_factory=dict)
+    speculative_blocks: int = 0
+    prefix_queries_tokens: float = 0.0
+    """Prompt tokens that the engine has looked up in its prefix cache, as its metrics say."""
+    prefix_hits_tokens: float = 0.0
+    events: EventStats | None = None
+    """None: it publishes no events, its index is approximate."""
+    parity: str = ""
+    """Value of parity's state enum; empty: nothing to compare."""
+    seconds_since_move: float = inf
+
+    @property
+    def engine_hit_ratio(self) -> float:
+        """Since the engine's start; NaN before its first request."""
+        return self.prefix_hits_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else nan
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """The prefix index in numbers."""
+
+    entries: int = 0
+    depth_blocks: int = 0
+    speculative: int = 0
+    evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a scrape mirrors."""
+
+    nodes: tuple[NodeStats, ...] = ()
+    index: IndexStats = IndexStats()
+    sessions_bound: int = 0
