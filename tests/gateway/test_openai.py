@@ -1,0 +1,370 @@
+"""Bodies as clients send them, and as they should not."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from perilune_gateway.model import Refusal, RefuseReason
+from perilune_gateway.openai import (
+    Api,
+    ChatPrompt,
+    ParsedRequest,
+    TextPrompt,
+    TokenPrompt,
+    error_body,
+    is_model_path,
+    parse,
+)
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
+MODEL_PATHS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def accepted(path, **body) -> ParsedRequest:
+    request = parse(path, json.dumps({"model": "m"} | body).encode())
+    assert isinstance(request, ParsedRequest), request
+    return request
+
+
+@pytest.mark.parametrize(
+    ("path", "yes"),
+    [
+        pytest.param(CHAT, True, id="chat"),
+        pytest.param(COMPLETIONS, True, id="completions"),
+        pytest.param(RESPONSES, True, id="responses"),
+        pytest.param(MESSAGES, True, id="messages"),
+        pytest.param(CHAT + "?beta=true&x=/", True, id="query string ignored"),
+        pytest.param(MESSAGES + "?", True, id="empty query string"),
+        pytest.param("/v1/models", False, id="models"),
+        pytest.param("/v1/chat/completions/render", False, id="longer path"),
+        pytest.param("/v1/messages/count_tokens", False, id="count_tokens"),
+        pytest.param("/x?/v1/completions", False, id="path inside a query string"),
+        pytest.param("", False, id="empty"),
+    ],
+)
+def test_model_paths(path, yes):
+    assert is_model_path(path) is yes
+
+
+def test_chat_keeps_the_conversation_undecoded():
+    body = b'{"model": "m", "messages": [ {"role":"user", "content":"\\u00e9"} ], "tools": [{"x":1}], "n": 2}'
+    request = parse(CHAT + "?a=b", body)
+    assert isinstance(request, ParsedRequest)
+    assert isinstance(request.prompt, ChatPrompt)
+    assert bytes(request.prompt.messages) == b'[ {"role":"user", "content":"\\u00e9"} ]'
+    assert bytes(request.prompt.tools) == b'[{"x":1}]'
+    assert (request.api, request.model) == (Api.CHAT, "m")
+
+
+def test_chat_options():
+    prompt = accepted(
+        CHAT,
+        messages=HELLO,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        add_special_tokens=True,
+        chat_template="{{ x }}",
+        chat_template_kwargs={"enable_thinking": False},
+        documents=[{"title": "t"}],
+        reasoning_effort="low",
+    ).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.add_generation_prompt, prompt.continue_final_message) == (False, True)
+    assert (prompt.add_special_tokens, prompt.own_template, prompt.reasoning_effort) == (True, True, "low")
+    assert json.loads(bytes(prompt.template_kwargs)) == {"enable_thinking": False}
+    assert json.loads(bytes(prompt.documents)) == [{"title": "t"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parsed"),
+    [
+        pytest.param("hé", TextPrompt(("hé",)), id="text"),
+        pytest.param("", TextPrompt(("",)), id="empty text"),
+        pytest.param(["a", "b"], TextPrompt(("a", "b")), id="texts"),
+        pytest.param([1, 2, 4294967295], TokenPrompt(([1, 2, 4294967295],)), id="ids"),
+        pytest.param([[1], [2, 3]], TokenPrompt(([1], [2, 3])), id="lists of ids"),
+        pytest.param([], TokenPrompt(([],)), id="empty list"),
+    ],
+)
+def test_completion_prompts(prompt, parsed):
+    assert accepted(COMPLETIONS, prompt=prompt).prompt == parsed
+    spaced = json.dumps({"model": "m", "prompt": prompt}, indent=3).encode()
+    assert parse(COMPLETIONS, spaced).prompt == parsed
+
+
+def test_completion_without_special_tokens():
+    prompt = accepted(COMPLETIONS, prompt="x", add_special_tokens=False).prompt
+    assert prompt == TextPrompt(("x",), add_special_tokens=False)
+
+
+def test_prompt_embeddings_have_no_text():
+    assert accepted(COMPLETIONS, prompt=None, prompt_embeds="AAAA").prompt == TextPrompt(())
+
+
+def test_responses():
+    request = accepted(
+        RESPONSES, input="hello", instructions="be brief", previous_response_id="resp_1", max_output_tokens=9
+    )
+    assert isinstance(request.prompt, ChatPrompt)
+    assert bytes(request.prompt.messages) == b'"hello"'
+    assert bytes(request.prompt.system) == b'"be brief"'
+    assert (request.previous_response_id, request.max_output_tokens) == ("resp_1", 9)
+
+
+def test_anthropic_messages():
+    request = accepted(
+        MESSAGES,
+        messages=HELLO,
+        system=[{"type": "text", "text": "s"}],
+        max_tokens=7,
+        tools=[],
+        metadata={"user_id": "u1"},
+    )
+    assert isinstance(request.prompt, ChatPrompt)
+    assert json.loads(bytes(request.prompt.system)) == [{"type": "text", "text": "s"}]
+    assert (request.user, request.max_output_tokens, request.api) == ("u1", 7, Api.MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "value"),
+    [
+        pytest.param(
+            {"session_id": "a", "metadata": {"session_id": "b"}}, "session_id", "a", id="body first"
+        ),
+        pytest.param(
+            {"vllm_xargs": {"session_id": "x"}, "metadata": {"session_id": "m"}},
+            "session_id",
+            "x",
+            id="then vllm_xargs",
+        ),
+        pytest.param({"metadata": {"session_id": "m"}}, "session_id", "m", id="then metadata"),
+        pytest.param({"metadata": {"session_id": 5}}, "session_id", "", id="a number is no session id"),
+        pytest.param({"metadata": {"user_id": "u"}}, "user", "", id="user_id counts for Anthropic only"),
+        pytest.param({"user": "u"}, "user", "u", id="user"),
+        pytest.param({"prompt_cache_key": "k"}, "prompt_cache_key", "k", id="prompt_cache_key"),
+        pytest.param({"cache_salt": "s"}, "cache_salt", "s", id="cache_salt"),
+        pytest.param({"priority": -3}, "priority", -3, id="priority"),
+        pytest.param({"stream": True}, "stream", True, id="stream"),
+        pytest.param({"max_tokens": 5}, "max_output_tokens", 5, id="max_tokens"),
+        pytest.param(
+            {"max_tokens": "5"}, "max_output_tokens", 5, id="numbers in strings, as engines take them"
+        ),
+        pytest.param(
+            {"max_tokens": 5, "max_completion_tokens": 6}, "max_output_tokens", 6, id="newer name wins"
+        ),
+        pytest.param({"max_tokens": -1}, "max_output_tokens", 0, id="nonsense bound is no bound"),
+        pytest.param({}, "max_output_tokens", 0, id="no bound"),
+        pytest.param(
+            {"session_id": None, "user": None, "tools": None}, "session_id", "", id="null is absent"
+        ),
+    ],
+)
+def test_fields(body, field, value):
+    assert getattr(accepted(CHAT, messages=HELLO, **body), field) == value
+
+
+def test_completions_stop_after_16_tokens_unless_told():
+    assert accepted(COMPLETIONS, prompt="x").max_output_tokens == 16
+    assert accepted(COMPLETIONS, prompt="x", max_tokens=None).max_output_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason", "message"),
+    [
+        pytest.param(CHAT, b"", RefuseReason.BAD_JSON, "truncated", id="empty body"),
+        pytest.param(CHAT, b'{"model": "m",}', RefuseReason.BAD_JSON, "(byte 14)", id="trailing comma"),
+        pytest.param(
+            CHAT, b'{"model":"m","messages":[1,}', RefuseReason.BAD_JSON, "(byte 27)", id="inside messages"
+        ),
+        pytest.param(
+            CHAT, b'{"model":"m"} x', RefuseReason.BAD_JSON, "trailing characters", id="two documents"
+        ),
+        pytest.param(CHAT, b'{"model":"\xff"}', RefuseReason.BAD_JSON, "UTF-8", id="not utf-8"),
+        pytest.param(
+            CHAT,
+            b'{"model":"m","messages":' + b"[" * 99_999,
+            RefuseReason.BAD_JSON,
+            "too deeply",
+            id="deep array",
+        ),
+        pytest.param(CHAT, b'{"a":' * 99_999, RefuseReason.BAD_JSON, "too deeply", id="deep unknown field"),
+        pytest.param(
+            COMPLETIONS,
+            b'{"model":"m","prompt":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+            RefuseReason.BAD_JSON,
+            "too deeply",
+            id="deep prompt",
+        ),
+        pytest.param(CHAT, b"[]", RefuseReason.BAD_REQUEST, "Expected `object`, got `array`", id="array"),
+        pytest.param(CHAT, b'{"messages":[]}', RefuseReason.NO_MODEL, "`$.model`", id="no model"),
+        pytest.param(CHAT, b'{"model":null}', RefuseReason.NO_MODEL, "`$.model`", id="model is null"),
+        pytest.param(CHAT, b'{"model":""}', RefuseReason.NO_MODEL, "`$.model`", id="model is empty"),
+        pytest.param(
+            CHAT, b'{"model":5}', RefuseReason.BAD_REQUEST, "got `int` - at `$.model`", id="model is 5"
+        ),
+        pytest.param(
+            CHAT,
+            b'{"model":"m"}',
+            RefuseReason.BAD_REQUEST,
+            "missing required field `messages`",
+            id="no messages",
+        ),
+        pytest.param(
+            CHAT,
+            b'{"model":"m","messages":"hi"}',
+            RefuseReason.BAD_REQUEST,
+            "Expected `array`, got `str` - at `$.messages`",
+            id="messages is text",
+        ),
+        pytest.param(
+            CHAT,
+            b'{"model":"m","messages":[],"tools":{}}',
+            RefuseReason.BAD_REQUEST,
+            "Expected `array`, got `object` - at `$.tools`",
+            id="tools is an object",
+        ),
+        pytest.param(
+            CHAT,
+            b'{"model":"m","messages":[],"metadata":3}',
+            RefuseReason.BAD_REQUEST,
+            "at `$.metadata`",
+            id="metadata is a number",
+        ),
+        pytest.param(
+            COMPLETIONS, b'{"model":"m"}', RefuseReason.BAD_REQUEST, "required field `prompt`", id="no prompt"
+        ),
+        pytest.param(
+            COMPLETIONS,
+            b'{"model":"m","prompt":[1,-1]}',
+            RefuseReason.BAD_REQUEST,
+            "at `$.prompt[1]`",
+            id="negative id",
+        ),
+        pytest.param(
+            COMPLETIONS,
+            b'{"model":"m","prompt":[[1],"a"]}',
+            RefuseReason.BAD_REQUEST,
+            "Expected `array`, got `str` - at `$.prompt[1]`",
+            id="mixed prompts",
+        ),
+        pytest.param(
+            COMPLETIONS,
+            b'{"model":"m","prompt":true}',
+            RefuseReason.BAD_REQUEST,
+            "got `bool` - at `$.prompt`",
+            id="prompt is a bool",
+        ),
+        pytest.param(
+            RESPONSES, b'{"model":"m"}', RefuseReason.BAD_REQUEST, "required field `input`", id="no input"
+        ),
+        pytest.param(
+            MESSAGES,
+            b'{"model":"m","messages":[],"system":1}',
+            RefuseReason.BAD_REQUEST,
+            "got `number` - at `$.system`",
+            id="system is a number",
+        ),
+        pytest.param("/v1/models", b"{}", RefuseReason.BAD_REQUEST, "/v1/models", id="no model path"),
+    ],
+)
+def test_refusals_say_where(path, body, reason, message):
+    refusal = parse(path, body)
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is reason
+    assert message in refusal.message
+    assert refusal.status == 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+FIELDS = ("model", "messages", "prompt", "input", "system", "instructions", "tools", "metadata", "vllm_xargs")
+LIKELY = st.dictionaries(st.sampled_from((*FIELDS, "stream", "max_tokens", "user", "priority")), JSON)
+
+
+@given(path=st.sampled_from(MODEL_PATHS), body=st.binary())
+def test_any_bytes_give_a_value(path, body):
+    assert isinstance(parse(path, body), ParsedRequest | Refusal)
+
+
+@given(path=st.sampled_from(MODEL_PATHS), document=LIKELY | JSON)
+def test_any_json_gives_a_value(path, document):
+    request = parse(path, json.dumps(document).encode())
+    assert isinstance(request, ParsedRequest | Refusal)
+    if isinstance(request, ParsedRequest):
+        assert isinstance(request.prefix_text(), bytes)
+
+
+@given(path=st.sampled_from(MODEL_PATHS), document=LIKELY, cut=st.integers(min_value=1))
+def test_a_cut_body_is_refused(path, document, cut):
+    body = json.dumps({"model": "m"} | document).encode()
+    refusal = parse(path, body[: len(body) - 1 - cut % (len(body) - 1)])
+    assert isinstance(refusal, Refusal)
+
+
+def test_a_grown_conversation_extends_its_prefix_text():
+    turns = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
+    for path, system in [(CHAT, {}), (MESSAGES, {"system": "s"})]:
+        first = accepted(path, messages=turns[:1], tools=[{"name": "t"}], **system).prefix_text()
+        second = accepted(path, messages=turns, tools=[{"name": "t"}], **system).prefix_text()
+        assert second.startswith(first)
+        assert len(second) > len(first) > 40
+
+
+def test_prefix_text_of_completions():
+    assert accepted(COMPLETIONS, prompt="hé").prefix_text() == "hé".encode()
+    assert accepted(COMPLETIONS, prompt=["a", "b"]).prefix_text() == b"a"
+    assert accepted(COMPLETIONS, prompt=[1, 2]).prefix_text() == b""
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "path", "body"),
+    [
+        pytest.param(
+            404,
+            RefuseReason.UNKNOWN_MODEL,
+            CHAT,
+            {
+                "error": {
+                    "message": "é",
+                    "type": "invalid_request_error",
+                    "param": "model",
+                    "code": "unknown_model",
+                }
+            },
+            id="OpenAI, unknown model",
+        ),
+        pytest.param(
+            429,
+            RefuseReason.OVERLOADED,
+            "",
+            {"error": {"message": "é", "type": "rate_limit_error", "param": None, "code": "overloaded"}},
+            id="OpenAI, overloaded",
+        ),
+        pytest.param(
+            503,
+            RefuseReason.NO_ENDPOINT,
+            MESSAGES + "?beta=true",
+            {"type": "error", "error": {"type": "overloaded_error", "message": "é"}},
+            id="Anthropic, no endpoint",
+        ),
+        pytest.param(
+            400,
+            RefuseReason.BAD_JSON,
+            MESSAGES,
+            {"type": "error", "error": {"type": "invalid_request_error", "message": "é"}},
+            id="Anthropic, bad JSON",
+        ),
+    ],
+)
+def test_error_bodies(status, reason, path, body):
+    assert json.loads(error_body(status, reason, "é", path)) == body
