@@ -93,7 +93,7 @@ def test_a_bug_travels_up(commands):
 def test_reader_of_the_pipe_left():
     code = (
         "import sys, types; from perilune_lab import cli;"
-        " cli.import_module = lambda name: types.SimpleNamespace(main=lambda argv: print('x' * 100_000) or 0);"
+        " cli.import_module = lambda _: types.SimpleNamespace(main=lambda argv: print('x' * 100_000) or 0);"
         " sys.exit(cli.main(['trace']))"
     )
     process = subprocess.Popen(
