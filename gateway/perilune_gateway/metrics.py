@@ -232,7 +232,7 @@ def affinity_of(host: str, decision: Decision) -> Affinity:
 Row = tuple[str, str, Callable[[NodeStats], float]]
 
 LOAD_GAUGES: tuple[Row, ...] = (
-    ("pending_prefill_tokens", "Uncached tokens waiting or running.", lambda n: n.load.pending_prefill_tokens),
+    ("pending_prefill_tokens", "Prompt tokens not yet prefilled.", lambda n: n.load.pending_prefill_tokens),
     ("pending_prefill_seconds", "The same in predicted seconds.", lambda n: n.load.pending_prefill_s),
     ("in_flight_requests", "Requests sent there and not ended.", lambda n: n.load.in_flight),
     ("running_requests", "Running, as the engine says.", lambda n: n.load.running),
