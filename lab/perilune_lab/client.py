@@ -1,0 +1,440 @@
+"""Load: plays sessions against an OpenAI-compatible URL and measures every request.
+
+Steps for one turn:
+
+1. wait until it is due (`Mode`), then for a free place (bounded concurrency);
+2. build the body from the prompt's segments: text generated from their keys, or in a chat, for answers,
+   what the model really said;
+3. send it, note the arrival of every chunk, parse afterwards (`streams`);
+4. hand over a `Result`. Nothing is retried; an error is a result with its cause.
+
+Cost: one asyncio task per live session or open request, some 20 µs of CPU per chunk. Not done: non-streamed
+requests, several answers per request, retries.
+
+Trace seconds become wall seconds by `time_scale` (how many engine seconds one wall second is: 1 on real
+hardware) and `speed` (how much faster than recorded the trace is played). Results are wall seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from uuid import uuid4
+
+import aiohttp
+import msgspec
+from perilune_api import names
+
+from perilune_lab import streams
+from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn, submitted_s
+
+Words = Callable[[str, int], str]
+"""(key, tokens) → text of that many tokens; equal arguments, equal text."""
+
+ENDPOINT_HEADER = "x-perilune-endpoint"
+"""Response header in which a simulated engine names itself; it knows better than the decision which
+endpoint served, when Envoy took a fallback."""
+SESSION_HEADER = "x-session-id"
+_CACHED_BYTES = 64 * 2**20
+
+
+class TargetError(Exception):
+    """Nothing answers there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How to play the sessions."""
+
+    target: str
+    """`http://host:port`, without `/v1`."""
+    model: str
+    style: Style = Style.CHAT
+    mode: Mode = Mode.THINKTIME
+    time_scale: float = 1.0
+    speed: float = 1.0
+    concurrency: int = 512
+    """Most requests open at a time."""
+    seconds: float | None = None
+    """Wall seconds after which no further turn is submitted; None: play everything."""
+    grace_s: float = 30.0
+    """With `seconds`: how long, after that, open requests may take; what is still open then is dropped."""
+    timeout_s: float = 3600.0
+    """Of one request."""
+    send_session: bool = True
+    """Name the session in a header; without, the gateway has to recognise it."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Further request headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request as the client saw it. Wall seconds; `*_at_s` since the run began."""
+
+    session: str
+    turn: int
+    request_id: str
+    submitted_at_s: float
+    finished_at_s: float
+    due_at_s: float
+    """When it should have been submitted; later only if no place was free."""
+    status: int = 0
+    """HTTP status; 0: no answer."""
+    error: str = ""
+    """Why it failed; empty: it succeeded."""
+    endpoint: str = ""
+    """Address that served it; empty: nobody said."""
+    reason: str = ""
+    """The gateway's reason; empty: nobody said."""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    """None with fewer than two tokens."""
+    itl_s: tuple[float, ...] = ()
+    """Gaps between events that carry text; an event is one token unless the server coalesces."""
+    e2e_s: float | None = None
+    """Last token − submit."""
+    prompt_tokens: int = 0
+    """As the server counts; as the trace says where it does not."""
+    cached_tokens: int | None = None
+    output_tokens: int = 0
+
+    @property
+    def succeeded(self) -> bool:
+        return not self.error
+
+    @property
+    def rejected(self) -> bool:
+        """Refused for load, before any work."""
+        return self.status == 429
+
+
+OnResult = Callable[[Result], None]
+
+
+async def run_load(
+    sessions: Iterable[Session],
+    load: Load,
+    words: Words,
+    on_result: OnResult | None = None,
+    stop: asyncio.Event | None = None,
+) -> list[Result]:
+    """Play `sessions` (by start; may be endless if `load.seconds` is set) and return every result in the
+    order of their ends. `on_result` sees each as it comes, on the event loop.
+
+    Setting `stop` ends the run as `seconds` does, without grace. Cancelling ends it at once; what was
+    measured so far has gone through `on_result`. Turns of one session never overlap, except in Mode.TIMESTAMPS.
+    Raises nothing for failing requests."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
+    timeout = aiohttp.ClientTimeout(total=load.timeout_s, sock_connect=10.0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:
+        run = _Run(http, load, words, on_result)
+        await run.play(sessions, stop or asyncio.Event())
+        return run.results
+
+
+async def models(target: str) -> list[str]:
+    """Names of the models that the target serves. Raises TargetError with the cause."""
+    url = f"{target}/v1/models"
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10.0)) as http,
+            http.get(url) as response,
+        ):
+            body = await response.read()
+            if response.status != 200:
+                raise TargetError(f"{url} answers {response.status}: {body[:200].decode(errors='replace')}")
+            return [m.id for m in msgspec.json.decode(body, type=_Models).data]
+    except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
+        raise TargetError(f"{url}: {_cause(error)}") from None
+
+
+class _ModelCard(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: tuple[_ModelCard, ...] = ()
+
+
+class Bodies:
+    """Builds request bodies. Keeps the JSON text of segments (bounded) and of open sessions' answers."""
+
+    def __init__(self, model: str, style: Style, words: Words) -> None:
+        self._model = msgspec.json.encode(model)
+        self._style = style
+        self._words = words
+        self._pieces: OrderedDict[Segment, bytes] = OrderedDict()
+        self._pieces_bytes = 0
+        self._answers: dict[str, bytes] = {}
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self._style is Style.CHAT else "/v1/completions"
+
+    def build(self, turn: Turn) -> bytes:
+        """The request of a turn: streamed, with usage, and exactly as many output tokens as the trace says
+        (`ignore_eos` and `min_tokens` are vLLM's)."""
+        if self._style is Style.CHAT:
+            messages = b",".join(
+                b'{"role":"%s","content":"%s"}' % (segment.role.encode(), self._piece(segment))
+                for segment in turn.prompt
+            )
+            prompt = b'"messages":[%s]' % messages
+        else:
+            prompt = b'"prompt":"%s"' % b"".join(self._piece(segment) for segment in turn.prompt)
+        n = turn.output_tokens
+        return (
+            b'{"model":%s,%s,"max_tokens":%d,"min_tokens":%d,"ignore_eos":true,"temperature":0,"stream":true,'
+            b'"stream_options":{"include_usage":true}}' % (self._model, prompt, n, n)
+        )
+
+    def answered(self, turn: Turn, text: str) -> None:
+        """What the model said: it takes its segment's place in later prompts."""
+        self._answers[turn.answer.key] = _json_text(text)
+
+    def forget(self, session: Session) -> None:
+        for turn in session.turns:
+            self._answers.pop(turn.answer.key, None)
+
+    def _piece(self, segment: Segment) -> bytes:
+        if segment.role is Role.ASSISTANT and segment.key in self._answers:
+            return self._answers[segment.key]
+        piece = self._pieces.get(segment)
+        if piece is not None:
+            self._pieces.move_to_end(segment)
+            return piece
+        piece = _json_text(self._words(segment.key, segment.tokens))
+        self._pieces[segment] = piece
+        self._pieces_bytes += len(piece)
+        while self._pieces_bytes > _CACHED_BYTES:
+            _, dropped = self._pieces.popitem(last=False)
+            self._pieces_bytes -= len(dropped)
+        return piece
+
+
+def _json_text(text: str) -> bytes:
+    """Inside of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
+
+
+class _Run:
+    """One run's clock, open requests and results."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, load: Load, words: Words, on_result: OnResult | None
+    ) -> None:
+        self.http = http
+        self.load = load
+        self.bodies = Bodies(load.model, load.style, words)
+        self.on_result = on_result
+        self.results: list[Result] = []
+        self.places = asyncio.Semaphore(load.concurrency)
+        self.closed = False
+        """No further turn is submitted."""
+        self.open = 0
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+        self.began = perf_counter()
+        self.began_trace_s = 0.0
+        """The trace's time when the run began."""
+        self.headers = {"content-type": "application/json", names.DECISION_HEADER: "1", **dict(load.headers)}
+
+    def now(self) -> float:
+        return perf_counter() - self.began
+
+    async def play(self, sessions: Iterable[Session], stop: asyncio.Event) -> None:
+        """Until everything is played, `load.seconds` and the grace are over, or `stop` is set."""
+        played = self._timed if self.load.mode is Mode.TIMESTAMPS else self._sessions
+        everything = asyncio.create_task(played(sessions))
+        halted = asyncio.create_task(stop.wait())
+        try:
+            both = (everything, halted)
+            await asyncio.wait(both, timeout=self.load.seconds, return_when=asyncio.FIRST_COMPLETED)
+            self.closed = True
+            if not everything.done() and not halted.done():
+                drained = asyncio.create_task(self.idle.wait())
+                await asyncio.wait(
+                    (drained, halted), timeout=self.load.grace_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                drained.cancel()
+        finally:
+            self.closed = True
+            halted.cancel()
+            if not everything.done():
+                everything.cancel()
+                await asyncio.wait((everything,))
+        if not everything.cancelled():
+            everything.result()  # a bug in here travels up
+
+    async def _sessions(self, sessions: Iterable[Session]) -> None:
+        """Closed loop: a task per session."""
+        async with asyncio.TaskGroup() as group:
+            for i, session in enumerate(sessions):
+                if i == 0:
+                    self.began_trace_s = session.start_s
+                await self._until(self._wall_s(session.start_s))
+                group.create_task(self._session(session))
+
+    async def _session(self, session: Session) -> None:
+        due_s = self._wall_s(session.start_s)
+        for turn in session.turns:
+            if turn.number:
+                due_s = self.now() + turn.gap_s / (self.load.time_scale * self.load.speed)
+            if self.load.mode is Mode.MAX:
+                due_s = max(self.now(), self._wall_s(submitted_s(turn)))
+            await self._until(due_s)
+            await self.places.acquire()
+            await self._turn(turn, due_s, session.tenant)
+        self.bodies.forget(session)
+
+    async def _timed(self, sessions: Iterable[Session]) -> None:
+        """Open loop: a task per request, submitted in the order of the timestamps."""
+        turns = sorted(
+            ((submitted_s(turn), i, turn, s.tenant) for i, s in enumerate(sessions) for turn in s.turns),
+            key=lambda row: row[:2],
+        )
+        self.began_trace_s = turns[0][0] if turns else 0.0
+        async with asyncio.TaskGroup() as group:
+            for at_s, _, turn, tenant in turns:
+                due_s = self._wall_s(at_s)
+                await self._until(due_s)
+                await self.places.acquire()
+                group.create_task(self._turn(turn, due_s, tenant))
+
+    def _wall_s(self, trace_s: float) -> float:
+        return (trace_s - self.began_trace_s) / (self.load.time_scale * self.load.speed)
+
+    async def _until(self, due_s: float) -> None:
+        delay_s = due_s - self.now()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+    async def _turn(self, turn: Turn, due_s: float, tenant: str) -> None:
+        """One request; a place has been acquired and is given back here."""
+        try:
+            if self.closed:
+                return
+            self.open += 1
+            self.idle.clear()
+            try:
+                result = await self._request(turn, due_s, tenant)
+            finally:
+                self.open -= 1
+                if not self.open:
+                    self.idle.set()
+        finally:
+            self.places.release()
+        self.results.append(result)
+        if self.on_result is not None:
+            self.on_result(result)
+
+    async def _request(self, turn: Turn, due_s: float, tenant: str) -> Result:
+        request_id = uuid4().hex
+        headers = {**self.headers, names.REQUEST_ID_HEADER: request_id}
+        if self.load.send_session:
+            headers[SESSION_HEADER] = turn.session
+        if tenant:
+            headers["authorization"] = f"Bearer {tenant}"
+        body = self.bodies.build(turn)
+        submitted_s = self.now()
+        result = Result(
+            session=turn.session,
+            turn=turn.number,
+            request_id=request_id,
+            submitted_at_s=submitted_s,
+            finished_at_s=submitted_s,
+            due_at_s=due_s,
+            prompt_tokens=turn.prompt_tokens,
+        )
+        chunks: list[tuple[float, bytes]] = []
+        broken = ""
+        try:
+            url = self.load.target + self.bodies.path
+            async with self.http.post(url, data=body, headers=headers) as response:
+                endpoint, reason, request_id = _served(response.headers, request_id)
+                result = replace(
+                    result,
+                    status=response.status,
+                    endpoint=endpoint,
+                    reason=reason,
+                    request_id=request_id,
+                )
+                now = self.now
+                async for data in response.content.iter_any():
+                    chunks.append((now(), data))
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            broken = _cause(error)
+        result = replace(result, finished_at_s=self.now())
+        if result.status != 200:
+            said = b"".join(data for _, data in chunks)
+            return replace(result, error=broken or _refusal(result.status, said))
+        answer = streams.read(chunks)
+        self.bodies.answered(turn, answer.text)
+        return _measured(result, answer, broken)
+
+
+def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
+    """A 200's measurements, and whether it was complete."""
+    error = broken or answer.error
+    if not error and not answer.done:
+        error = "the stream ended before [DONE]"
+    times = answer.token_times_s
+    result = replace(
+        result,
+        error=error,
+        prompt_tokens=result.prompt_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        output_tokens=answer.output_tokens,
+    )
+    if not times:
+        return result
+    tokens = max(answer.output_tokens, len(times))
+    return replace(
+        result,
+        ttft_s=times[0] - result.submitted_at_s,
+        e2e_s=times[-1] - result.submitted_at_s,
+        tpot_s=(times[-1] - times[0]) / (tokens - 1) if tokens > 1 else None,
+        itl_s=tuple(b - a for a, b in pairwise(times)),
+    )
+
+
+def _served(headers: Mapping[str, str], request_id: str) -> tuple[str, str, str]:
+    """(endpoint, reason, request id) of a response; the decision is `<endpoint>; <reason>; request=<id>`."""
+    parts = [part.strip() for part in headers.get(names.DECISION_HEADER, "").split(";")]
+    endpoint, reason, given = (*parts, "", "")[:3]
+    return (
+        headers.get(ENDPOINT_HEADER, endpoint),
+        reason or headers.get(names.REFUSE_REASON_HEADER, ""),
+        given.removeprefix("request=") or request_id,
+    )
+
+
+class _ErrorBody(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorBody | str | None = None
+    message: str = ""
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Cause of an answer that is not 200, in the server's own words where it has any."""
+    try:
+        answer = msgspec.json.decode(body, type=_ErrorAnswer)
+    except msgspec.DecodeError:
+        return f"{status}: {body[:200].decode(errors='replace')}".rstrip(": ")
+    said = answer.error.message if isinstance(answer.error, _ErrorBody) else answer.error
+    return f"{status}: {said or answer.message}".rstrip(": ")
+
+
+def _cause(error: BaseException) -> str:
+    """An exception as one line."""
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    return str(error) or type(error).__name__
