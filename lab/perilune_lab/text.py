@@ -1,0 +1,286 @@
+"""Synthetic text with an exact token count, and the tokenizer that counts it.
+
+A vocabulary of 4,096 made-up words (`ba`, `nit`, `robi`; short ones are frequent, 4 bytes a token with
+the space, as real prompts). Every text is words, each led by one space, and one word is one token, so:
+
+- `words_for(key, n)` has exactly n tokens; equal keys give equal text, a longer text of a key extends a
+  shorter one, and different keys differ within the first six tokens (they spell a hash of the key);
+- concatenated texts concatenate their tokens.
+
+Steps of `words_for`: six words from a 64-bit hash of the key → runs of 64 words, joined beforehand, chosen
+by a generator that starts from that hash → cut the last run. Some hundred million tokens a second.
+
+`write_tokenizer` writes the same vocabulary as a Hugging Face tokenizer with a chat template, for whoever
+tokenizes by the model's files. It splits at white space, takes known words whole, and spells anything else
+as UTF-8 bytes: no text fails. `LabTokenizer` does the same without those libraries, several times faster,
+and renders the same chat format by hand; tests hold the two equal. White space is not a token: neither
+gives back the text's own spaces and newlines.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIALS = (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
+ROLES = ("system", "user", "assistant", "tool")
+MARKS = ("#", "Tools", "<tools>", "</tools>", "<tool_call>", "</tool_call>")
+"""What the chat template writes itself, a token each."""
+BYTES = 256
+"""Ids 0–255 are bytes."""
+WORDS = 4096
+_KEY_WORDS = 6
+"""64 bits of hash, 12 bits a word."""
+_RUN_TOKENS = 64
+_RUNS = 1024
+
+CHAT_TEMPLATE = """\
+{%- set first = messages[0] if messages else none -%}
+{%- set lead = first is not none and first.role == 'system' -%}
+{%- if tools or lead -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if lead -%}{{- first.content or '' -}}{%- endif -%}
+    {%- if tools -%}
+        {{- '\\n\\n# Tools\\n<tools>\\n' -}}
+        {%- for tool in tools -%}{{- tool | tojson -}}{{- '\\n' -}}{%- endfor -%}
+        {{- '</tools>' -}}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in (messages[1:] if lead else messages) -%}
+    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
+    {%- for call in message.tool_calls or [] -%}
+        {{- '\\n<tool_call>\\n' -}}
+        {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson -}}
+        {{- '\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+class Vocabulary:
+    """The words of one seed, their token ids, and text made of them.
+
+    Ids: bytes 0–255, then SPECIALS, ROLES, MARKS, then the words. About 30 ms to make.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = random.Random(seed)
+        self.seed = seed
+        self.words = _make_words(rng)
+        fixed = (*SPECIALS, *ROLES, *MARKS)
+        self.first_word_id = BYTES + len(fixed)
+        named = {text: BYTES + i for i, text in enumerate((*fixed, *self.words))}
+        self.ids: Mapping[str, int] = named
+        """Token text (words without their space, specials, roles, marks; not the bytes) → id."""
+        self.size = BYTES + len(named)
+        frequency = [1 / (rank + 10) for rank in range(WORDS)]
+        self._run_ids = [
+            [self.first_word_id + i for i in rng.choices(range(WORDS), frequency, k=_RUN_TOKENS)]
+            for _ in range(_RUNS)
+        ]
+        self._run_texts = [self._spell(ids) for ids in self._run_ids]
+
+    def words_for(self, key: int | str, n_tokens: int) -> str:
+        """Text of exactly `n_tokens` tokens; every word has a leading space."""
+        head = self._spell(self._key_ids(key)[:n_tokens])
+        rest = n_tokens - _KEY_WORDS
+        if rest <= 0:
+            return head
+        runs = list(self._runs(key, rest))
+        texts = [self._run_texts[run] for run in runs[:-1]]
+        return head + "".join(texts) + self._spell(self._run_ids[runs[-1]][: (rest - 1) % _RUN_TOKENS + 1])
+
+    def ids_for(self, key: int | str, n_tokens: int) -> list[int]:
+        """Token ids of `words_for(key, n_tokens)`."""
+        ids = self._key_ids(key)
+        for run in self._runs(key, n_tokens - _KEY_WORDS):
+            ids += self._run_ids[run]
+        return ids[:n_tokens]
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """Token id → text as it is written: words with their leading space, bytes as `<0xNN>`."""
+        names = [f"<0x{i:02X}>" for i in range(BYTES)]
+        return [*names, *SPECIALS, *ROLES, *MARKS, *(" " + word for word in self.words)]
+
+    def _key_ids(self, key: int | str) -> list[int]:
+        digits = xxhash.xxh3_64_intdigest(str(key).encode(), seed=self.seed)
+        return [self.first_word_id + (digits >> 12 * i & WORDS - 1) for i in range(_KEY_WORDS)]
+
+    def _runs(self, key: int | str, n_tokens: int) -> Iterator[int]:
+        """Indices of the runs that cover n tokens; the same leading ones for every n."""
+        count = -(-n_tokens // _RUN_TOKENS)
+        name = b"%s/%d" % (str(key).encode(), self.seed)
+        for start in range(0, count, 8):  # one hash gives eight indices of ten bits
+            digits = xxhash.xxh3_128_intdigest(name, seed=start)
+            for i in range(min(8, count - start)):
+                yield digits >> 10 * i & _RUNS - 1
+
+    def _spell(self, word_ids: Sequence[int]) -> str:
+        return "".join([" " + self.words[i - self.first_word_id] for i in word_ids])
+
+
+def _make_words(rng: random.Random) -> list[str]:
+    """Distinct pronounceable words, shortest first: ba (75), bat (750), bati."""
+    consonants, vowels = "bdfghklmnprstvz", "aeiou"
+    open_ = [c + v for c in consonants for v in vowels]
+    closed = [syllable + c for syllable in open_ for c in "dklmnprstz"]
+    double = [a + b for a in open_ for b in open_]
+    for words in (open_, closed, double):
+        rng.shuffle(words)
+    return [*open_, *closed, *double][:WORDS]
+
+
+def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
+    """Write tokenizer.json and tokenizer_config.json with CHAT_TEMPLATE into `folder`, made if missing."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers  # an engine process never loads it
+
+    byte_names = {f"<0x{i:02X}>": i for i in range(BYTES)}
+    # ignore_merges: a known word is one dictionary lookup; byte_fallback spells the others.
+    model = models.BPE(
+        vocab=byte_names | dict(vocabulary.ids), merges=[], ignore_merges=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 1_000_000,
+        "bos_token": None,
+        "eos_token": MESSAGE_END,
+        "pad_token": END_OF_TEXT,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+class LabTokenizer:
+    """The vocabulary as a tokenizer: equal to the written one, in plain Python.
+
+    White space only separates. `decode` therefore gives words with one leading space each, whatever the
+    text had.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.eos_id = vocabulary.ids[MESSAGE_END]
+        self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")").split
+
+    def encode(self, text: str) -> list[int]:
+        """Text → token ids, any text. 10–20 M known words a second."""
+        ids: list[int] = []
+        known = self.vocabulary.ids
+        for piece in self._split(text):
+            if piece in SPECIALS:
+                ids.append(known[piece])
+                continue
+            words = _split_words(piece)
+            try:
+                ids += [known[word] for word in words]
+            except KeyError:
+                for word in words:
+                    if (token := known.get(word)) is not None:
+                        ids.append(token)
+                    else:
+                        ids += word.encode(errors="replace")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids → text. Runs of bytes are read as UTF-8 after a space; raises IndexError for an id
+        that is not in the vocabulary."""
+        tokens = self.vocabulary.tokens
+        if min(ids, default=BYTES) >= BYTES:
+            return "".join([tokens[i] for i in ids])
+        parts: list[str] = []
+        spelled = bytearray()
+        for i in ids:
+            if i < BYTES:
+                spelled.append(i)
+                continue
+            if spelled:
+                parts.append(" " + spelled.decode(errors="replace"))
+                spelled.clear()
+            parts.append(tokens[i])
+        if spelled:
+            parts.append(" " + spelled.decode(errors="replace"))
+        return "".join(parts)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Conversation → token ids, see `render_chat`."""
+        return self.encode(render_chat(messages, tools, add_generation_prompt))
+
+
+def render_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    add_generation_prompt: bool = True,
+) -> str:
+    """What CHAT_TEMPLATE renders for messages as clients send them: first `content` parts become one text
+    and tool calls' arguments objects, as vLLM does it before its template. Raises KeyError, TypeError or
+    ValueError where a message has not the API's form."""
+    messages = [_plain(message) for message in messages]
+    out: list[str] = []
+    lead = bool(messages) and messages[0]["role"] == "system"
+    if tools or lead:
+        out.append("<|im_start|>system\n")
+        if lead:
+            out.append(messages[0]["content"])
+        if tools:
+            lines = "".join(_json(tool) + "\n" for tool in tools)
+            out.append(f"\n\n# Tools\n<tools>\n{lines}</tools>")
+        out.append("<|im_end|>\n")
+    for message in messages[1:] if lead else messages:
+        out.append(f"<|im_start|>{message['role']}\n{message['content']}")
+        for name, arguments in message["tool_calls"]:
+            call = _json({"name": name, "arguments": arguments})
+            out.append(f"\n<tool_call>\n{call}\n</tool_call>")
+        out.append("<|im_end|>\n")
+    if add_generation_prompt:
+        out.append("<|im_start|>assistant\n")
+    return "".join(out)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
+    return {
+        "role": message["role"],
+        "content": content or "",
+        "tool_calls": [
+            (call["function"]["name"], _object(call["function"].get("arguments"))) for call in calls
+        ],
+    }
+
+
+def _object(arguments: object) -> object:
+    return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+
+
+def _json(value: object) -> str:
+    """As chat templates' `tojson` writes it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _split_words(text: str) -> list[str]:
+    """Split at Unicode white space. Python's own split also takes the separators U+001C–U+001F, Unicode
+    does not."""
+    if any(mark in text for mark in "\x1c\x1d\x1e\x1f"):
+        return [word for word in re.split(r"[^\S\x1c-\x1f]+", text) if word]
+    return text.split()
