@@ -1,9 +1,9 @@
 """The pool document as a file, read again when it changes.
 
-Every `poll_s` the file is read and compared with what was read before; a change counts once two reads in a row
-agree, so that a half-written file is not taken for a shorter pool. Reading beats watching: it needs no
-platform's notification, and follows the symbolic links that a mounted ConfigMap swaps. Cost: one read of some
-10 KB every half second.
+Every `poll_s` the file is read and compared with what was read before; a change counts once two reads in
+a row agree, so that a half-written file is not taken for a shorter pool. Reading beats watching: it needs
+no platform's notification, and follows the symbolic links that a mounted ConfigMap swaps. Cost: one read of
+some 10 KB every half second.
 
 A bad edit, or a file that is gone, changes nothing but the error: the old pool stays.
 """
@@ -77,7 +77,7 @@ class PoolFile:
 async def run(file: PoolFile, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
     """Hand every new pool to `on_pool` until cancelled.
 
-    `on_pool` may raise SpecError for a change that a running gateway cannot make; it is refused as a bad edit.
+    `on_pool` may raise SpecError for a change that a running gateway cannot make: refused like a bad edit.
     """
     while True:
         pool = file.poll()
