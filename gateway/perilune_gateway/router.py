@@ -1,0 +1,631 @@
+"""Routes a request: gather → filter → decide → admit → record. Synchronous; here the steps meet.
+
+    on_headers ─┬─▶ Routed       a known session that the policy keeps or places by the headers alone
+                ├─▶ NeedBody ──▶ on_body ─┬─▶ Routed | Refusal
+                └─▶ Refusal               └─▶ Encode ──▶ on_tokens ──▶ Routed | Refusal
+    Routed ──▶ on_response (0 or 1 times) ──▶ finished (exactly once)
+
+1. *gather*: the session, the prompt's tokens and blocks, what each endpoint holds of them and has to do →
+   values: `RequestView` and `Candidate`s. Of a body that is not read, tokens are estimated from its length
+   with the session's own ratio, and its host is taken to hold what the session's tail says.
+2. *filter*: admission.BEFORE.
+3. *decide*: the policy, a pure function.
+4. *admit*: the prompt fits, the fleet is not overloaded.
+5. *record*: binding, load, speculative blocks, the decision's record and metrics.
+
+Time and dice come in through the constructor. Costs: with 64 endpoints about 0.2 ms besides tokenization.
+Does not: know Envoy, wait, or choose.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from perilune_api import names
+from perilune_api.pool import Pool, SpecError
+
+from perilune_gateway import admission, blocks, openai
+from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.identity import Identity, from_headers, with_body
+from perilune_gateway.metrics import Metrics, Step
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Decision,
+    Encode,
+    Endpoint,
+    NeedBody,
+    Outcome,
+    Overlap,
+    Phase,
+    Reason,
+    Refusal,
+    RefuseReason,
+    RequestHead,
+    RequestView,
+    Routed,
+    SessionView,
+    Tokens,
+    TokenSource,
+)
+from perilune_gateway.openai import ParsedRequest
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.fleet import EndpointView, Fleet
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Session, Sessions
+
+APPROXIMATE_TTL_S = 600.0
+"""How long a prompt counts as cached on an endpoint that publishes no events."""
+
+
+class TokenizesNow(Protocol):
+    """tokens.Tokenizer, as far as the router needs it."""
+
+    def now(self, request: ParsedRequest) -> Tokens | None: ...
+
+
+class SeesRequests(Protocol):
+    """parity.ParityCheck, as far as the router needs it."""
+
+    def request_blocks_seen(self, endpoint: str, seen: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt as far as it is known."""
+
+    tokens: int
+    source: TokenSource
+    blocks: Sequence[int] = ()
+    model: str = ""
+    output_tokens: int = 0
+    priority: int = 0
+    body_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    """A routed request until it ends."""
+
+    request_id: str
+    target: str
+    started_at: float
+    session: Session | None
+    final: bool
+    blocks: Sequence[int]
+    awaited: int
+    served: str = ""
+    status: int = 0
+
+
+class _Laps:
+    """Microseconds by step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = self._last = clock()
+        self.us: dict[str, float] = {}
+
+    def lap(self, step: Step) -> None:
+        now = self._clock()
+        self.us[step] = (now - self._last) * 1e6
+        self._last = now
+
+    def total(self) -> dict[str, float]:
+        self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
+        return self.us
+
+
+class Router:
+    """One pool's router."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        fleet: Fleet,
+        sessions: Sessions,
+        index: PrefixIndex,
+        tokenizer: TokenizesNow,
+        decisions: Decisions,
+        metrics: Metrics,
+        *,
+        parity: SeesRequests | None = None,
+        engine: EngineModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
+        rng: Random | None = None,
+        conformance: bool = False,
+    ) -> None:
+        self.fleet = fleet
+        self.sessions = sessions
+        self.index = index
+        self.tokenizer = tokenizer
+        self.decisions = decisions
+        self.metrics = metrics
+        self.parity = parity
+        self._clock = clock
+        self._stopwatch = stopwatch
+        self._wall_clock = wall_clock
+        self._rng = rng or Random()
+        self._conformance = conformance
+        self._ordinal = 0
+        self._running: dict[int, _Running] = {}
+        self._engine = engine or EngineModel()
+        self.configure(pool)
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document; requests in flight go on. Raises SpecError for a policy
+        that does not exist."""
+        spec = pool.spec
+        if spec.routing.policy not in POLICIES:
+            raise SpecError(
+                f"Unknown policy {spec.routing.policy!r}, known are {', '.join(POLICIES)}"
+                " - at `$.spec.routing.policy`"
+            )
+        self.pool = pool
+        self._routing = spec.routing
+        self._block_size = spec.engine.block_size
+        self._loras = {lora.name for lora in spec.model.loras}
+        self._models = {spec.model.name, *spec.model.aliases, *self._loras}
+        self._engine_here = self._engine.scaled(spec.engine.prefill_scale)
+        gone = self.fleet.set_endpoints(
+            [
+                Endpoint(
+                    e.address,
+                    e.role,
+                    spec.topology.place(e.node),
+                    e.events,
+                    e.replay,
+                    draining=e.draining,
+                )
+                for e in spec.endpoints
+            ],
+            spec.topology,
+        )
+        for address in gone:
+            self.index.remove_endpoint(address)
+            self.sessions.forget_host(address)
+            self.metrics.forget(address)
+
+    # -- a request's way in ------------------------------------------------------------------------
+
+    def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
+        """Decide from the headers, where they suffice."""
+        laps, now = _Laps(self._stopwatch), self._clock()
+        identity = from_headers(head.headers, self._routing.session)
+        session = self.sessions.find(identity.key, now)
+        host = session.host if session else ""
+        eligible, excluded = admission.split(
+            self.fleet.view(now, self.sessions.bound), admission.Wanted(head.subset, host)
+        )
+        if not eligible:
+            return self._refuse(head, admission.nobody(admission.Wanted(head.subset), excluded), excluded)
+        if self._conformance and (names.CONFORMANCE_SELECTION_HEADER in head.headers):
+            return self._forced(head, eligible, excluded, laps)
+        if not head.has_body or head.method != "POST" or not openai.is_model_path(head.path):
+            return self._pass_through(head, eligible, excluded, laps)
+        if head.content_length > self._routing.limits.max_body_bytes:
+            return self._refuse(head, self._too_large(head.content_length), excluded)
+        if session is None or not host:
+            return NEED_BODY
+        prompt = _Prompt(
+            max(1, session.estimate_tokens(head.content_length, self.pool.spec.model.bytes_per_token)),
+            TokenSource.ESTIMATE,
+            body_bytes=head.content_length,
+        )
+        held = min(session.tail_tokens, self._whole_blocks(prompt.tokens))
+        candidates = self._candidates(eligible, prompt, {host: Overlap(held, held, held)})
+        laps.lap(Step.INDEX)
+        return self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
+
+    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode:
+        """The body is there."""
+        laps = _Laps(self._stopwatch)
+        if len(body) > self._routing.limits.max_body_bytes:
+            return self._refuse(head, self._too_large(len(body)))
+        request = openai.parse(head.path, body)
+        if isinstance(request, Refusal):
+            return self._refuse(head, request)
+        if request.model not in self._models:
+            known = ", ".join(sorted(self._models))
+            message = f"The model `{request.model[:200]}` does not exist here; known are: {known}"
+            return self._refuse(head, Refusal(RefuseReason.UNKNOWN_MODEL, message))
+        laps.lap(Step.PARSE)
+        tokens = self.tokenizer.now(request)
+        if tokens is None:
+            return Encode(head, request, len(body))
+        laps.lap(Step.TOKENIZE)
+        return self._on_prompt(head, request, len(body), tokens, laps)
+
+    def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
+        """Tokenization has answered after `waited_s`."""
+        laps = _Laps(self._stopwatch)
+        laps.us[Step.TOKENIZE] = waited_s * 1e6
+        return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, laps)
+
+    def _on_prompt(
+        self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: _Laps
+    ) -> Routed | Refusal:
+        now, keys = self._clock(), self._routing.session
+        lora = request.model if request.model in self._loras else ""
+        prompt = _Prompt(
+            tokens.count,
+            tokens.source,
+            self._blocks(request, tokens, lora),
+            request.model,
+            request.max_output_tokens,
+            request.priority,
+            body_bytes,
+        )
+        laps.lap(Step.HASH)
+        identity = with_body(from_headers(head.headers, keys), request.session_id, request.user, keys)
+        session = self.sessions.find(identity.key, now)
+        if identity.key is None and keys.infer and prompt.blocks:
+            session = self.sessions.infer(identity.tenant, prompt.blocks, now)
+            name = session.key.session_id if session else f"inferred-{self._ordinal}"
+            identity = identity._replace(session_id=name)
+        wanted = admission.Wanted(head.subset, session.host if session else "")
+        eligible, excluded = admission.split(self.fleet.view(now, self.sessions.bound), wanted)
+        if not eligible:
+            return self._refuse(head, admission.nobody(wanted, excluded), excluded)
+        matches = self.index.find_matches(prompt.blocks, now)
+        limit = self._whole_blocks(prompt.tokens)
+        overlaps = {
+            address: Overlap(
+                min(device * self._block_size, limit),
+                min(matches.host.get(address, device) * self._block_size, limit),
+                min(max(matches.store, matches.host.get(address, device)) * self._block_size, limit),
+            )
+            for address, device in matches.device.items()
+        }
+        candidates = self._candidates(eligible, prompt, overlaps, store_blocks=matches.store)
+        laps.lap(Step.INDEX)
+        verdict = self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
+        assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
+        if isinstance(verdict, Routed):
+            self.index.record_match(prompt.blocks, matches, now)
+        return verdict
+
+    # -- decide ------------------------------------------------------------------------------------
+
+    def _decide(
+        self,
+        head: RequestHead,
+        identity: Identity,
+        session: Session | None,
+        prompt: _Prompt,
+        candidates: Sequence[Candidate],
+        excluded: Mapping[str, str],
+        laps: _Laps,
+        now: float,
+    ) -> Routed | Refusal | NeedBody:
+        policy = self._policy_name(head)
+        if isinstance(policy, Refusal):
+            return self._refuse(head, policy, excluded)
+        phase = Phase.BODY if prompt.model else Phase.HEADERS
+        view = RequestView(
+            self._request_id(head),
+            self._ordinal,
+            prompt.tokens,
+            phase,
+            self._session_view(identity, session, now),
+            prompt.model or self.pool.spec.model.name,
+            prompt.output_tokens,
+            prompt.source,
+            prompt.priority,
+        )
+        verdict = POLICIES[policy](view, candidates, self._routing.params, self._rng)
+        if isinstance(verdict, NeedBody):
+            return verdict
+        refusal = (
+            verdict
+            if isinstance(verdict, Refusal)
+            else admission.fits_context(view, self.pool.spec.model.context_tokens)
+            or admission.not_overloaded(candidates, self._routing.limits)
+        )
+        laps.lap(Step.POLICY)
+        if isinstance(verdict, Refusal) or refusal:
+            assert refusal is not None
+            return self._refuse(head, refusal, excluded, view, candidates, policy)
+        return self._record(head, identity, view, verdict, prompt, candidates, excluded, policy, laps, now)
+
+    def _candidates(
+        self,
+        eligible: Sequence[EndpointView],
+        prompt: _Prompt,
+        overlaps: Mapping[str, Overlap],
+        store_blocks: int = 0,
+    ) -> list[Candidate]:
+        stored = min(store_blocks * self._block_size, self._whole_blocks(prompt.tokens))
+        nothing = Overlap(0, 0, stored)
+        prefill_s: dict[int, float] = {}
+        candidates = []
+        for endpoint in eligible:
+            overlap = overlaps.get(endpoint.endpoint.address, nothing)
+            cached = overlap.device_tokens
+            if cached not in prefill_s:
+                prefill_s[cached] = self._engine_here.prefill_s(prompt.tokens - cached, cached)
+            candidates.append(
+                Candidate(
+                    endpoint.endpoint,
+                    endpoint.load,
+                    overlap,
+                    prefill_s[cached],
+                    endpoint.seconds_since_move,
+                    endpoint.links,
+                )
+            )
+        return candidates
+
+    def _pass_through(
+        self,
+        head: RequestHead,
+        eligible: Sequence[EndpointView],
+        excluded: Mapping[str, str],
+        laps: _Laps,
+    ) -> Routed:
+        target = min(eligible, key=lambda e: (e.load.in_flight, self._rng.random()))
+        return self._without_prompt(
+            head, [target, *(e for e in eligible if e is not target)], excluded, Reason.PASS_THROUGH, laps
+        )
+
+    def _forced(
+        self,
+        head: RequestHead,
+        eligible: Sequence[EndpointView],
+        excluded: Mapping[str, str],
+        laps: _Laps,
+    ) -> Routed | Refusal:
+        named = [a.strip() for a in head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
+        by_address = {e.endpoint.address: e for e in eligible}
+        chosen = [by_address[address] for address in named if address in by_address]
+        if not chosen:
+            message = f"None of {', '.join(named)} is a ready endpoint of the pool"
+            return self._refuse(head, Refusal(RefuseReason.NO_ENDPOINT, message), excluded)
+        return self._without_prompt(head, chosen, excluded, Reason.FORCED, laps)
+
+    def _without_prompt(
+        self,
+        head: RequestHead,
+        order: Sequence[EndpointView],
+        excluded: Mapping[str, str],
+        reason: Reason,
+        laps: _Laps,
+    ) -> Routed:
+        now, target = self._clock(), order[0].endpoint.address
+        ticket = self._start(head, target, None, final=False, now=now)
+        self.fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
+        decision = Decision(target, reason)
+        destinations = tuple(e.endpoint.address for e in order[: 1 + self._routing.fallbacks])
+        record = DecisionRecord(
+            RequestView(self._running[ticket].request_id, ticket, 0, Phase.HEADERS),
+            decision,
+            "",
+            excluded=excluded,
+            destinations=destinations,
+            timings_us=laps.total(),
+            time=self._wall_clock(),
+        )
+        self._keep(record)
+        return self._routed(head, ticket, record)
+
+    # -- record ------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        head: RequestHead,
+        identity: Identity,
+        view: RequestView,
+        decision: Decision,
+        prompt: _Prompt,
+        candidates: Sequence[Candidate],
+        excluded: Mapping[str, str],
+        policy: str,
+        laps: _Laps,
+        now: float,
+    ) -> Routed:
+        target = decision.target
+        chosen = next(c for c in candidates if c.address == target)
+        cached = chosen.overlap.device_tokens
+        session = self._bind(identity, target, prompt, now)
+        last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
+        ticket = self._start(head, target, session, identity.final, now, prompt.blocks, last)
+        self.fleet.start(
+            ticket,
+            target,
+            uncached_tokens=prompt.tokens - cached,
+            prefill_s=chosen.prefill_s,
+            context_tokens=prompt.tokens,
+            last_block=last if chosen.endpoint.events else 0,
+        )
+        if session:
+            session.ticket = ticket
+        if decision.moved_from:
+            self.fleet.moved(decision.moved_from, target, now)
+        self._speculate(chosen.endpoint, prompt.blocks, now)
+        record = DecisionRecord(
+            view,
+            decision,
+            policy,
+            tuple(candidates),
+            excluded,
+            self._destinations(decision, candidates),
+            cached,
+            laps.total(),
+            self._wall_clock(),
+            identity.tenant,
+        )
+        self._keep(record)
+        return self._routed(head, ticket, record)
+
+    def _bind(self, identity: Identity, target: str, prompt: _Prompt, now: float) -> Session | None:
+        if identity.key is None:
+            return None
+        session = self.sessions.touch(identity.key, now, identity.parent_key)
+        self.sessions.bind(session, target, now)
+        session.turns += 1
+        if prompt.model:
+            self.sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+        else:
+            session.context_tokens = prompt.tokens
+        if prompt.blocks:
+            self.sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
+        elif not self._publishes_events(target):
+            self.sessions.cached(session, 0, self._whole_blocks(prompt.tokens))
+        return session
+
+    def _start(
+        self,
+        head: RequestHead,
+        target: str,
+        session: Session | None,
+        final: bool,
+        now: float,
+        prompt_blocks: Sequence[int] = (),
+        awaited: int = 0,
+    ) -> int:
+        ticket = self._ordinal
+        self._running[ticket] = _Running(
+            self._request_id(head), target, now, session, final, prompt_blocks, awaited
+        )
+        self._ordinal += 1
+        return ticket
+
+    def _routed(self, head: RequestHead, ticket: int, record: DecisionRecord) -> Routed:
+        asked = names.DECISION_HEADER in head.headers
+        header = f"{record.target}; {record.reason}; request={record.request_id}" if asked else ""
+        return Routed(ticket, record.destinations, record.request_id, header)
+
+    def _destinations(self, decision: Decision, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+        """The target, then the candidates by cost."""
+        by_cost = sorted(decision.costs, key=lambda cost: cost.total)
+        others = [cost.address for cost in by_cost if cost.address != decision.target]
+        return (decision.target, *others[: self._routing.fallbacks])
+
+    def _refuse(
+        self,
+        head: RequestHead,
+        refusal: Refusal,
+        excluded: Mapping[str, str] | None = None,
+        view: RequestView | None = None,
+        candidates: Sequence[Candidate] = (),
+        policy: str = "",
+    ) -> Refusal:
+        view = view or RequestView(self._request_id(head), self._ordinal, 0)
+        self._keep(
+            DecisionRecord(view, refusal, policy, tuple(candidates), excluded or {}, time=self._wall_clock())
+        )
+        self._ordinal += 1
+        return refusal
+
+    def _keep(self, record: DecisionRecord) -> None:
+        self.decisions.add(record)
+        self.metrics.decided(record)
+
+    def _speculate(self, endpoint: Endpoint, prompt_blocks: Sequence[int], now: float) -> None:
+        """What was just sent there counts as cached there: equal prompts that follow at once meet it."""
+        if not prompt_blocks:
+            return
+        if endpoint.events:
+            self.index.speculate(endpoint.address, prompt_blocks, now)
+        else:
+            self.index.speculate(endpoint.address, prompt_blocks, now, ttl_s=APPROXIMATE_TTL_S)
+
+    # -- a request's way out -----------------------------------------------------------------------
+
+    def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
+        """The answer's head. `served`: who really answers, empty if unknown."""
+        running, now = self._running[ticket], self._clock()
+        running.status, running.served = status, served
+        if served and served != running.target and self.fleet.get(served):
+            self._served_elsewhere(ticket, running, served, now)
+        if not streamed:
+            self.fleet.prefill_done(ticket)
+
+    def _served_elsewhere(self, ticket: int, running: _Running, served: str, now: float) -> None:
+        self.fleet.suspect(running.target, now)
+        self.fleet.served_by(ticket, served)
+        if running.session and running.session.ticket == ticket:
+            self.sessions.bind(running.session, served, now)
+        if endpoint := self.fleet.get(served):
+            self._speculate(endpoint, running.blocks, now)
+        running.target = served
+
+    def finished(self, ticket: int, outcome: Outcome) -> None:
+        """The request ended. Raises KeyError when it already had."""
+        running, now = self._running.pop(ticket), self._clock()
+        self.fleet.finish(ticket)
+        if outcome is Outcome.FAILED and running.status in (0, 502, 503, 504):
+            self.fleet.suspect(running.target, now)
+        if running.final and running.session:
+            self.sessions.free(running.session.key)
+        self.decisions.finish(
+            running.request_id, outcome, now - running.started_at, running.served, running.status
+        )
+        self.metrics.ended(running.target, outcome)
+
+    # -- what engines announce ---------------------------------------------------------------------
+
+    def on_applied(self, applied: Applied) -> None:
+        """A KV event went into the index: release the load that it ends, move sessions' tails on."""
+        if applied.cleared:
+            self.sessions.forget_host(applied.endpoint)
+        if not applied.stored:
+            return
+        self.fleet.blocks_stored(applied.endpoint, applied.stored)
+        grown = self.sessions.blocks_stored(
+            applied.endpoint, applied.parent, applied.stored, self._block_size
+        )
+        if grown:
+            session, tokens = grown
+            self.fleet.progress(session.ticket, tokens)
+
+    # -- small facts -------------------------------------------------------------------------------
+
+    def _blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+        root = blocks.prefix_root(lora, request.cache_salt)
+        if tokens.ids is not None:
+            return blocks.chain(tokens.ids, self._block_size, root)
+        block_bytes = int(self._block_size * self.pool.spec.model.bytes_per_token)
+        return blocks.text_chain(request.prefix_text(), block_bytes, root)
+
+    def _whole_blocks(self, prompt_tokens: int) -> int:
+        """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""
+        return (prompt_tokens - 1) // self._block_size * self._block_size
+
+    def _publishes_events(self, address: str) -> bool:
+        endpoint = self.fleet.get(address)
+        return bool(endpoint and endpoint.events)
+
+    def _session_view(self, identity: Identity, session: Session | None, now: float) -> SessionView | None:
+        if session:
+            return self.sessions.view(session, now)
+        if identity.key is None:
+            return None
+        parent = self.sessions.find(identity.parent_key, now)
+        return SessionView(identity.session_id, parent_host=parent.host if parent else "")
+
+    def _policy_name(self, head: RequestHead) -> str | Refusal:
+        asked = head.headers.get(names.POLICY_HEADER, "")
+        if not asked or not self._routing.allow_policy_header:
+            return self._routing.policy
+        if asked in POLICIES:
+            return asked
+        known = ", ".join(POLICIES)
+        return Refusal(
+            RefuseReason.BAD_REQUEST, f"Unknown policy in {names.POLICY_HEADER}; known are {known}"
+        )
+
+    def _too_large(self, size_bytes: int) -> Refusal:
+        limit = self._routing.limits.max_body_bytes
+        return Refusal(RefuseReason.BODY_TOO_LARGE, f"The body has {size_bytes} bytes, the limit is {limit}")
+
+    def _request_id(self, head: RequestHead) -> str:
+        return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self._ordinal}"

@@ -1,0 +1,245 @@
+"""The endpoints and what each has to do.
+
+Load is what this gateway sent and has not seen end (`start` … `finish`), corrected by what engines
+report. Pending prefill is counted in tokens and seconds, and released by the first of: KV events that
+cover the prompt's last block (`blocks_stored`), step by step where only a session's growth is seen
+(`progress`), the head of a whole answer (`prefill_done`), the end (`finish`, exactly once, else KeyError).
+
+Readiness: an endpoint is ready until somebody finds it dead (`suspect`: Envoy served elsewhere, a
+connection failed, two scrapes in a row failed) and then again from its next good scrape on; without
+scrapes, after SUSPECT_S.
+
+Reading (`view`) changes nothing and costs O(endpoints).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from types import MappingProxyType
+
+from perilune_api.pool import Topology
+from perilune_api.topology import Link
+
+from perilune_gateway.feeds.engine_metrics import EngineMetrics
+from perilune_gateway.model import Endpoint, Load
+
+SUSPECT_S = 5.0
+"""Without a metrics feed, an endpoint found dead is tried again after this."""
+DEAD_SCRAPES = 2
+"""Failed scrapes in a row that make an endpoint suspect: one alone may be a busy moment."""
+FRESH_S = 15.0
+"""Engine metrics older than this say nothing about KV room."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    address: str
+    tokens: int
+    """Pending prefill tokens left."""
+    total_tokens: int
+    total_s: float
+    context_tokens: int
+    awaited: int
+    """The block whose store ends the prefill; 0: none is known."""
+
+    @property
+    def seconds(self) -> float:
+        return self.total_s * self.tokens / self.total_tokens if self.total_tokens else 0.0
+
+
+@dataclass(slots=True)
+class _State:
+    endpoint: Endpoint
+    links: Mapping[str, Link]
+    in_flight: set[int] = field(default_factory=set)
+    pending_tokens: int = 0
+    pending_s: float = 0.0
+    context_tokens: int = 0
+    moved_at: float = -inf
+    suspect_at: float = -inf
+    metrics: EngineMetrics | None = None
+    metrics_at: float = -inf
+    failed_scrapes: int = 0
+    """In a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    """One endpoint at one moment."""
+
+    endpoint: Endpoint
+    load: Load
+    seconds_since_move: float
+    links: Mapping[str, Link]
+
+
+class Fleet:
+    """All endpoints of a pool, and every request in flight."""
+
+    def __init__(self, kv_pool_tokens: int) -> None:
+        self.kv_pool_tokens = kv_pool_tokens
+        self._states: dict[str, _State] = {}
+        self._requests: dict[int, _InFlight] = {}
+        self._awaited: dict[tuple[str, int], int] = {}
+
+    # -- endpoints ---------------------------------------------------------------------------------
+
+    def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
+        """Replace the list; load of those that stay is kept. Returns the addresses that left."""
+        old, self._states = self._states, {}
+        wanted = {e.address: e for e in endpoints}
+        for address, endpoint in wanted.items():
+            links = MappingProxyType(
+                {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
+            )
+            state = self._states[address] = old.get(address) or _State(endpoint, links)
+            state.endpoint, state.links = endpoint, links
+        return [address for address in old if address not in wanted]
+
+    def addresses(self) -> list[str]:
+        return list(self._states)
+
+    def get(self, address: str) -> Endpoint | None:
+        state = self._states.get(address)
+        return state.endpoint if state else None
+
+    def view(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
+        """Every endpoint with its load, in the pool's order; `sessions`: bound there, by address."""
+        return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
+
+    def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
+        fresh = state.metrics if now - state.metrics_at <= FRESH_S else None
+        said = state.metrics.gpu_blocks * state.metrics.block_size if state.metrics else 0
+        pool = said or self.kv_pool_tokens
+        usage = fresh.kv_usage if fresh else min(1.0, state.context_tokens / pool)
+        free = min(int(pool * (1.0 - usage)), pool - state.context_tokens)
+        load = Load(
+            state.pending_tokens,
+            max(0.0, state.pending_s),
+            len(state.in_flight),
+            fresh.running if fresh else 0,
+            fresh.waiting if fresh else 0,
+            usage,
+            max(0, free),
+            sessions,
+            now - state.metrics_at,
+        )
+        endpoint = state.endpoint
+        if endpoint.ready and self._is_suspect(state, now):
+            endpoint = replace(endpoint, ready=False)
+        return EndpointView(endpoint, load, now - state.moved_at, state.links)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def start(
+        self,
+        ticket: int,
+        address: str,
+        *,
+        uncached_tokens: int,
+        prefill_s: float,
+        context_tokens: int,
+        last_block: int = 0,
+    ) -> None:
+        """A request goes to `address`. `last_block`: our hash of its prompt's last full block, if known
+        and not cached there already."""
+        request = _InFlight(address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, last_block)
+        self._requests[ticket] = request
+        if last_block:
+            self._awaited[address, last_block] = ticket
+        if state := self._states.get(address):
+            state.in_flight.add(ticket)
+            state.context_tokens += context_tokens
+            state.pending_tokens += request.tokens
+            state.pending_s += request.seconds
+
+    def blocks_stored(self, address: str, blocks: Sequence[int]) -> None:
+        """KV event: a prefill whose last block is among them is done."""
+        if not self._awaited:
+            return
+        for block in blocks:
+            ticket = self._awaited.get((address, block))
+            if ticket is not None:
+                self.prefill_done(ticket)
+
+    def progress(self, ticket: int, tokens: int) -> None:
+        """`tokens` more of the request's prompt are cached; an ended request is ignored."""
+        request = self._requests.get(ticket)
+        if request is None:
+            return
+        before_s, done = request.seconds, min(tokens, request.tokens)
+        request.tokens -= done
+        if state := self._states.get(request.address):
+            state.pending_tokens -= done
+            state.pending_s += request.seconds - before_s
+
+    def prefill_done(self, ticket: int) -> None:
+        """Nothing of the request's prefill is pending any more; an ended request is ignored."""
+        request = self._requests.get(ticket)
+        if request is None:
+            return
+        self.progress(ticket, request.tokens)
+        if request.awaited and self._awaited.get((request.address, request.awaited)) == ticket:
+            del self._awaited[request.address, request.awaited]
+
+    def served_by(self, ticket: int, address: str) -> None:
+        """Envoy took another endpoint than the first: the load goes there."""
+        request = self._requests[ticket]
+        tokens = request.tokens
+        self.finish(ticket)
+        self.start(
+            ticket,
+            address,
+            uncached_tokens=tokens,
+            prefill_s=request.total_s,
+            context_tokens=request.context_tokens,
+        )
+
+    def finish(self, ticket: int) -> None:
+        """The request ended. Raises KeyError when it already had."""
+        request = self._requests[ticket]
+        self.prefill_done(ticket)
+        del self._requests[ticket]
+        state = self._states.get(request.address)
+        if state and ticket in state.in_flight:
+            state.in_flight.remove(ticket)
+            state.context_tokens -= request.context_tokens
+        if state and not state.in_flight:
+            state.pending_s = 0.0  # what rounding left
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have started and not ended."""
+        return len(self._requests)
+
+    # -- observations ------------------------------------------------------------------------------
+
+    def metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
+        """A scrape: good (`metrics`) or failed (None)."""
+        state = self._states.get(address)
+        if state is None:
+            return
+        if metrics is None:
+            state.failed_scrapes += 1
+            if state.failed_scrapes >= DEAD_SCRAPES:
+                state.suspect_at = now
+        else:
+            state.metrics, state.metrics_at = metrics, now
+            state.suspect_at, state.failed_scrapes = -inf, 0
+
+    def suspect(self, address: str, now: float) -> None:
+        """Somebody failed to reach it."""
+        if state := self._states.get(address):
+            state.suspect_at = now
+
+    def moved(self, source: str, target: str, now: float) -> None:
+        """A session moved."""
+        for address in (source, target):
+            if state := self._states.get(address):
+                state.moved_at = now
+
+    @staticmethod
+    def _is_suspect(state: _State, now: float) -> bool:
+        if state.metrics_at > -inf:  # scraped: the next good scrape clears it
+            return state.suspect_at > -inf
+        return now - state.suspect_at < SUSPECT_S

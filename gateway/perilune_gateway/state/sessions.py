@@ -1,0 +1,186 @@
+"""Sessions: which endpoint each one is bound to, and what is known of its context.
+
+A session is kept under (tenant, id). Bounded (the least recently used goes first) and expiring (idle
+time). Three things are learned on the way:
+
+- *bytes per token* of its bodies, so that a turn whose body is not read can be estimated from its length;
+- its *tail*: the last block of its chain that its host holds. KV events move it forward
+  (`blocks_stored`), also through turns that were never read, so the estimate corrects itself;
+- its *prompt tail*: the last full block of its last read prompt. A later prompt without a session id that
+  contains this block and goes beyond continues the session (`infer`).
+
+Reading (`find`, `view`, `infer`) changes nothing; `touch` does. Costs: O(1) each; `infer` one dict lookup per
+block of the prompt, from its end.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from perilune_gateway.identity import SessionKey
+from perilune_gateway.model import SessionView
+
+
+@dataclass(slots=True)
+class Session:
+    """One session's state. Times are monotonic seconds."""
+
+    key: SessionKey
+    host: str = ""
+    parent: SessionKey | None = None
+    turns: int = 0
+    seen_at: float = 0.0
+    moved_at: float = -inf
+    moves: int = 0
+    context_tokens: int = 0
+    """Prompt tokens of the last turn, as counted or estimated."""
+    bytes_per_token: float = 0.0
+    """Of its last read body; 0: none was read."""
+    tail: int = 0
+    """Block hash; 0: unknown."""
+    tail_tokens: int = 0
+    """Tokens up to the tail's end."""
+    prompt_tail: int = 0
+    ticket: int = -1
+    """Its latest request."""
+
+    def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
+        """Tokens of an unread body; without a length, as many as last time."""
+        if not body_bytes:
+            return self.context_tokens
+        return int(body_bytes / (self.bytes_per_token or default_bytes_per_token))
+
+
+class Sessions:
+    """All sessions of a pool."""
+
+    def __init__(self, max_sessions: int, idle_s: float) -> None:
+        self.max_sessions = max_sessions
+        self.idle_s = idle_s
+        self.evicted = 0
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        """Least recently used first."""
+        self._by_tail: dict[int, Session] = {}
+        self._by_prompt_tail: dict[tuple[str, int], Session] = {}
+        self.bound: Counter[str] = Counter()
+        """Sessions by host."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def find(self, key: SessionKey | None, now: float) -> Session | None:
+        """The live session, or None."""
+        session = self._sessions.get(key) if key else None
+        return session if session and now - session.seen_at <= self.idle_s else None
+
+    def matching(self, session_id: str) -> list[Session]:
+        """Every tenant's session of that id; O(sessions), for people."""
+        return [s for s in self._sessions.values() if s.key.session_id == session_id]
+
+    def view(self, session: Session, now: float) -> SessionView:
+        """The session as a policy sees it."""
+        parent = self.find(session.parent, now)
+        return SessionView(
+            session.key.session_id,
+            session.host,
+            now - session.moved_at,
+            session.context_tokens,
+            session.turns,
+            parent.host if parent else "",
+        )
+
+    def infer(self, tenant: str, blocks: Sequence[int], now: float) -> Session | None:
+        """The session that this prompt goes on from: the deepest one whose last prompt is a proper
+        prefix of it, in whole blocks."""
+        for block in reversed(blocks[:-1]):
+            if session := self._by_prompt_tail.get((tenant, block)):
+                return self.find(session.key, now)
+        return None
+
+    def touch(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
+        """The session, made if needed, as the most recently used."""
+        session = self.find(key, now)
+        if session is None:
+            self.free(key)
+            session = self._sessions[key] = Session(key, parent=parent)
+        session.seen_at = now
+        self._sessions.move_to_end(key)
+        self._expire(now)
+        return session
+
+    def bind(self, session: Session, host: str, now: float) -> None:
+        """Bind to `host`; leaving another one is a move, and what that one held is forgotten."""
+        if session.host and session.host != host:
+            session.moved_at = now
+            session.moves += 1
+            self._set_tail(session, 0, 0)
+        self._count(session, -1)
+        session.host = host
+        self._count(session, +1)
+
+    def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
+        """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
+        session.context_tokens = tokens
+        if tokens and body_bytes:
+            session.bytes_per_token = body_bytes / tokens
+        if not blocks:
+            return
+        self._drop_prompt_tail(session)
+        session.prompt_tail = blocks[-1]
+        self._by_prompt_tail[session.key.tenant, blocks[-1]] = session
+
+    def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
+        """The host holds the session's chain up to block `tail`, `tail_tokens` from the start."""
+        self._set_tail(session, tail, tail_tokens)
+
+    def blocks_stored(
+        self, host: str, parent: int, blocks: Sequence[int], block_size: int
+    ) -> tuple[Session, int] | None:
+        """KV event: `host` stored `blocks` after `parent`. If that continues a session there, its tail
+        moves on; returns the session and the tokens by which it grew."""
+        session = self._by_tail.get(parent)
+        if session is None or session.host != host or not blocks:
+            return None
+        grown = len(blocks) * block_size
+        self._set_tail(session, blocks[-1], session.tail_tokens + grown)
+        return session, grown
+
+    def forget_host(self, host: str) -> None:
+        """The host is gone, or lost its cache: bindings stay, but nothing is held there."""
+        for session in self._sessions.values():
+            if session.host == host:
+                self._set_tail(session, 0, 0)
+
+    def free(self, key: SessionKey) -> None:
+        """End a session; unknown keys are fine."""
+        if session := self._sessions.pop(key, None):
+            self._set_tail(session, 0, 0)
+            self._drop_prompt_tail(session)
+            self._count(session, -1)
+
+    def _count(self, session: Session, by: int) -> None:
+        if session.host:
+            self.bound[session.host] += by
+            if not self.bound[session.host]:
+                del self.bound[session.host]
+
+    def _set_tail(self, session: Session, tail: int, tokens: int) -> None:
+        if self._by_tail.get(session.tail) is session:
+            del self._by_tail[session.tail]
+        session.tail, session.tail_tokens = tail, tokens
+        if tail:
+            self._by_tail[tail] = session
+
+    def _drop_prompt_tail(self, session: Session) -> None:
+        at = (session.key.tenant, session.prompt_tail)
+        if self._by_prompt_tail.get(at) is session:
+            del self._by_prompt_tail[at]
+
+    def _expire(self, now: float) -> None:
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if len(self._sessions) <= self.max_sessions and now - oldest.seen_at <= self.idle_s:
+                return
+            self.free(oldest.key)
+            self.evicted += 1

@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from perilune_api import pool
+from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
+from perilune_api.topology import Level, Place
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
+
+
+def document(**spec: object) -> str:
+    return yaml.safe_dump({"metadata": {"name": "p"}, "spec": {"model": {"name": "m"}, **spec}})
+
+
+def test_the_example_loads_and_is_short() -> None:
+    loaded = pool.load(EXAMPLE)
+    assert loaded.spec.model.name == "qwen3-coder-30b"
+    assert loaded.spec.topology.place("node-b") == Place("node-b", "r2", "s1")
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+def test_the_smallest_document() -> None:
+    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy == "ear"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("[", "", id="no YAML"),
+        pytest.param("{}", "missing required field `metadata`", id="no metadata"),
+        pytest.param(document(engine={"blockSize": 0}), ">= 1 - at `$.spec.engine.blockSize`", id="range"),
+        pytest.param(document(engine={"blockSiz": 1}), "unknown field `blockSiz`", id="typo"),
+        pytest.param(document(engine={"blockSize": "x"}), "at `$.spec.engine.blockSize`", id="type"),
+        pytest.param(
+            document(engine={"hashing": {"algorithm": "md5"}}),
+            "at `$.spec.engine.hashing.algorithm`",
+            id="enum",
+        ),
+        pytest.param(
+            document(endpoints=[{"address": "localhost:1"}]), "at `$.spec.endpoints[0].address`", id="no ip"
+        ),
+        pytest.param(
+            document(endpoints=[{"address": "127.0.0.1:1"}] * 2),
+            "listed twice - at `$.spec.endpoints[1].address`",
+            id="double address",
+        ),
+        pytest.param(
+            document(
+                endpoints=[{"address": "127.0.0.1:1", "node": "x"}], topology={"nodes": {"a": {"rack": "r"}}}
+            ),
+            "Unknown node 'x', known are ['a'] - at `$.spec.endpoints[0].node`",
+            id="unknown node",
+        ),
+        pytest.param(
+            document(endpoints=[{"address": "127.0.0.1:1", "replay": ["tcp://127.0.0.1:2"]}]),
+            "at `$.spec.endpoints[0].replay`",
+            id="replay without events",
+        ),
+        pytest.param(
+            document(topology={"bandwidth": {"rack": 1.0, "spine": 2.0}}),
+            "at `$.spec.topology.bandwidth`",
+            id="bandwidth grows with distance",
+        ),
+        pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
+    ],
+)
+def test_errors_name_the_field(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        pool.parse(text)
+    assert message in str(error.value)
+
+
+@given(st.builds(Model, name=st.text(min_size=1, max_size=9)), st.integers(1, 65535))
+def test_dump_reads_back(model: Model, port: int) -> None:
+    made = Pool(Metadata("p"), Spec(model, endpoints=(EndpointSpec(f"10.0.0.1:{port}"),)))
+    assert pool.parse(pool.dump(made)) == made
+
+
+def test_link_speed_follows_the_narrowest_common_level() -> None:
+    topology = pool.load(EXAMPLE).spec.topology
+    link = topology.link(topology.place("node-a"), topology.place("node-b"))
+    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.SPINE, topology.bandwidth.spine)

@@ -1,0 +1,112 @@
+import pytest
+from perilune_gateway.identity import SessionKey
+from perilune_gateway.state.sessions import Session, Sessions
+
+A, B = SessionKey("t", "a"), SessionKey("t", "b")
+
+
+@pytest.fixture
+def sessions() -> Sessions:
+    return Sessions(max_sessions=2, idle_s=100.0)
+
+
+def bound(sessions: Sessions, key: SessionKey = A, host: str = "h", now: float = 0.0) -> Session:
+    session = sessions.touch(key, now)
+    sessions.bind(session, host, now)
+    return session
+
+
+def test_a_binding_is_found_until_it_idles(sessions: Sessions) -> None:
+    bound(sessions)
+    assert sessions.find(A, 100.0) is not None
+    assert sessions.find(A, 100.1) is None
+    assert sessions.find(None, 0.0) is None
+
+
+def test_an_expired_session_starts_anew(sessions: Sessions) -> None:
+    bound(sessions)
+    assert sessions.touch(A, 200.0).host == ""
+
+
+def test_the_least_recently_used_goes_first(sessions: Sessions) -> None:
+    bound(sessions, A, now=0.0)
+    bound(sessions, B, now=1.0)
+    sessions.touch(A, 2.0)
+    bound(sessions, SessionKey("t", "c"), now=3.0)
+    assert sessions.find(B, 3.0) is None
+    assert sessions.find(A, 3.0) is not None
+    assert len(sessions) == 2
+    assert sessions.evicted == 1
+
+
+def test_a_move_is_timed_and_forgets_the_old_cache(sessions: Sessions) -> None:
+    session = bound(sessions)
+    assert sessions.view(session, 5.0).seconds_since_move == float("inf")
+    sessions.cached(session, tail=11, tail_tokens=64)
+    sessions.bind(session, "other", 5.0)
+    view = sessions.view(session, 8.0)
+    assert (view.host, view.seconds_since_move) == ("other", 3.0)
+    assert session.tail_tokens == 0
+    assert sessions.blocks_stored("other", 11, [12], 16) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        pytest.param([1, 2, 3, 4], True, id="extends"),
+        pytest.param([1, 2, 3], False, id="equal prompt is another session"),
+        pytest.param([1, 2, 9, 9], False, id="parts before the tail"),
+        pytest.param([], False, id="no full block"),
+    ],
+)
+def test_a_prompt_that_extends_an_earlier_one_continues_it(
+    sessions: Sessions, prompt: list[int], found: bool
+) -> None:
+    session = bound(sessions)
+    sessions.read(session, 48, 200, [1, 2, 3])
+    assert (sessions.infer("t", prompt, 0.0) is session) == found
+    assert sessions.infer("other tenant", prompt, 0.0) is None
+
+
+def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: Sessions) -> None:
+    session = bound(sessions)
+    sessions.cached(session, tail=3, tail_tokens=48)
+    assert sessions.blocks_stored("h", 3, [4, 5], 16) == (session, 32)
+    assert sessions.blocks_stored("h", 5, [6], 16) == (session, 16)
+    assert session.tail_tokens == 96
+    assert sessions.blocks_stored("elsewhere", 6, [7], 16) is None
+    assert sessions.blocks_stored("h", 3, [4], 16) is None
+
+
+def test_estimate_from_the_sessions_own_ratio(sessions: Sessions) -> None:
+    session = bound(sessions)
+    assert session.estimate_tokens(400, 4.0) == 100
+    sessions.read(session, 100, 500, [])
+    assert session.estimate_tokens(1_000, 4.0) == 200
+    assert session.estimate_tokens(0, 4.0) == 100
+
+
+def test_free_leaves_nothing(sessions: Sessions) -> None:
+    session = bound(sessions)
+    sessions.read(session, 48, 200, [1, 2])
+    sessions.cached(session, 2, 32)
+    sessions.free(A)
+    sessions.free(A)
+    assert sessions.find(A, 0.0) is None
+    assert sessions.infer("t", [1, 2, 3], 0.0) is None
+    assert sessions.blocks_stored("h", 2, [3], 16) is None
+    assert not sessions.bound
+
+
+def test_sessions_are_counted_by_host(sessions: Sessions) -> None:
+    session = bound(sessions, A, "h")
+    bound(sessions, B, "h")
+    sessions.bind(session, "other", 1.0)
+    sessions.bind(session, "other", 2.0)
+    assert sessions.bound == {"h": 1, "other": 1}
+
+
+def test_a_childs_parent_host(sessions: Sessions) -> None:
+    bound(sessions, A, "h")
+    child = sessions.touch(B, 0.0, parent=A)
+    assert sessions.view(child, 0.0).parent_host == "h"
