@@ -14,7 +14,7 @@ Does not: log, count (metrics.py does), or know where the values came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import Random
@@ -36,8 +36,7 @@ from perilune_gateway.model import (
     TokenSource,
     Verdict,
 )
-
-Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
+from perilune_gateway.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,12 @@ class NodeStats:
     events: EventStats | None = None
     """None: it publishes no events, its index is approximate."""
     parity: str = ""
-    """Value of parity's state enum; empty: nothing to compare."""
+    """State of the comparison of computed and announced block hashes; empty: nothing to compare."""
+    parity_cause: str = ""
+    """Where they differ: the likely cause."""
+    parity_cure: str = ""
+    block_size: int = 0
+    """As the engine says; 0: it did not."""
     seconds_since_move: float = inf
 
     @property
@@ -62,6 +67,22 @@ class IndexStats:
     depth_blocks: int = 0
     speculative: int = 0
     evicted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """One session. Several tenants may use one id."""
+
+    session_id: str
+    tenant: str
+    """A hash, never the name."""
+    host: str
+    turns: int
+    context_tokens: int
+    moves: int
+    seconds_since_move: float
+    idle_s: float
+    """Since its last request."""
 
 
 @dataclass(frozen=True, slots=True)
