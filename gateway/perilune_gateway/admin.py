@@ -139,12 +139,7 @@ class _Pages:
         n = _count(request, "n", DEFAULT_N, MAX_N)
         decisions = self._sources.decisions
         rows = [explain.summary(record) for record in decisions.query(request.query.get("session", ""), n)]
-        return _json(
-            {
-                "kept": len(self._sources.decisions),
-                "decisions": [explain.summary(record) for record in records],
-            }
-        )
+        return _json({"kept": len(decisions), "decisions": rows})
 
     async def decision(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]
