@@ -1,0 +1,255 @@
+"""`perilune explain`: one decision of a running gateway, readable.
+
+    perilune explain REQUEST_ID --gateway URL      everything about one decision
+    perilune explain --session S | --last N        a list, newest first
+
+Reads /api/decisions of the gateway's admin address, never through a proxy. Exit code 0; 1 when the gateway
+does not answer or does not know the decision; 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlencode
+from urllib.request import ProxyHandler, build_opener
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+GATEWAY = "http://127.0.0.1:9003"
+TIMEOUT_S = 5.0
+PLAIN_WIDTH = 160
+"""Of a table that goes to a file or a pipe."""
+
+Json = Mapping[str, Any]
+
+
+class ExplainError(Exception):
+    """What the user is told."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="perilune explain",
+        description="Why a request went where it went: every candidate with its numbers, the reason in one"
+        " sentence, and what the other policies would have done.",
+        epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it too,"
+        " where the request asked for that one. The gateway keeps the last few thousand decisions.",
+    )
+    p.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help="the decision to explain")
+    p.add_argument("--gateway", default=GATEWAY, metavar="URL", help=f"admin address (default {GATEWAY})")
+    p.add_argument("--session", default="", metavar="S", help="list the decisions of this session")
+    p.add_argument("--last", type=int, default=0, metavar="N", help="list the newest N decisions (1 to 1000)")
+    p.add_argument("--json", action="store_true", help="print what the gateway answers, as JSON")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = parser()
+    args = p.parse_args(argv)
+    listing = bool(args.session or args.last)
+    if listing == bool(args.request_id):
+        p.error("give either REQUEST_ID, or --session and/or --last")
+    if args.last and not 1 <= args.last <= 1000:
+        p.error("--last must be from 1 to 1000")
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    console = Console(highlight=False, markup=False, emoji=False, width=width)  # an address may be [::1]:8000
+    try:
+        if listing:
+            query = urlencode({"session": args.session, "n": args.last or 20})
+            answer = fetch(args.gateway, f"/api/decisions?{query}")
+        else:
+            answer = fetch(args.gateway, f"/api/decisions/{quote(args.request_id, safe='')}")
+    except ExplainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(answer, indent=2))
+    else:
+        console.print(render_list(answer) if listing else render(answer))
+    return 0
+
+
+def fetch(gateway: str, path: str) -> Json:
+    """GET a page of the gateway. Raises ExplainError with what to do about it."""
+    url = (gateway if "://" in gateway else f"http://{gateway}").rstrip("/")
+    try:
+        with build_opener(ProxyHandler({})).open(url + path, timeout=TIMEOUT_S) as response:
+            answer: Json = json.load(response)
+            return answer
+    except HTTPError as error:
+        with error:
+            raise ExplainError(_told(error, url)) from None
+    except (URLError, OSError) as error:
+        cause = error.reason if isinstance(error, URLError) else error
+        raise ExplainError(
+            f"no gateway answers at {url} ({cause}); --gateway takes the admin address that it prints at start"
+        ) from None
+    except ValueError:
+        raise ExplainError(f"{url} does not speak like a gateway's admin address") from None
+
+
+def _told(error: HTTPError, url: str) -> str:
+    try:
+        message = json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{url} answered {error.code}; is it a gateway's admin address?"
+    if error.code == 404:
+        return f"{message}; older ones are gone, `perilune explain --last 20` lists the newest"
+    return str(message)
+
+
+def render(decision: Json) -> RenderableType:
+    """One decision."""
+    parts: list[RenderableType] = [
+        Text(decision["sentence"], style="bold"),
+        Text(),
+        _facts(decision),
+        Text(),
+        _candidates(decision),
+    ]
+    if decision["counterfactual"]:
+        parts += [Text(), _counterfactual(decision)]
+    return Group(*parts)
+
+
+def _facts(decision: Json) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    tokens = f"{decision['prompt_tokens']:,} ({decision['token_source']})"
+    rows: list[tuple[str, str]] = [
+        ("request", f"{decision['request_id']} at {decision['time']}"),
+        ("session", _session(decision)),
+        ("policy", f"{decision['policy']}, from the {decision['phase']}"),
+        ("prompt tokens", tokens),
+        ("cached", f"{decision['cached_tokens']:,} predicted, {decision['hit_ratio']:.1%} of the prompt"),
+        ("migration", f"from {decision['moved_from']}" if decision["moved_from"] else "no"),
+        ("first token", f"after {_seconds(decision['estimated_s'])} (predicted: queue and prefill)"),
+        ("destinations", ", ".join(decision["destinations"]) or "none"),
+        ("scheduling", ", ".join(f"{step} {us:.0f} µs" for step, us in decision["timings_us"].items())),
+        ("outcome", _ending(decision["ending"])),
+    ]
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def _session(decision: Json) -> str:
+    session = decision["session"]
+    if session is None:
+        return "none"
+    host = f"host {session['host']}" if session["host"] else "no host yet"
+    return f"{decision['session_id']}, {host}, turn {session['turns'] + 1}"
+
+
+def _ending(ending: Json | None) -> str:
+    if ending is None:
+        return "still running"
+    said = [ending["outcome"], f"after {_seconds(ending['duration_s'])}"]
+    if ending["status"]:
+        said.append(f"status {ending['status']}")
+    if ending["served"]:
+        said.append(f"served by {ending['served']}")
+    if ending["cached_tokens"] is not None:
+        said.append(f"{ending['cached_tokens']:,} tokens really cached")
+    return ", ".join(said)
+
+
+def _candidates(decision: Json) -> Table:
+    """One row per endpoint, the terms of the policy's cost as columns; then those that were none."""
+    rows = [(row, _terms(row)) for row in decision["candidates"]]
+    names = list(dict.fromkeys(name for _, terms in rows for name in terms))
+    table = Table(title="Candidates (lower cost is better)", title_justify="left")
+    table.add_column("endpoint", no_wrap=True)
+    for name in ("cost", *names):
+        table.add_column(name, justify="right")
+    for row, terms in sorted(rows, key=lambda pair: (pair[0]["cost"] is None, pair[0]["cost"])):
+        table.add_row(
+            ("▶ " if row["chosen"] else "  ") + row["address"],
+            _number(row["cost"]),
+            *(_number(terms.get(name)) for name in names),
+            style="bold" if row["chosen"] else "",
+        )
+    for address, check in decision["excluded"].items():
+        table.add_row(f"  {address}", Text(f"not considered: {check}"), style="dim")
+    return table
+
+
+def _terms(row: Json) -> dict[str, float]:
+    """The policy's own terms, then the facts that every decision has."""
+    facts = {
+        "cached_tokens": max(row["overlap"].values()),
+        "pending_prefill_s": row["load"]["pending_prefill_s"],
+        "prefill_s": row["prefill_s"],
+        "kv_usage": row["load"]["kv_usage"],
+        "estimated_s": row["estimated_s"],
+    }
+    return row["terms"] | {name: value for name, value in facts.items() if name not in row["terms"]}
+
+
+def _counterfactual(decision: Json) -> Table:
+    table = Table(title="What the other policies would have done", title_justify="left")
+    table.add_column("policy")
+    table.add_column("target")
+    table.add_column("reason")
+    for name in ("cached tokens", "first token s"):
+        table.add_column(name, justify="right")
+    for policy, other in decision["counterfactual"].items():
+        if "target" in other:
+            target = other["target"] + (" (same)" if other["same"] else "")
+            table.add_row(
+                policy, target, other["reason"], f"{other['cached_tokens']:,}", _number(other["estimated_s"])
+            )
+        elif "refused" in other:
+            table.add_row(policy, "refuses", other["refused"], "", "")
+        else:
+            table.add_row(policy, "needs the body", "", "", "")
+    return table
+
+
+def render_list(answer: Json) -> RenderableType:
+    """A list of decisions, newest first."""
+    rows = answer["decisions"]
+    if not rows:
+        return Text(f"no such decision among the last {answer['kept']} kept")
+    table = Table(
+        title=f"{len(rows)} of the last {answer['kept']} decisions, newest first", title_justify="left"
+    )
+    for name in ("time", "request", "session", "target", "reason"):
+        table.add_column(name, overflow="fold")
+    for name in ("prompt", "cached", "scheduling"):
+        table.add_column(name, justify="right")
+    table.add_column("outcome")
+    for row in rows:
+        us, ending = row["scheduling_us"], row["ending"]
+        table.add_row(
+            row["time"][11:23],
+            row["request_id"],
+            row["session_id"],
+            row["target"] or "refused",
+            row["reason"],
+            f"{row['prompt_tokens']:,}",
+            f"{row['hit_ratio']:.0%}",
+            "" if us is None else f"{us / 1000:.2f} ms",
+            "running" if ending is None else ending["outcome"],
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.3f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
