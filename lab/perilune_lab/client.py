@@ -126,8 +126,9 @@ async def run_load(
     order of their ends. `on_result` sees each as it comes, on the event loop.
 
     Setting `stop` ends the run as `seconds` does, without grace. Cancelling ends it at once; what was
-    measured so far has gone through `on_result`. Turns of one session never overlap, except in Mode.TIMESTAMPS.
-    Raises nothing for failing requests."""
+    measured so far has gone through `on_result`. Turns of one session never overlap, except in
+    Mode.TIMESTAMPS. Raises SpecError if that mode meets a turn without a time; nothing for failing requests.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
     timeout = aiohttp.ClientTimeout(total=load.timeout_s, sock_connect=10.0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as http:

@@ -1,0 +1,21 @@
+"""Quantiles and means, one definition for everything the lab prints: linear between closest ranks."""
+
+from collections.abc import Iterable, Sequence
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The q-quantile (0–1) of values in ascending order. Raises ValueError without values."""
+    if not ordered:
+        raise ValueError("no values")
+    at = q * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Raises ValueError without values."""
+    kept = list(values)
+    if not kept:
+        raise ValueError("no values")
+    return sum(kept) / len(kept)
