@@ -1,0 +1,464 @@
+"""Continuous batching with chunked prefill, in virtual time. Pure state: time is an argument, no I/O.
+
+A step's batch is fixed when it begins and its tokens exist when it ends; how long it takes, the engine model
+says. One step:
+
+1. Running sequences first: one token each for those that decode, the next chunk for those still in prefill.
+   No block left → the last (or least urgent) sequence is preempted and recomputed later.
+2. Then waiting ones, in order of arrival (or priority), while token budget, sequence slots and blocks last. Each
+   looks up its prefix: cached blocks are attached (*hit*), what is left is prefilled with the chunks of all others
+   in the same forward (*misses*, batched). Blocks register as they are scheduled, so of equal prompts in one batch
+   the first is computed and the others share its blocks.
+3. A prefix that the shared store holds beyond the device's is loaded first, at the store's speed and outside the
+   step; the sequence joins when its blocks are there.
+4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's order, so
+   results do not depend on how the batch was split.
+
+`serial_misses` models an engine without batched misses: a step is either one prompt's prefill, alone, or decode.
+Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves. Not modelled:
+speculative decoding, several ranks, sampling (the caller brings the tokens that will come out).
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from math import inf
+
+from perilune_gateway.engine_model import EngineModel
+from perilune_lab.engine.kv_cache import Change, KvCache, Stored, Table
+from perilune_lab.engine.store import Store
+
+
+class Finish(StrEnum):
+    """Why a request ended; the values are vLLM's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Request:
+    """One request's way through the engine. Times are engine seconds; what has not happened yet is inf."""
+
+    __slots__ = (
+        "arrived_s",
+        "cached_tokens",
+        "computed",
+        "finish",
+        "finished_s",
+        "first_token_s",
+        "last_token_s",
+        "natural_end",
+        "ordinal",
+        "output",
+        "preemptions",
+        "priority",
+        "produced",
+        "prompt_tokens",
+        "ready_s",
+        "report_full",
+        "request_id",
+        "scheduled_s",
+        "shared_blocks",
+        "store_tokens",
+        "table",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        table: Table,
+        output: Sequence[int],
+        *,
+        natural_end: bool = False,
+        priority: int = 0,
+        report_full: bool = False,
+    ) -> None:
+        """`output`: the tokens that this request will produce, at least one; `natural_end`: it ends because the
+        model stops, not because of its limit."""
+        if not output:
+            raise ValueError("a request produces at least one token")
+        self.request_id = request_id
+        self.table = table
+        self.output = output
+        self.natural_end = natural_end
+        self.priority = priority
+        self.report_full = report_full
+        self.prompt_tokens = len(table.tokens)
+        self.ordinal = -1
+        """Order of admission; -1: not admitted yet."""
+        self.computed = 0
+        """Leading tokens whose KV exists, or will when the current step ends."""
+        self.produced = 0
+        self.cached_tokens = 0
+        """Prompt tokens found in a cache at first admission, store included."""
+        self.store_tokens = 0
+        """Those of them that came from the shared store."""
+        self.preemptions = 0
+        self.shared_blocks = 0
+        """Leading blocks that were offered to the store."""
+        self.arrived_s = self.scheduled_s = inf
+        self.ready_s = inf
+        """When it can run: arrival + request overhead; then, if it loads from the store, when that is done."""
+        self.first_token_s = self.last_token_s = self.finished_s = inf
+        self.finish: Finish | None = None
+
+    @property
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens still to be computed, as far as known."""
+        return max(self.prompt_tokens - self.computed, 0) if not self.produced else 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward, or one batch of them, from its begin to its end."""
+
+    started_s: float
+    ends_s: float = inf
+    prefilled: list[tuple[Request, int, int]] = field(default_factory=list)
+    """(request, new tokens, tokens before them)."""
+    decoded: list[Request] = field(default_factory=list)
+    """Sequences that decode one token."""
+    batch: list[Request] = field(default_factory=list)
+    """All of them, in sampling order."""
+    admitted: list[Request] = field(default_factory=list)
+    hits: int = 0
+    """Admitted with nothing but their tail to compute."""
+    misses: int = 0
+    prefill_forwards: int = 0
+    """Forwards with a miss in them: 1 for all misses of a step, however many."""
+    preempted: int = 0
+    emitted: list[Request] = field(default_factory=list)
+    """Got a token at `ends_s`."""
+    finished: list[Request] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed."""
+        return len(self.decoded) + sum(new for _, new, _ in self.prefilled)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_sequences: int = 256
+    tokens_per_step: int = 8192
+    by_priority: bool = False
+    """Waiting requests by (priority, arrival), lower first, instead of by arrival."""
+    serial_misses: bool = False
+
+
+class Scheduler:
+    def __init__(
+        self, cache: KvCache, model: EngineModel, limits: Limits | None = None, store: Store | None = None
+    ) -> None:
+        self.cache = cache
+        self.model = model
+        self.limits = limits or Limits()
+        self.store = store
+        self.running: list[Request] = []
+        """In order of admission."""
+        self.loading: list[Request] = []
+        """Admitted, their store blocks on the way."""
+        self.step: Step | None = None
+        """The step in progress."""
+        self._arriving: list[tuple[float, int, Request]] = []
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._sequence = count()
+        self._ordinal = count()
+        self._now = 0.0
+        self._store_free_s = 0.0
+        self._blocked = False
+        """Nobody who waits can be admitted until something changes."""
+
+    # reading
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._waiting) + len(self.loading) + len(self._arriving)
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Not running yet, in no particular order."""
+        return [entry[2] for entry in (*self._waiting, *self._arriving)] + self.loading
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.waiting_count)
+
+    def next_s(self) -> float:
+        """When something happens next; inf: nothing to do."""
+        if self.step is not None:
+            return self.step.ends_s
+        if self.running or (self._waiting and not self._blocked):
+            return self._now
+        arrival = self._arriving[0][0] if self._arriving else inf
+        return min([arrival, *(request.ready_s for request in self.loading)])
+
+    # writing
+
+    def add(self, request: Request, now: float) -> None:
+        """A request arrives at `now`; it can run once its overhead has passed."""
+        request.arrived_s = now
+        request.ready_s = now + self.model.request_overhead_s(request.prompt_tokens)
+        heapq.heappush(self._arriving, (request.ready_s, next(self._sequence), request))
+
+    def abort(self, request: Request, now: float) -> None:
+        """The client left: its blocks are free at once; a step in progress runs on without its token."""
+        if request.finish is not None:
+            return
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.loading:
+            self.loading.remove(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not request]
+            self._arriving = [entry for entry in self._arriving if entry[2] is not request]
+            heapq.heapify(self._waiting)
+            heapq.heapify(self._arriving)
+        self._end(request, Finish.ABORT, now)
+
+    def advance(self, now: float) -> list[Step]:
+        """Everything that happens up to `now`: the steps that ended, oldest first."""
+        ended: list[Step] = []
+        while (due := self.next_s()) <= now:
+            if self.step is None:
+                self._now = max(self._now, due)
+                self.step = self._begin(self._now)
+            else:
+                self._now = due
+                self._complete(self.step)
+                ended.append(self.step)
+                self.step = None
+        return ended
+
+    # a step begins
+
+    def _begin(self, now: float) -> Step | None:
+        while self._arriving and self._arriving[0][0] <= now:
+            self._queue(heapq.heappop(self._arriving)[2])
+        step = Step(now)
+        self._join_loaded(step, now)
+        if self.limits.serial_misses:
+            self._fill_serial(step, now)
+        else:
+            budget = self._continue(step, self.limits.tokens_per_step)
+            if not step.preempted:
+                self._admit(step, now, budget)
+            step.prefill_forwards = int(any(self._is_miss(new) for _, new, _ in step.prefilled))
+        if not step.batch:
+            self._blocked = True
+            return None
+        step.ends_s = now + self._duration(step)
+        return step
+
+    def _duration(self, step: Step) -> float:
+        chunks = [(new, before) for _, new, before in step.prefilled]
+        if self.limits.serial_misses and step.prefill_forwards:
+            return sum(self.model.prefill_s(new, before) for new, before in chunks)
+        context = sum([request.computed for request in step.decoded])
+        return self.model.mixed_step_s(chunks, len(step.decoded), context)
+
+    def _fill_serial(self, step: Step, now: float) -> None:
+        """A prompt that the cache does not hold goes alone; otherwise decode, hits beside it."""
+        for request in self.running:
+            if self._is_miss(len(request.table.tokens) - request.computed):
+                self._schedule(step, request, self.limits.tokens_per_step)
+                step.prefill_forwards = 1
+                return
+        if self._waiting and self._missing(self._waiting[0][2]):
+            self._admit(step, now, self.limits.tokens_per_step, at_most=1)
+            step.prefill_forwards = 1
+            if step.batch:
+                return
+        budget = self._continue(step, self.limits.tokens_per_step)
+        while budget and not step.preempted and self._waiting and not self._missing(self._waiting[0][2]):
+            left = self._admit(step, now, budget, at_most=1)
+            if left == budget:
+                break
+            budget = left
+
+    def _is_miss(self, new_tokens: int) -> bool:
+        """More to compute than the tail that a hit leaves."""
+        return new_tokens > self.cache.block_size
+
+    def _missing(self, request: Request) -> bool:
+        table = request.table
+        return self._is_miss(len(table.tokens) - len(self.cache.match(table)) * self.cache.block_size)
+
+    def _continue(self, step: Step, budget: int) -> int:
+        """Schedules what runs already; returns the tokens left."""
+        i = 0
+        running = self.running
+        while i < len(running) and budget > 0:
+            request = running[i]
+            new = self._schedule(step, request, budget)
+            budget -= new
+            # A sequence that preempted itself is gone from the list; nobody else before it is.
+            if i < len(running) and running[i] is request:
+                i += 1
+        return budget
+
+    def _schedule(self, step: Step, request: Request, budget: int) -> int:
+        """Next chunk or token of a running sequence, with blocks, by preempting others if need be. Returns its
+        tokens, 0 when it had to give way itself."""
+        table, before = request.table, request.computed
+        new = min(len(table.tokens) - before, budget)
+        end = before + new
+        while not self.cache.grow(table, end):
+            victim = self._victim()
+            self._preempt(step, victim)
+            if victim is request:
+                return 0
+        request.computed = end
+        step.batch.append(request)
+        if new == 1 and request.produced:
+            step.decoded.append(request)
+        else:
+            step.prefilled.append((request, new, before))
+        return new
+
+    def _victim(self) -> Request:
+        if self.limits.by_priority:
+            return max(self.running, key=lambda request: (request.priority, request.ordinal))
+        return self.running[-1]
+
+    def _preempt(self, step: Step, victim: Request) -> None:
+        """Its blocks go back; it will be recomputed (what is still cached then, hits)."""
+        self.running.remove(victim)
+        step.batch = [request for request in step.batch if request is not victim]
+        step.decoded = [request for request in step.decoded if request is not victim]
+        step.prefilled = [entry for entry in step.prefilled if entry[0] is not victim]
+        step.preempted += 1
+        victim.preemptions += 1
+        self.cache.release(victim.table)
+        victim.computed = 0
+        # Before everyone who has never run.
+        heapq.heappush(self._waiting, (self._urgency(victim), victim.ordinal - (1 << 62), victim))
+
+    def _urgency(self, request: Request) -> int:
+        return request.priority if self.limits.by_priority else 0
+
+    def _queue(self, request: Request) -> None:
+        heapq.heappush(self._waiting, (self._urgency(request), next(self._sequence), request))
+        self._blocked = False
+
+    def _admit(self, step: Step, now: float, budget: int, at_most: int = 1 << 30) -> int:
+        """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
+        cache, size = self.cache, self.cache.block_size
+        while self._waiting and budget > 0 and at_most > 0:
+            if len(self.running) + len(self.loading) >= self.limits.max_sequences:
+                break
+            request = self._waiting[0][2]
+            table = request.table
+            hits = cache.match(table)
+            total = len(table.tokens)
+            if not cache.fits(table, hits, total):
+                break
+            heapq.heappop(self._waiting)
+            at_most -= 1
+            cache.attach(table, hits)
+            request.computed = len(hits) * size
+            if request.ordinal < 0:
+                request.ordinal = next(self._ordinal)
+                request.scheduled_s = now
+                request.cached_tokens = request.computed
+                if request.report_full:
+                    cache.announce_again(table, len(hits))
+                if self._load(request, now):
+                    continue
+            self.running.append(request)
+            budget -= self._start(step, request, budget)
+        return budget
+
+    def _start(self, step: Step, request: Request, budget: int) -> int:
+        """First chunk of an admitted sequence; its blocks are known to fit."""
+        if not request.produced:
+            step.admitted.append(request)
+            if self._is_miss(len(request.table.tokens) - request.computed):
+                step.misses += 1
+            else:
+                step.hits += 1
+        return self._schedule(step, request, budget)
+
+    # the shared store
+
+    def _load(self, request: Request, now: float) -> bool:
+        """Starts to load what the store holds beyond the device's hits; False: nothing."""
+        if self.store is None:
+            return False
+        table, size = request.table, self.cache.block_size
+        first = len(table.blocks)
+        found = self.store.leading(table.chain[first : (request.prompt_tokens - 1) // size])
+        if not found:
+            return False
+        request.store_tokens = found * size
+        request.cached_tokens += request.store_tokens
+        self.cache.grow(table, (first + found) * size, register=False)
+        begin = max(now, self._store_free_s)
+        request.ready_s = self._store_free_s = begin + self.model.store_s(request.store_tokens)
+        self.loading.append(request)
+        return True
+
+    def _join_loaded(self, step: Step, now: float) -> None:
+        for request in [request for request in self.loading if request.ready_s <= now]:
+            self.loading.remove(request)
+            request.computed = len(request.table.blocks) * self.cache.block_size
+            self.cache.grow(request.table, request.computed)
+            self.running.append(request)
+            step.admitted.append(request)
+            self._blocked = False
+
+    def _offer(self, request: Request, computed: int) -> list[Change]:
+        """Puts the prompt's new full blocks into the store; announces those that it did not have, one by one."""
+        table, size = request.table, self.cache.block_size
+        first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size
+        if self.store is None or end <= first:
+            return []
+        request.shared_blocks = end
+        added = self.store.put(table.chain[first:end])
+        return [
+            Stored(
+                digests=[table.chain[i]],
+                parent=table.chain[i - 1] if i else None,
+                tokens=table.tokens[i * size : (i + 1) * size],
+                first_block=i,
+                namespace=table.namespace,
+                session_id=table.session_id,
+                shared=True,
+            )
+            for i, new in zip(range(first, end), added, strict=True)
+            if new
+        ]
+
+    # a step ends
+
+    def _complete(self, step: Step) -> None:
+        now = step.ends_s
+        step.changes = self.cache.take_changes()
+        if self.store is not None:
+            for request, new, before in step.prefilled:
+                if request.finish is None:
+                    step.changes += self._offer(request, before + new)
+        for request in step.batch:
+            tokens = request.table.tokens
+            if request.finish is not None or request.computed < len(tokens):
+                continue  # aborted meanwhile, or its prompt is not through yet
+            tokens.append(request.output[request.produced])
+            request.produced += 1
+            if request.produced == 1:
+                request.first_token_s = now
+            request.last_token_s = now
+            step.emitted.append(request)
+            if request.produced == len(request.output):
+                self.running.remove(request)
+                self._end(request, Finish.STOP if request.natural_end else Finish.LENGTH, now)
+                step.finished.append(request)
+
+    def _end(self, request: Request, finish: Finish, now: float) -> None:
+        request.finish = finish
+        request.finished_s = now
+        self.cache.release(request.table)
+        self._blocked = False
