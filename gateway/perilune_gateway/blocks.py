@@ -1,0 +1,184 @@
+"""Token ids → block hashes: our own chain, vLLM's, and Dynamo's.
+
+A prompt is cut into full blocks of `block_size` tokens; the incomplete tail is dropped. A *chained* hash
+covers its block and every block before it, so an equal hash means an equal prefix: one number names block
+and prefix together, and an index over such numbers needs no tree.
+
+    ours     h_i = xxh3-64(tokens_i as little-endian uint32, seed h_{i-1}),  h_{-1} = prefix_root(lora, salt)
+    vLLM     h_i = H((h_{i-1}, tokens_i, extra keys)),  h_{-1} = H(seed): see `vllm_hashes`
+    Dynamo   local hash: xxh3-64, seed 1337, each block alone; sequence hash: chained local hashes
+
+Ours costs about 0.4 µs a block (16 tokens), vLLM's about 3 µs: routing uses ours, and engine hashes are
+only mapped to it (`state.engine_blocks`); vLLM's is for the self-check (`parity`) and for store keys.
+64-bit keys are not collision-proof against somebody who chooses the tokens on purpose; a wrong match
+costs a wrong estimate, never a wrong answer.
+"""
+
+import hashlib
+import pickle
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+
+import cbor2
+import xxhash
+from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
+
+NONE_HASH_SEED = "vllm-none-hash"
+"""What vLLM >= 0.29 hashes as root of the sha256 algorithms when PYTHONHASHSEED is unset."""
+
+DYNAMO_SEED = 1337
+
+MmKeys = Sequence[tuple[str, int]]
+"""Multimodal inputs that touch one block: identifier, offset relative to the block."""
+
+_xxh3 = xxhash.xxh3_64_intdigest
+
+
+def prefix_root(lora: str, salt: str) -> int:
+    """Where a chain begins: prefixes of another LoRA or cache salt never meet. O(1); 0 for neither."""
+    if not lora and not salt:
+        return 0
+    name = lora.encode()
+    return _xxh3(len(name).to_bytes(4, "little") + name + salt.encode(), 1)
+
+
+def chain(
+    token_ids: Sequence[int], block_size: int, root: int, extra: Sequence[bytes | None] | None = None
+) -> list[int]:
+    """Our chained hashes (unsigned 64 bit), one per full block.
+
+    `extra`: per block, further bytes that its hash must cover (multimodal content), or None.
+    Raises ValueError for an id outside 0 … 2³²−1.
+    """
+    data = _little_endian(token_ids)
+    step = 4 * block_size
+    hashes: list[int] = []
+    previous = root
+    for at in range(0, len(data) - step + 1, step):
+        previous = _xxh3(data[at : at + step], previous)
+        if extra is not None and (more := extra[len(hashes)]) is not None:
+            previous = _xxh3(more, previous)
+        hashes.append(previous)
+    return hashes
+
+
+def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
+    """Chained hashes of `block_bytes` bytes each, for prompts whose tokens are unknown; never meets `chain`."""
+    hashes: list[int] = []
+    previous = _xxh3(b"text", root)
+    for at in range(0, len(text) - block_bytes + 1, block_bytes):
+        previous = _xxh3(text[at : at + block_bytes], previous)
+        hashes.append(previous)
+    return hashes
+
+
+def dynamo_local_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
+    """Dynamo's `compute_block_hash_for_seq`: each full block alone, unchained."""
+    data = _little_endian(token_ids)
+    step = 4 * block_size
+    return [_xxh3(data[at : at + step], DYNAMO_SEED) for at in range(0, len(data) - step + 1, step)]
+
+
+def dynamo_sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
+    """Local hashes chained: the first stands for itself, each later one covers (parent, local)."""
+    hashes: list[int] = []
+    for block in local:
+        if parent is None:
+            parent = block
+        else:
+            parent = _xxh3(parent.to_bytes(8, "little") + block.to_bytes(8, "little"), DYNAMO_SEED)
+        hashes.append(parent)
+    return hashes
+
+
+def _little_endian(token_ids: Sequence[int]) -> bytes:
+    try:
+        words = array("I", token_ids)
+    except OverflowError:
+        raise ValueError("token id outside 0 … 2**32-1") from None
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+# vLLM's hashes (vllm/v1/core/kv_cache_utils.py and vllm/utils/hashing.py, read in 0.15 … 0.33).
+
+
+def _sha256(value: object) -> bytes:
+    return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()
+
+
+def _sha256_cbor(value: object) -> bytes:
+    return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+
+def _xxhash(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(pickle.dumps(value, protocol=5))
+
+
+def _xxhash_cbor(value: object) -> bytes:
+    return xxhash.xxh3_128_digest(cbor2.dumps(value, canonical=True))
+
+
+DIGESTS: dict[HashAlgorithm, Callable[[object], bytes]] = {
+    HashAlgorithm.SHA256: _sha256,
+    HashAlgorithm.SHA256_CBOR: _sha256_cbor,
+    HashAlgorithm.XXHASH: _xxhash,
+    HashAlgorithm.XXHASH_CBOR: _xxhash_cbor,
+}
+
+
+def low64(digest: bytes) -> int:
+    """What KV events carry of a digest: its last eight bytes, big-endian."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def none_hash(hashing: Hashing) -> bytes:
+    """vLLM's NONE_HASH, the parent of a first block.
+
+    With PYTHONHASHSEED it is the digest of that string. Without, it is fixed for the sha256 algorithms
+    (vLLM >= 0.29; random before) and random for the xxhash ones, which nobody can compute: SpecError.
+    """
+    if not hashing.seed and hashing.algorithm in (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR):
+        raise SpecError(
+            "vLLM's xxhash root is random unless the engines set PYTHONHASHSEED; set it there and"
+            " - at `$.spec.engine.hashing.seed`"
+        )
+    return DIGESTS[hashing.algorithm](hashing.seed or NONE_HASH_SEED)
+
+
+def vllm_hashes(
+    token_ids: Sequence[int],
+    block_size: int,
+    hashing: Hashing,
+    lora_name: str = "",
+    lora_path: str = "",
+    salt: str = "",
+    extra: Sequence[MmKeys] = (),
+    parent: bytes | None = None,
+) -> list[bytes]:
+    """vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms).
+
+    `extra[i]` are the multimodal keys of block i (missing ones: none). `parent`: the digest before the
+    first block, when the tokens continue a chain; the salt then plays no part. Raises SpecError like
+    `none_hash`.
+    """
+    digest = DIGESTS[hashing.algorithm]
+    tagged = hashing.extra_keys is ExtraKeys.TAGGED
+    lora: tuple[object, ...] = ()
+    if lora_name:
+        # pickle writes a repeated object as a reference: name and path must be two objects, as in vLLM
+        lora = (("lora", lora_name, "".join(list(lora_path))),) if tagged else (lora_name,)
+    salted: tuple[object, ...] = ()
+    if salt and parent is None:
+        salted = (("cache_salt", salt),) if tagged else (salt,)
+    previous = none_hash(hashing) if parent is None else parent
+    hashes: list[bytes] = []
+    for i in range(len(token_ids) // block_size):
+        mm = extra[i] if i < len(extra) else ()
+        keys = lora + tuple(("mm", *key) if tagged else tuple(key) for key in mm) + (salted if i == 0 else ())
+        tokens = tuple(token_ids[i * block_size : (i + 1) * block_size])
+        previous = digest((previous, tokens, keys or None))
+        hashes.append(previous)
+    return hashes
