@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
         prog="perilune explain",
         description="Why a request went where it went: every candidate with its numbers, the reason in one"
         " sentence, and what the other policies would have done.",
-        epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it too,"
-        " where the request asked for that one. The gateway keeps the last few thousand decisions.",
+        epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it"
+        " too, where the request asked for that one. The gateway keeps the last few thousand decisions.",
     )
     p.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help="the decision to explain")
     p.add_argument("--gateway", default=GATEWAY, metavar="URL", help=f"admin address (default {GATEWAY})")
@@ -89,7 +89,7 @@ def fetch(gateway: str, path: str) -> Json:
     except (URLError, OSError) as error:
         cause = error.reason if isinstance(error, URLError) else error
         raise ExplainError(
-            f"no gateway answers at {url} ({cause}); --gateway takes the admin address that it prints at start"
+            f"no gateway answers at {url} ({cause}); --gateway takes its admin address, printed at its start"
         ) from None
     except ValueError:
         raise ExplainError(f"{url} does not speak like a gateway's admin address") from None
@@ -182,6 +182,7 @@ def _candidates(decision: Json) -> Table:
 
 def _terms(row: Json) -> dict[str, float]:
     """The policy's own terms, then the facts that every decision has."""
+    terms: dict[str, float] = row["terms"]
     facts = {
         "cached_tokens": max(row["overlap"].values()),
         "pending_prefill_s": row["load"]["pending_prefill_s"],
@@ -189,7 +190,7 @@ def _terms(row: Json) -> dict[str, float]:
         "kv_usage": row["load"]["kv_usage"],
         "estimated_s": row["estimated_s"],
     }
-    return row["terms"] | {name: value for name, value in facts.items() if name not in row["terms"]}
+    return terms | {name: value for name, value in facts.items() if name not in terms}
 
 
 def _counterfactual(decision: Json) -> Table:

@@ -1,0 +1,245 @@
+"""Decision records: the ring, the counterfactual, the words."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from perilune_api.pool import PolicyParams
+from perilune_gateway.explain import (
+    BECAUSE,
+    DecisionRecord,
+    Decisions,
+    Ending,
+    counterfactual,
+    sentence,
+    summary,
+    to_json,
+)
+from perilune_gateway.model import (
+    NEED_BODY,
+    Cost,
+    Decision,
+    Outcome,
+    Phase,
+    Reason,
+    Refusal,
+    RefuseReason,
+    TokenSource,
+)
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.testing import candidate, fleet, request, session
+
+
+def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:
+    """A decision for endpoint a, of request r<ordinal>."""
+    view = request(ordinal=ordinal, of=session("a", id=of) if of else None)
+    candidates = tuple(candidate(chr(ord("a") + i)) for i in range(rows))
+    base = DecisionRecord(view, Decision("a", Reason.HOST), "ear", candidates, destinations=("a",))
+    return replace(base, **changes)
+
+
+class TestDecisions:
+    def test_an_added_record_is_found_by_its_request(self):
+        decisions = Decisions()
+        decisions.add(record(7))
+        assert decisions.get("r7") == record(7)
+        assert decisions.get("r8") is None
+
+    def test_the_oldest_leaves_when_the_ring_is_full(self):
+        decisions = Decisions(capacity=3)
+        for i in range(5):
+            decisions.add(record(i))
+        assert len(decisions) == 3
+        assert [decisions.get(f"r{i}") is not None for i in range(5)] == [False, False, True, True, True]
+
+    def test_candidate_rows_are_bounded_too_but_the_newest_stays(self):
+        decisions = Decisions(capacity=100, max_rows=8)
+        for i in range(4):
+            decisions.add(record(i, rows=4))
+        assert [r.request_id for r in decisions.query()] == ["r3", "r2"]
+        decisions.add(record(9, rows=20))
+        assert [r.request_id for r in decisions.query()] == ["r9"]
+
+    def test_finish_fills_in_the_end(self):
+        decisions = Decisions()
+        decisions.add(record(1))
+        decisions.finish("r1", Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64)
+        found = decisions.get("r1")
+        assert found is not None
+        assert found.ending == Ending(Outcome.COMPLETED, 2.5, "b", 200, 64)
+        assert replace(found, ending=None) == record(1)
+
+    def test_finish_of_a_record_that_left_does_nothing(self):
+        decisions = Decisions(capacity=1)
+        decisions.add(record(1))
+        decisions.add(record(2))
+        decisions.finish("r1", Outcome.FAILED, 1.0)
+        assert decisions.query() == [record(2)]
+
+    def test_a_reused_id_means_the_newer_and_survives_the_older_one_leaving(self):
+        decisions = Decisions(capacity=2)
+        older, newer = record(1), record(1, cached_tokens=5)
+        decisions.add(older)
+        decisions.add(newer)
+        assert decisions.get("r1") == newer
+        decisions.add(record(2))  # the older one leaves
+        assert decisions.get("r1") == newer
+        decisions.add(record(3))  # the newer one leaves
+        assert decisions.get("r1") is None
+
+    def test_query_is_newest_first_by_session_and_bounded(self):
+        decisions = Decisions()
+        for i in range(10):
+            decisions.add(record(i, of="even" if i % 2 == 0 else "odd"))
+        assert [r.request_id for r in decisions.query(n=3)] == ["r9", "r8", "r7"]
+        assert [r.request_id for r in decisions.query("even", n=2)] == ["r8", "r6"]
+        assert decisions.query("nobody") == []
+
+
+class TestCounterfactual:
+    def test_every_other_policy_answers_from_the_same_values(self):
+        candidates = tuple(fleet(a=20_000, b=3, c=5))
+        view = request(ordinal=2, tokens=100, of=session("a", moved_s_ago=5.0))
+        taken = DecisionRecord(view, Decision("a", Reason.HOT_COOLDOWN), "ear", candidates)
+        others = counterfactual(taken, POLICIES, PolicyParams(), Random(1))
+        assert others.keys() == POLICIES.keys() - {"ear"}
+        assert others["least_loaded"]["target"] == "b"
+        assert others["least_loaded"]["same"] is False
+        assert others["round_robin"] == {
+            "target": "c",
+            "reason": "round_robin",
+            "same": False,
+            "moved_from": "",
+            "cached_tokens": 0,
+            "estimated_s": 0.0,
+        }
+        assert others["sticky"]["target"] == "a"
+        assert others["sticky"]["same"] is True
+
+    def test_the_estimate_is_queue_plus_prefill_of_the_target(self):
+        row = candidate("a", cached=32)
+        row = replace(row, prefill_s=0.25, load=replace(row.load, pending_prefill_s=0.5))
+        taken = DecisionRecord(request(), Decision("a", Reason.COLD), "ear", (row,))
+        other = counterfactual(taken, {"only": POLICIES["random"]}, PolicyParams(), Random(1))["only"]
+        assert (other["estimated_s"], other["cached_tokens"]) == (0.75, 32)
+
+    @pytest.mark.parametrize(
+        ("verdict", "expected"),
+        [
+            pytest.param(NEED_BODY, {"needs_body": True}, id="needs the body"),
+            pytest.param(
+                Refusal(RefuseReason.OVERLOADED, "all busy", 3.0),
+                {"refused": "overloaded", "message": "all busy"},
+                id="refuses",
+            ),
+        ],
+    )
+    def test_other_answers(self, verdict, expected):
+        others = counterfactual(record(), {"x": lambda *_: verdict}, PolicyParams(), Random(1))
+        assert others == {"x": expected}
+
+    def test_without_candidates_there_is_nothing_to_ask(self):
+        refused = record(verdict=Refusal(RefuseReason.NO_ENDPOINT, "none"), candidates=())
+        assert counterfactual(refused, POLICIES, PolicyParams(), Random(1)) == {}
+
+
+class TestWords:
+    def test_every_reason_has_words(self):
+        assert BECAUSE.keys() == set(Reason)
+
+    @pytest.mark.parametrize(
+        ("changes", "expected"),
+        [
+            pytest.param(
+                {"cached_tokens": 768},
+                "a because it is the session's host (hot: no): 768 of 1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                id="host",
+            ),
+            pytest.param(
+                {"verdict": Decision("a", Reason.MOVED, moved_from="b")},
+                "a because the session's host b is hot and the session moves here: 0 of 1,000 prompt tokens"
+                " cached there; 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                id="moved",
+            ),
+            pytest.param(
+                {"view": replace(request(phase=Phase.HEADERS), token_source=TokenSource.ESTIMATE)},
+                "a because it is the session's host (hot: no): 0 of ~1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s;"
+                " decided without the body.",
+                id="estimated from the headers",
+            ),
+            pytest.param(
+                {"verdict": Decision("z", Reason.PASS_THROUGH), "candidates": ()},
+                "z because the request is not one for the model, so any ready endpoint may take it.",
+                id="pass-through",
+            ),
+            pytest.param(
+                {"verdict": Refusal(RefuseReason.UNKNOWN_MODEL, "no model x"), "candidates": ()},
+                "refused with 404 unknown_model: no model x.",
+                id="refused",
+            ),
+            pytest.param(
+                {
+                    "verdict": Refusal(RefuseReason.NO_ENDPOINT, "none is ready"),
+                    "excluded": {f"e{i}": "ready" for i in range(5)},
+                },
+                "refused with 503 no_endpoint: none is ready;"
+                " not considered: e0 (ready), e1 (ready), e2 (ready) and 2 more.",
+                id="excluded",
+            ),
+            pytest.param(
+                {
+                    "verdict": Decision("a", Reason.FORCED),
+                    "ending": Ending(Outcome.COMPLETED, 1.0, served="b", status=200),
+                },
+                "a because the conformance header names it; served by fallback b.",
+                id="fallback",
+            ),
+        ],
+    )
+    def test_sentence(self, changes, expected):
+        assert sentence(record(**changes)) == expected
+
+
+class TestJson:
+    def test_the_chosen_row_carries_its_terms(self):
+        candidates = tuple(fleet(a=7, b=3))
+        costs = (Cost("a", 7.0, {"pending": 7.0}), Cost("b", 3.0, {"pending": 3.0}))
+        taken = DecisionRecord(
+            request(of=session("b", id="s1")),
+            Decision("b", Reason.LEAST_LOADED, costs),
+            "least_loaded",
+            candidates,
+            excluded={"c": "draining"},
+            destinations=("b", "a"),
+            cached_tokens=250,
+            timings_us={"policy": 12.0, "total": 40.0},
+            time=0.5,
+            tenant="77ab",
+        )
+        out = to_json(taken, {"random": {"target": "a"}})
+        assert [(c["address"], c["chosen"], c["cost"], c["terms"]) for c in out["candidates"]] == [
+            ("a", False, 7.0, {"pending": 7.0}),
+            ("b", True, 3.0, {"pending": 3.0}),
+        ]
+        assert out["reason"] == "least_loaded"
+        assert out["excluded"] == {"c": "draining"}
+        assert out["destinations"] == ["b", "a"]
+        assert out["timings_us"] == {"policy": 12.0, "total": 40.0}
+        assert out["counterfactual"] == {"random": {"target": "a"}}
+        assert out["session"]["host"] == "b"
+        assert (out["session_id"], out["tenant"]) == ("s1", "77ab")
+        assert (out["time"], out["hit_ratio"]) == ("1970-01-01T00:00:00.500+00:00", 0.25)
+
+    def test_a_refusal_has_no_target_and_says_why(self):
+        refused = record(verdict=Refusal(RefuseReason.BAD_JSON, "not JSON"), candidates=())
+        out = to_json(refused)
+        assert (out["target"], out["reason"], out["message"]) == ("", "bad_json", "not JSON")
+        assert out["candidates"] == []
+        assert out["estimated_s"] is None
+
+    def test_a_running_request_has_no_ending(self):
+        assert summary(record())["ending"] is None
+        ended = summary(record(ending=Ending(Outcome.CANCELLED, 0.5)))
+        assert ended["ending"]["outcome"] == "cancelled"

@@ -1,0 +1,260 @@
+"""Every metric, read back through a scrape."""
+
+from dataclasses import replace
+from time import perf_counter
+
+import pytest
+from perilune_api.pool import Role
+from perilune_gateway.explain import DecisionRecord
+from perilune_gateway.metrics import Affinity, Metrics, Step, Window, affinity_of
+from perilune_gateway.model import (
+    Decision,
+    Endpoint,
+    Load,
+    Outcome,
+    Phase,
+    Reason,
+    Refusal,
+    RefuseReason,
+    Tier,
+    TokenSource,
+)
+from perilune_gateway.stats import EventStats, IndexStats, NodeStats, Snapshot
+from perilune_gateway.testing import candidate, request, session
+from prometheus_client import CollectorRegistry, generate_latest
+
+
+class Clock:
+    now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock):
+    return Metrics(CollectorRegistry(), clock)
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"perilune_{name}", labels)
+
+
+def record(**changes: object) -> DecisionRecord:
+    base = DecisionRecord(
+        request(tokens=1_000, of=session("a")),
+        Decision("a", Reason.HOST),
+        "ear",
+        (candidate("a"),),
+        cached_tokens=800,
+        timings_us={"policy": 20.0, "total": 90.0},
+    )
+    return replace(base, **changes)
+
+
+class TestDecided:
+    def test_a_decision_is_counted_by_policy_reason_and_phase(self, metrics):
+        metrics.decided(record())
+        metrics.decided(record(view=request(phase=Phase.HEADERS, of=session("a"))))
+        assert value(metrics, "decisions_total", policy="ear", reason="host", phase="body") == 1
+        assert value(metrics, "decisions_total", policy="ear", reason="host", phase="headers") == 1
+
+    def test_time_is_observed_by_step(self, metrics):
+        metrics.decided(record())
+        assert value(metrics, "scheduling_seconds_count", step="policy") == 1
+        assert value(metrics, "scheduling_seconds_sum", step="total") == pytest.approx(90e-6)
+        assert value(metrics, "scheduling_seconds_bucket", step="total", le="0.0001") == 1
+        assert value(metrics, "scheduling_seconds_bucket", step="total", le="5e-05") == 0
+        assert value(metrics, "scheduling_seconds_count", step="tokenize") == 0
+
+    @pytest.mark.parametrize("le", ["0.0001", "0.0005", "0.001", "0.002", "0.005"])
+    def test_the_published_buckets_are_there(self, metrics, le):
+        for step in Step:
+            assert value(metrics, "scheduling_seconds_bucket", step=step.value, le=le) == 0
+
+    def test_tokens_are_counted_by_endpoint_and_the_ratio_is_one(self, metrics):
+        metrics.decided(record())
+        metrics.decided(record(cached_tokens=0))
+        assert value(metrics, "prompt_tokens_total", endpoint="a") == 2_000
+        assert value(metrics, "predicted_cached_tokens_total", endpoint="a") == 800
+        assert value(metrics, "cache_hit_ratio") == pytest.approx(0.4)
+
+    def test_the_ratio_forgets_what_is_older_than_its_window(self, metrics, clock):
+        metrics.decided(record())
+        clock.now += 61
+        assert value(metrics, "cache_hit_ratio") is None
+        metrics.decided(record(cached_tokens=100))
+        assert value(metrics, "cache_hit_ratio") == pytest.approx(0.1)
+
+    def test_token_sources(self, metrics):
+        metrics.decided(record(view=replace(request(), token_source=TokenSource.ESTIMATE)))
+        assert value(metrics, "token_counts_total", source="estimate") == 1
+        assert value(metrics, "token_counts_total", source="local") == 0
+
+    def test_a_move_is_a_migration(self, metrics):
+        metrics.decided(record())
+        assert value(metrics, "migrations_total") == 0
+        metrics.decided(record(verdict=Decision("b", Reason.MOVED, moved_from="a")))
+        assert value(metrics, "migrations_total") == 1
+        assert value(metrics, "session_requests_total", affinity="moved") == 1
+        assert value(metrics, "session_requests_total", affinity="hit") == 1
+
+    def test_a_refusal_is_counted_by_reason_and_nothing_else(self, metrics):
+        metrics.decided(record(verdict=Refusal(RefuseReason.OVERLOADED, "busy"), timings_us={"total": 5.0}))
+        assert value(metrics, "refusals_total", reason="overloaded") == 1
+        assert value(metrics, "refusals_total", reason="bad_json") == 0
+        assert value(metrics, "prompt_tokens_total", endpoint="a") is None
+        assert value(metrics, "scheduling_seconds_count", step="total") == 1
+
+    def test_a_pass_through_counts_no_tokens(self, metrics):
+        metrics.decided(record(verdict=Decision("a", Reason.PASS_THROUGH), policy=""))
+        assert value(metrics, "decisions_total", policy="", reason="pass_through", phase="body") == 1
+        assert value(metrics, "cache_hit_ratio") is None
+
+    def test_cost_per_request(self, metrics):
+        """About 6 µs on a quiet machine; the bound only catches a change of order."""
+        taken = record()
+        best = min(_timed(lambda: metrics.decided(taken), 500) for _ in range(5))
+        assert best < 60e-6
+
+
+def _timed(call, times: int) -> float:
+    start = perf_counter()
+    for _ in range(times):
+        call()
+    return (perf_counter() - start) / times
+
+
+@pytest.mark.parametrize(
+    ("host", "decision", "expected"),
+    [
+        pytest.param("", Decision("a", Reason.COLD), Affinity.NEW, id="no host yet"),
+        pytest.param("a", Decision("a", Reason.HOT_NOWHERE), Affinity.HIT, id="stays"),
+        pytest.param("a", Decision("b", Reason.MOVED, moved_from="a"), Affinity.MOVED, id="moves"),
+        pytest.param("a", Decision("b", Reason.COLD), Affinity.LEFT, id="host gone"),
+        pytest.param("a", Decision("b", Reason.ROUND_ROBIN), Affinity.LEFT, id="policy without sessions"),
+    ],
+)
+def test_affinity(host, decision, expected):
+    assert affinity_of(host, decision) is expected
+
+
+def test_the_plain_counters(metrics):
+    metrics.refused(RefuseReason.BODY_TOO_LARGE)
+    metrics.policy_fallback("ear")
+    metrics.body_received(100)
+    metrics.body_received(23)
+    metrics.stream_opened()
+    metrics.stream_opened()
+    metrics.stream_closed()
+    metrics.scrape_failed("a")
+    metrics.ended("a", Outcome.COMPLETED)
+    metrics.ended("a", Outcome.FAILED)
+    metrics.describe("0.1.0", "ear")
+    assert value(metrics, "refusals_total", reason="body_too_large") == 1
+    assert value(metrics, "policy_fallbacks_total", policy="ear") == 1
+    assert value(metrics, "body_received_bytes_total") == 123
+    assert value(metrics, "streams_open") == 1
+    assert value(metrics, "scrape_errors_total", endpoint="a") == 1
+    assert value(metrics, "requests_total", endpoint="a", outcome="completed") == 1
+    assert value(metrics, "requests_total", endpoint="a", outcome="failed") == 1
+    assert value(metrics, "build_info", version="0.1.0", policy="ear") == 1
+
+
+class TestMirror:
+    def snapshot(self) -> Snapshot:
+        node = NodeStats(
+            Endpoint("a", Role.PREFILL, draining=True),
+            Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
+            index_blocks={Tier.DEVICE: 40, Tier.HOST: 2},
+            events=EventStats(True, 0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1),
+            parity="equal",
+        )
+        return Snapshot((node, NodeStats(Endpoint("b"))), IndexStats(42, 17, 6, 1), sessions_bound=3)
+
+    def test_without_a_snapshot_there_are_no_node_series(self, metrics):
+        assert value(metrics, "sessions_bound") is None
+        assert b"perilune_endpoint" not in generate_latest(metrics.registry)
+
+    def test_a_scrape_reads_the_snapshot_of_that_moment(self, metrics):
+        current = [self.snapshot()]
+        metrics.mirror(lambda: current[0])
+        assert value(metrics, "sessions_bound") == 3
+        current[0] = replace(current[0], sessions_bound=4)
+        assert value(metrics, "sessions_bound") == 4
+
+    @pytest.mark.parametrize(
+        ("name", "labels", "expected"),
+        [
+            ("endpoint_pending_prefill_tokens", {"endpoint": "a", "role": "prefill"}, 5),
+            ("endpoint_pending_prefill_seconds", {"endpoint": "a", "role": "prefill"}, 0.5),
+            ("endpoint_in_flight_requests", {"endpoint": "a", "role": "prefill"}, 2),
+            ("endpoint_kv_usage_ratio", {"endpoint": "a", "role": "prefill"}, 0.25),
+            ("endpoint_sessions", {"endpoint": "a", "role": "prefill"}, 3),
+            ("endpoint_draining", {"endpoint": "a", "role": "prefill"}, 1),
+            ("endpoint_ready", {"endpoint": "b", "role": "both"}, 1),
+            ("endpoint_metrics_age_seconds", {"endpoint": "b", "role": "both"}, float("inf")),
+            ("index_blocks", {"endpoint": "a", "tier": "device"}, 40),
+            ("index_blocks", {"endpoint": "a", "tier": "host"}, 2),
+            ("parity", {"endpoint": "a", "state": "equal"}, 1),
+            ("events_lag_seconds", {"endpoint": "a"}, 0.01),
+            ("events_batches_total", {"endpoint": "a"}, 9),
+            ("events_gaps_total", {"endpoint": "a"}, 2),
+            ("events_replayed_total", {"endpoint": "a"}, 1),
+            ("events_rebuilds_total", {"endpoint": "a"}, 1),
+            ("events_restarts_total", {"endpoint": "a"}, 1),
+            ("events_gaps_total", {"endpoint": "b"}, None),
+            ("index_entries", {}, 42),
+            ("index_depth_blocks", {}, 17),
+            ("index_speculative_blocks", {}, 6),
+            ("index_evicted_blocks_total", {}, 1),
+        ],
+    )
+    def test_series(self, metrics, name, labels, expected):
+        metrics.mirror(self.snapshot)
+        assert value(metrics, name, **labels) == expected
+
+    def test_every_metric_is_ours_and_has_help(self, metrics):
+        metrics.mirror(self.snapshot)
+        families = list(metrics.registry.collect())
+        assert all(f.name.startswith("perilune_") and f.documentation for f in families)
+        assert len({f.name for f in families}) == len(families)
+
+    def test_what_left_the_pool_leaves_the_page(self, metrics):
+        metrics.decided(record())
+        metrics.ended("a", Outcome.COMPLETED)
+        metrics.forget("a")
+        metrics.forget("never seen")
+        assert b'endpoint="a"' not in generate_latest(metrics.registry)
+        metrics.decided(record())
+        assert value(metrics, "prompt_tokens_total", endpoint="a") == 1_000
+
+
+class TestWindow:
+    def test_ratio_of_sums_not_mean_of_ratios(self):
+        window = Window(60, 12)
+        window.add(10, 10, now=0)
+        window.add(0, 90, now=30)
+        assert window.ratio(now=30) == pytest.approx(0.1)
+
+    def test_slots_age_out_one_by_one(self):
+        window = Window(60, 12)
+        window.add(1, 1, now=0)
+        window.add(0, 1, now=30)
+        assert window.ratio(now=59) == pytest.approx(0.5)
+        assert window.ratio(now=60) == 0
+        assert window.ratio(now=90) is None
+
+    def test_reading_changes_nothing(self):
+        window = Window(60, 12)
+        window.add(1, 2, now=0)
+        assert window.ratio(now=500) is None
+        assert window.ratio(now=1) == 0.5
+
+    def test_nothing_added(self):
+        assert Window().ratio(now=0) is None
