@@ -1,0 +1,248 @@
+"""Stand-ins around a real Envoy, for tests of the transport and for trying things out.
+
+    client ─▶ Envoy ─▶ StubEndpoint (says what it received, answers as its path tells)
+                │
+                └─ perilune_gateway.server with ScriptedRouter, or StubProcessor: ext_proc by hand
+
+Each request says by its own headers and path what is to happen to it, so that tests share one Envoy and run
+side by side. Nothing here measures, retries or sleeps on its own account.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+from perilune_api import extproc_pb2 as pb
+from perilune_api.names import EXT_PROC_SERVICE
+from perilune_gateway.model import (
+    NEED_BODY,
+    Encode,
+    NeedBody,
+    Outcome,
+    Refusal,
+    RefuseReason,
+    RequestHead,
+    Routed,
+    Tokens,
+)
+from perilune_gateway.openai import ParsedRequest, parse
+
+ID = "x-test-id"
+ROUTE = "x-test-route"
+"""Destinations, comma-separated."""
+PHASE = "x-test-phase"
+"""headers (default), body or tokens: when ScriptedRouter decides."""
+REFUSE = "x-test-refuse"
+"""A RefuseReason instead of a route."""
+DO = "x-test-do"
+"""What StubProcessor does, see its `acts`."""
+
+
+class ScriptedRouter:
+    """Decides as the request's own headers tell, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[int, str] = {}
+        """Ticket → test id; a ticket given back is gone."""
+        self.bodies: dict[str, bytes] = {}
+        self.subsets: dict[str, frozenset[str] | None] = {}
+        self.tokens: dict[str, Tokens] = {}
+        self.responses: dict[str, tuple[int, str, bool]] = {}
+        """Test id → status, served, streamed."""
+        self._outcomes: dict[str, asyncio.Future[Outcome]] = defaultdict(asyncio.Future)
+        self._ordinal = 0
+
+    async def outcome(self, test_id: str, timeout_s: float = 10.0) -> Outcome:
+        """How the request ended; waits for it."""
+        return await asyncio.wait_for(asyncio.shield(self._outcomes[test_id]), timeout_s)
+
+    def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
+        self.subsets[head.headers.get(ID, "")] = head.subset
+        if head.has_body and head.headers.get(PHASE, "headers") != "headers":
+            return NEED_BODY
+        return self._decide(head)
+
+    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode:
+        self.bodies[head.headers.get(ID, "")] = body
+        if head.headers[PHASE] != "tokens":
+            return self._decide(head)
+        request = parse("/v1/completions", json.dumps({"model": "m", "prompt": "p"}).encode())
+        assert isinstance(request, ParsedRequest)
+        return Encode(head, request, len(body))
+
+    def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
+        self.tokens[encode.head.headers.get(ID, "")] = tokens
+        return self._decide(encode.head)
+
+    def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
+        self.responses[self.tickets[ticket]] = (status, served, streamed)
+
+    def finished(self, ticket: int, outcome: Outcome) -> None:
+        test_id = self.tickets.pop(ticket)  # KeyError: given back twice
+        if test_id:
+            self._outcomes[test_id].set_result(outcome)
+
+    def _decide(self, head: RequestHead) -> Routed | Refusal:
+        if reason := head.headers.get(REFUSE):
+            retry_after_s = 1.5 if reason == RefuseReason.OVERLOADED else 0.0
+            return Refusal(RefuseReason(reason), "as the test says", retry_after_s)
+        ticket = self._ordinal
+        self._ordinal += 1
+        self.tickets[ticket] = head.headers.get(ID, "")
+        destinations = tuple(head.headers.get(ROUTE, "").split(","))
+        return Routed(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted")
+
+
+class StubEndpoint:
+    """An HTTP server that says what it received.
+
+    /sse streams one event and ends when `let_go(test_id)` was called, or after `?seconds=`; /die breaks the
+    connection before any answer; /status/N answers N; /hang answers when let go; all other paths answer at
+    once. The answer is JSON: name, sha1 and bytes of the body, its framing.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.address = ""
+        self.hits: dict[str, int] = defaultdict(int)
+        """By test id."""
+        self._let_go: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._arrived: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._runner: web.AppRunner | None = None
+
+    def let_go(self, test_id: str) -> None:
+        self._let_go[test_id].set()
+
+    async def arrived(self, test_id: str, timeout_s: float = 10.0) -> None:
+        """Wait until the request is here, its body read."""
+        await asyncio.wait_for(self._arrived[test_id].wait(), timeout_s)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.address = f"{host}:{port}"
+        self.name = self.name or self.address
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for event in self._let_go.values():
+            event.set()
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def kill(self) -> None:
+        """Break off every connection, as a process does that is killed."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            _abort(connection)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        test_id = request.headers.get(ID, "")
+        body = await request.read()
+        self.hits[test_id] += 1
+        self._arrived[test_id].set()
+        kind, _, detail = request.path.strip("/").partition("/")
+        received = {
+            "name": self.name,
+            "sha1": hashlib.sha1(body).hexdigest(),
+            "bytes": len(body),
+            "content_length": request.headers.get("content-length"),
+            "transfer_encoding": request.headers.get("transfer-encoding"),
+        }
+        if kind == "die":
+            _abort(request.protocol)
+        if kind == "hang":
+            await self._let_go[test_id].wait()
+        if kind == "sse":
+            return await self._stream(request, test_id)
+        return web.json_response(received, status=int(detail) if kind == "status" else 200)
+
+    async def _stream(self, request: web.Request, test_id: str) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await reply.prepare(request)
+        await reply.write(b"data: first\n\n")
+        if "seconds" in request.query:
+            for _ in range(int(request.query["seconds"])):
+                await asyncio.sleep(1)
+                await reply.write(b"data: more\n\n")
+        else:
+            await self._let_go[test_id].wait()
+        if request.transport is not None and not request.transport.is_closing():
+            await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+
+def _abort(connection: RequestHandler[Any]) -> None:
+    if connection.transport is not None:
+        connection.transport.abort()  # type: ignore[attr-defined]  # a TCP transport, always
+
+
+Act = Callable[["Call"], Awaitable[None]]
+
+
+class Call:
+    """One ext_proc stream as StubProcessor's acts see it."""
+
+    def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes], first: pb.ProcessingRequest) -> None:
+        self.context = context
+        self.first = first
+        headers = {h.key: h.raw_value.decode() for h in first.request_headers.headers.headers}
+        self.test_id, self.do, self.route = (headers.get(name, "") for name in (ID, DO, ROUTE))
+
+    async def read(self) -> pb.ProcessingRequest | None:
+        """The next message; None at the end."""
+        raw = await self.context.read()
+        return pb.ProcessingRequest.FromString(raw) if isinstance(raw, bytes) else None
+
+    async def write(self, **fields: Any) -> None:
+        await self.context.write(pb.ProcessingResponse(**fields).SerializeToString())
+
+
+class StubProcessor:
+    """An ext_proc server by hand: `acts[request header x-test-do]` plays the server's part of a stream.
+
+    `ended[test_id]` is set when the stream has ended, on whichever side.
+    """
+
+    def __init__(self, acts: dict[str, Act]) -> None:
+        self.acts = acts
+        self.address = ""
+        self.ended: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._server: grpc.aio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        server = grpc.aio.server()
+        method: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._process)
+        handler = grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": method})
+        server.add_generic_rpc_handlers((handler,))
+        self.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._server = server
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._server is not None
+        await self._server.stop(0)
+
+    async def _process(self, _requests: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        first = await context.read()
+        if not isinstance(first, bytes):
+            return
+        call = Call(context, pb.ProcessingRequest.FromString(first))
+        try:
+            await self.acts[call.do](call)
+        finally:
+            self.ended[call.test_id].set()
