@@ -69,8 +69,8 @@ class ChatPrompt:
     documents: Raw = field(default_factory=Raw)
     template_kwargs: Raw = field(default_factory=Raw)
     reasoning_effort: str = ""
-    own_template: bool = False
-    """The request brings its own chat template."""
+    own_template: str = ""
+    """A chat template that the request brings along."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -237,7 +237,7 @@ def _chat(body: bytes) -> ParsedRequest:
         documents=_optional_array(fields.documents, "documents"),
         template_kwargs=_given(fields.chat_template_kwargs),
         reasoning_effort=fields.reasoning_effort or "",
-        own_template=bool(fields.chat_template),
+        own_template=fields.chat_template or "",
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
         add_special_tokens=fields.add_special_tokens,

@@ -77,7 +77,11 @@ def test_chat_options():
     ).prompt
     assert isinstance(prompt, ChatPrompt)
     assert (prompt.add_generation_prompt, prompt.continue_final_message) == (False, True)
-    assert (prompt.add_special_tokens, prompt.own_template, prompt.reasoning_effort) == (True, True, "low")
+    assert (prompt.add_special_tokens, prompt.own_template, prompt.reasoning_effort) == (
+        True,
+        "{{ x }}",
+        "low",
+    )
     assert json.loads(bytes(prompt.template_kwargs)) == {"enable_thinking": False}
     assert json.loads(bytes(prompt.documents)) == [{"title": "t"}]
 

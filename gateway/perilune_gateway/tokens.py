@@ -1,0 +1,346 @@
+"""Text → token ids, by whichever source is there: given, local tokenizer, engine, or an estimate.
+
+1. *given*: the body carries token ids.
+2. *local*: the model's tokenizer.json, and its chat template for conversations. About 0.3 µs a character;
+   a text expected to take less than 1 ms is encoded at once (`now`), a longer one in a thread (`encode`;
+   the tokenizer releases the GIL).
+3. *engine*: `POST /tokenize` of an endpoint: exact whatever its template, a round trip and the engine's CPU.
+4. *estimate*: bytes / bytes_per_token. A count without ids, so without exact overlap.
+
+A source that fails falls to the next; each cause is counted, and logged once. A conversation that the
+template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
+same template and says 400 itself, in its own words, and a wrong copy of the template here must not cost
+anybody a request. What no text can stand for (pictures, a conversation stored in the engine) is estimated.
+
+Does not: cache, tokenize incrementally, cut long prompts, use the engine's /render. Responses and Anthropic
+conversations are converted as conversation.py says.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from perilune_api.pool import Model, SpecError
+from tokenizers import Tokenizer as HfTokenizer
+
+from perilune_gateway import chat_template
+from perilune_gateway.chat_template import ChatTemplates, TemplateError
+from perilune_gateway.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.model import Tokens, TokenSource
+from perilune_gateway.openai import Api, ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+
+log = logging.getLogger(__name__)
+
+NOW_US = 1000.0
+"""What is expected to take longer is done in a thread."""
+MEDIA_TOKENS = 1024
+"""Guess for a picture, or a second part of sound or video."""
+_FIRST_US_PER_CHAR = 0.3
+"""Before anything is measured; HF tokenizers 0.23, byte-level BPE."""
+_WEIGHT = 0.1
+"""Of a new measurement in the moving mean."""
+_CALIBRATION_CHARS = 1000
+"""Shorter texts measure the call, not the characters."""
+
+
+class Cause(StrEnum):
+    """Why a source did not answer; the key of `Tokenizer.causes`."""
+
+    TEMPLATE = "template"
+    """The chat template refused the conversation or failed."""
+    NO_TEMPLATE = "no_template"
+    OWN_TEMPLATE = "own_template"
+    """The request brings its own template, which only the engine may trust."""
+    CONVERSATION = "conversation"
+    """Messages that have not their API's form."""
+    MEDIA = "media"
+    STORED_CONVERSATION = "stored_conversation"
+    """previous_response_id: a part of the prompt lies in the engine."""
+    NO_TEXT = "no_text"
+    """Prompt embeddings."""
+    TOKENIZER = "tokenizer"
+    """The local tokenizer failed."""
+    TIMEOUT = "timeout"
+    NO_ENGINE = "no_engine"
+    ENGINE_STATUS = "engine_status"
+    ENGINE_UNREACHABLE = "engine_unreachable"
+    ENGINE_ANSWER = "engine_answer"
+    """Not the JSON of a /tokenize answer."""
+
+
+_ENGINE_KNOWS = frozenset((Cause.NO_TEMPLATE, Cause.OWN_TEMPLATE, Cause.TOKENIZER))
+"""After these the engine is asked; after the others it could not tell either."""
+
+
+class _CannotError(Exception):
+    """A source cannot tell; never leaves this module."""
+
+    def __init__(self, cause: Cause, detail: object = "", estimate: int = 0) -> None:
+        super().__init__(f"{cause} {detail}")
+        self.cause = cause
+        self.detail = detail
+        self.estimate = estimate
+        """Tokens, where the source knows better than the bytes say; 0: it does not."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+class Tokenizer:
+    """Tokens of requests for one model.
+
+    `engine` names the endpoint (`ip:port`) that is to tokenize, or "" if none can. `now` and `encode` may be
+    used by one event loop; `close` frees threads and connections. Raises SpecError if the pool names a
+    tokenizer that is not there or does not load.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        engine: Callable[[], str] | None = None,
+        *,
+        timeout_s: float = 1.5,
+        max_concurrent: int = 32,
+        threads: int = 2,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.counts: Counter[TokenSource] = Counter()
+        self.causes: Counter[Cause] = Counter()
+        self.us_per_char = _FIRST_US_PER_CHAR
+        """Moving mean of local encoding, rendering included."""
+        self._bytes_per_token = model.bytes_per_token
+        self._local = _load(model)
+        self._asks_engine = engine is not None and model.tokenize != "estimate"
+        self._engine = engine or (lambda: "")
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._stopwatch = stopwatch
+        self._http: aiohttp.ClientSession | None = None
+
+    def now(self, request: ParsedRequest) -> Tokens | None:
+        """Tokens, if that takes less than 1 ms and nobody has to be asked; None: use `encode`."""
+        if isinstance(request.prompt, TokenPrompt):
+            return self._count(_given(request.prompt))
+        if self._local is None:
+            return None if self._asks_engine else self._estimate(request)
+        if _size(request) * self.us_per_char > NOW_US:
+            return None
+        try:
+            return self._count(self._encode(request))
+        except _CannotError as error:
+            return None if self._engine_may_know(error) else self._estimate(request, error)
+
+    async def encode(self, request: ParsedRequest) -> Tokens:
+        """Tokens from the best source that answers within `timeout_s`; never raises for a bad prompt."""
+        if isinstance(request.prompt, TokenPrompt):
+            return self._count(_given(request.prompt))
+        if self._local is None and not self._asks_engine:
+            return self._estimate(request)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return self._count(await self._local_or_engine(request))
+        except _CannotError as error:
+            return self._estimate(request, error)
+        except TimeoutError:
+            return self._estimate(request, _CannotError(Cause.TIMEOUT))
+
+    async def close(self) -> None:
+        """Ends threads (a text under way is finished) and connections."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._http is not None:
+            await self._http.close()
+
+    async def _local_or_engine(self, request: ParsedRequest) -> Tokens:
+        if self._local is not None:
+            loop = asyncio.get_running_loop()
+            try:
+                return await loop.run_in_executor(self._threads, self._encode, request)
+            except _CannotError as error:
+                if not self._engine_may_know(error):
+                    raise
+                self._note(error)
+        return await self._ask(request)
+
+    def _engine_may_know(self, error: _CannotError) -> bool:
+        return self._asks_engine and error.cause in _ENGINE_KNOWS
+
+    # -- local -----------------------------------------------------------------------------------
+
+    def _encode(self, request: ParsedRequest) -> Tokens:
+        """By the local tokenizer, in whatever thread. Raises _CannotError."""
+        assert self._local is not None
+        tokenizer, templates = self._local
+        started = self._stopwatch()
+        match request.prompt:
+            case ChatPrompt() as chat:
+                texts = [self._render(request, chat, templates)]
+                special = chat.add_special_tokens
+            case TextPrompt(texts=given, add_special_tokens=special) if given:
+                texts = list(given)
+            case _:
+                raise _CannotError(Cause.NO_TEXT)
+        try:
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        except Exception as error:  # the library raises plain Exception
+            raise _CannotError(Cause.TOKENIZER, error) from None
+        ids = encodings[0].ids
+        chars = sum(map(len, texts))
+        if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement; the mean does not mind
+            us_per_char = (self._stopwatch() - started) * 1e6 / chars
+            self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
+        return Tokens(sum(map(len, encodings)), TokenSource.LOCAL, ids)
+
+    def _render(self, request: ParsedRequest, chat: ChatPrompt, templates: ChatTemplates | None) -> str:
+        if chat.own_template:
+            raise _CannotError(Cause.OWN_TEMPLATE)
+        if templates is None:
+            raise _CannotError(Cause.NO_TEMPLATE)
+        template = templates.choose(tools=bool(chat.tools))
+        conversation = self._read(request, chat, template.keeps_parts)
+        try:
+            return template.render(conversation, chat.add_generation_prompt, chat.continue_final_message)
+        except TemplateError as error:
+            raise _CannotError(Cause.TEMPLATE, error) from None
+
+    def _read(self, request: ParsedRequest, chat: ChatPrompt, keep_parts: bool = False) -> Conversation:
+        """The conversation, if it is all there and all text. Raises _CannotError."""
+        if request.previous_response_id:
+            raise _CannotError(Cause.STORED_CONVERSATION)
+        try:
+            conversation = read(request.api, chat, keep_parts)
+        except ConversationError as error:
+            raise _CannotError(Cause.CONVERSATION, error) from None
+        if conversation.media:
+            text_tokens = math.ceil((_size(request) - conversation.media_bytes) / self._bytes_per_token)
+            guess = max(text_tokens, 1) + conversation.media * MEDIA_TOKENS
+            raise _CannotError(Cause.MEDIA, f"{conversation.media} parts", guess)
+        return conversation
+
+    # -- engine ----------------------------------------------------------------------------------
+
+    async def _ask(self, request: ParsedRequest) -> Tokens:
+        """By an engine's /tokenize. Raises _CannotError."""
+        question, rest_bytes = self._question(request)
+        if not (endpoint := self._engine()):
+            raise _CannotError(Cause.NO_ENGINE)
+        if self._http is None:
+            self._http = aiohttp.ClientSession()
+        url, headers = f"http://{endpoint}/tokenize", {"content-type": "application/json"}
+        try:
+            async with self._slots, self._http.post(url, data=question, headers=headers) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _CannotError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
+        if answer.status != 200:
+            raise _CannotError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
+        try:
+            ids = _ANSWER.decode(content).tokens
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _CannotError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
+        return Tokens(len(ids) + math.ceil(rest_bytes / self._bytes_per_token), TokenSource.ENGINE, ids)
+
+    def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
+        """Body for /tokenize, and the bytes of further prompts, which are not asked for.
+        Raises _CannotError."""
+        match request.prompt:
+            case ChatPrompt() as chat:
+                conversation = self._read(request, chat)
+                kwargs = dict(conversation.template_kwargs)
+                if conversation.documents is not None:
+                    kwargs["documents"] = conversation.documents
+                question: dict[str, Any] = {
+                    "messages": chat.messages if request.api is Api.CHAT else as_sent(conversation.messages),
+                    "tools": (chat.tools or None) if request.api is Api.CHAT else conversation.tools,
+                    "chat_template": chat.own_template or None,
+                    "chat_template_kwargs": kwargs or None,
+                    "add_generation_prompt": chat.add_generation_prompt,
+                    "continue_final_message": chat.continue_final_message,
+                    "add_special_tokens": chat.add_special_tokens,
+                }
+                rest_bytes = 0
+            case TextPrompt(texts=texts, add_special_tokens=special) if texts:
+                question = {"prompt": texts[0], "add_special_tokens": special}
+                rest_bytes = sum(len(text.encode()) for text in texts[1:])
+            case _:
+                raise _CannotError(Cause.NO_TEXT)
+        asked = {key: value for key, value in question.items() if value is not None}
+        return msgspec.json.encode(asked | {"model": request.model}), rest_bytes
+
+    # -- estimate and bookkeeping ----------------------------------------------------------------
+
+    def _estimate(self, request: ParsedRequest, why: _CannotError | None = None) -> Tokens:
+        if (
+            why is None
+            and isinstance(request.prompt, ChatPrompt)
+            and b"base64" in bytes(request.prompt.messages)
+        ):
+            try:
+                self._read(request, request.prompt)
+            except _CannotError as error:
+                why = error  # pictures written in place would count as text
+        if why is not None:
+            self._note(why)
+        count = why.estimate if why is not None else 0
+        count = count or max(math.ceil(_size(request) / self._bytes_per_token), 1)
+        return self._count(Tokens(count, TokenSource.ESTIMATE))
+
+    def _count(self, tokens: Tokens) -> Tokens:
+        self.counts[tokens.source] += 1
+        return tokens
+
+    def _note(self, error: _CannotError) -> None:
+        self.causes[error.cause] += 1
+        if self.causes[error.cause] == 1:
+            log.warning("prompt not tokenized as configured cause=%s detail=%s", error.cause, error.detail)
+
+
+def _given(prompt: TokenPrompt) -> Tokens:
+    return Tokens(sum(map(len, prompt.ids)), TokenSource.GIVEN, prompt.ids[0] if prompt.ids else ())
+
+
+def _size(request: ParsedRequest) -> int:
+    """Bytes of the prompt, of a conversation as the body writes it."""
+    match request.prompt:
+        case ChatPrompt() as chat:
+            return len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
+        case TextPrompt(texts=texts):
+            return sum(len(text.encode()) for text in texts)
+        case TokenPrompt():
+            return 0
+
+
+def _load(model: Model) -> tuple[HfTokenizer, ChatTemplates | None] | None:
+    """The local tokenizer that the pool names, if any. Raises SpecError."""
+    at = "at `$.spec.model.tokenizer`"
+    if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
+        return None
+    if not model.tokenizer:
+        raise SpecError(f"`tokenize: local` needs the folder that holds the model's tokenizer.json - {at}")
+    folder = Path(model.tokenizer)
+    if not (folder / "tokenizer.json").is_file():
+        raise SpecError(
+            f"There is no {folder / 'tokenizer.json'}: name the folder that holds it,"
+            f" or leave it empty and the engines are asked - {at}"
+        )
+    try:
+        tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+        templates = chat_template.load(folder)
+    except Exception as error:  # the library raises plain Exception
+        raise SpecError(f"The tokenizer in {folder} does not load: {error} - {at}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer, templates
