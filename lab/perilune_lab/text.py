@@ -231,10 +231,14 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> str:
-    """What CHAT_TEMPLATE renders for messages as clients send them: first `content` parts become one text
-    and tool calls' arguments objects, as vLLM does it before its template. Raises KeyError, TypeError or
-    ValueError where a message has not the API's form."""
+    """What CHAT_TEMPLATE renders for chat-completion messages and tools as clients send them.
+
+    Text parts are joined, tool calls' arguments become objects and tools get all their fields first, as
+    vLLM does it before its template. Raises KeyError, TypeError, AttributeError where they have not the
+    API's form.
+    """
     messages = [_plain(message) for message in messages]
+    tools = [_tool(tool["function"]) for tool in tools]
     out: list[str] = []
     lead = bool(messages) and messages[0]["role"] == "system"
     if tools or lead:
@@ -259,7 +263,7 @@ def render_chat(
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content if part["text"])
     return {
         "role": message["role"],
         "content": content or "",
@@ -269,8 +273,18 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _object(arguments: object) -> object:
-    return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+def _object(arguments: object) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {"name": function["name"], "description": None, "parameters": None}
+    return {"type": "function", "function": fields | dict(function)}
 
 
 def _json(value: object) -> str:
