@@ -40,6 +40,8 @@ GAP_QUANTILES_S = (
 """(probability, seconds) of tool gaps, measured on a coding agent's traffic; between them log-linear."""
 
 _RECENT_TASKS = 64
+_MARKUP_TOKENS = 8
+"""Allowance for what a chat template adds to a message."""
 _RANKS = 1000
 
 
@@ -145,7 +147,7 @@ def demo_workload(endpoints: int, seed: int, seconds: float, time_scale: float) 
         ),
         seed=seed,
         kv_tokens=50_000,
-        context_tokens=33_000,
+        context_tokens=32_768,
     )
 
 
@@ -177,7 +179,8 @@ class _Draw:
         wanted = self._turns()
         while len(turns) < wanted:
             answer_tokens = min(self._tokens(p.answer), self._scaled(p.answer_max_tokens))
-            if length + answer_tokens > self._scaled(p.context_tokens):
+            markup_tokens = _MARKUP_TOKENS * (len(prompt) + 2)
+            if length + answer_tokens + markup_tokens > self._scaled(p.context_tokens):
                 break
             gap = gap_s(rng.random()) * p.gap_scale if turns else 0.0
             turn = Turn(session_id, len(turns), prompt, answer_tokens, gap)

@@ -1,0 +1,124 @@
+"""`perilune trace stats FILE|agentic`: a table, and with --json the same numbers for machines."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from perilune_api.pool import SpecError
+from rich.console import Console
+from rich.table import Table
+
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.source import AGENTIC, open_trace
+from perilune_lab.traces.stats import Spread, Stats, stats
+
+_EPILOG = """\
+examples:
+  perilune trace stats mooncake_conversation.jsonl.gz
+  perilune trace stats agentic --seed 1 --sessions 2000 --json moments.json
+
+The hit rate is that of an infinite cache, token-weighted: `any` whoever computed a prefix, `intra-session`
+only the session itself. Files: Mooncake's schema (timestamp, input_length, output_length, hash_ids) or
+ours (see perilune_lab/traces/jsonl.py), plain or gzip. Mooncake's traces name no sessions: they are derived
+from the chains of hash ids.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """0; 2 for a file that cannot be read, with line and field on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="perilune trace",
+        description="What a trace is made of: lengths, sessions, reuse, best possible hit rate.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="stats")
+    command = commands.add_parser(
+        "stats",
+        help="measure a trace",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("trace", metavar="FILE|agentic", help="a trace file, or generated agentic traffic")
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="agentic: seed (default 0)")
+    command.add_argument(
+        "--sessions", type=int, default=1000, metavar="N", help="agentic: sessions (default 1000)"
+    )
+    command.add_argument(
+        "--zipf", type=float, default=0.0, metavar="A", help="agentic: skew of the sessions' weights"
+    )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    args = parser.parse_args(argv)
+    for name in ("limit", "sessions"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            command.error(f"--{name} must be at least 1")
+    try:
+        trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))
+    except SpecError as error:
+        print(f"perilune trace: {error}", file=sys.stderr)
+        return 2
+    found = stats(trace)
+    console = Console()
+    for grid in tables(found):
+        console.print(grid)
+    if args.json:
+        try:
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+        except OSError as error:
+            print(f"perilune trace: {args.json}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def tables(found: Stats) -> tuple[Table, Table]:
+    """Distributions, and single numbers."""
+    title = found.name if found.name != AGENTIC else f"{found.name}, generated"
+    spreads = Table(title=title, title_justify="left")
+    spreads.add_column("", no_wrap=True)
+    for name in ("mean", "p25", "p50", "p75", "p90", "p99", "max"):
+        spreads.add_column(name, justify="right", no_wrap=True)
+    for name, spread in _spreads(found):
+        if isinstance(spread, Spread):
+            spreads.add_row(name, *(_number(value) for value in msgspec.structs.astuple(spread)))
+    shares = Table(show_header=False)
+    shares.add_column("", no_wrap=True)
+    shares.add_column("", justify="right", no_wrap=True)
+    for name, value in _shares(found):
+        shares.add_row(name, value)
+    return spreads, shares
+
+
+def _spreads(found: Stats) -> Iterator[tuple[str, Spread | UnsetType]]:
+    yield "prompt tokens", found.input_tokens
+    yield "output tokens", found.output_tokens
+    yield "turns per session", found.turns_per_session
+    yield "tokens per session", found.tokens_per_session
+    yield "gap (s)", found.gap_s
+
+
+def _shares(found: Stats) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{found.requests:,}"
+    yield "sessions", f"{found.sessions:,}"
+    if found.span_s is not UNSET:
+        yield "span (s)", f"{found.span_s:,.0f}"
+    yield "prompt : output tokens", f"{found.input_per_output:.1f}"
+    yield "top 1 % of sessions, of tokens", f"{found.top_1_percent_share:.1%}"
+    yield "hit rate, infinite cache: any", f"{found.hit_rate.any:.1%}"
+    yield "hit rate: intra-session only", f"{found.hit_rate.intra_session:.1%}"
+    if found.reuse:
+        yield "of the reuse: intra-session", f"{found.reuse.intra_session:.1%}"
+        yield "of the reuse: cross-session", f"{found.reuse.cross_session:.1%}"
+        yield "of the reuse: shared prefix", f"{found.reuse.shared_prefix:.1%}"
+    yield "prefill, of compute: no cache", f"{found.prefill_compute.no_cache:.1%}"
+    yield "prefill, of compute: infinite cache", f"{found.prefill_compute.infinite_cache:.1%}"
+
+
+def _number(value: float) -> str:
+    """At most five digits: millions as M."""
+    if value >= 999_500:
+        return f"{value / 1e6:.3g}M"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

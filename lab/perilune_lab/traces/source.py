@@ -1,0 +1,41 @@
+"""`--trace FILE|agentic`: which loader reads what."""
+
+from pathlib import Path
+
+import msgspec
+from perilune_api.pool import SpecError
+
+from perilune_lab.traces import jsonl, mooncake
+from perilune_lab.traces.agentic import Agentic, generate
+from perilune_lab.traces.files import read_lines
+from perilune_lab.traces.model import Trace
+
+AGENTIC = "agentic"
+
+
+def open_trace(
+    name: str,
+    limit: int | None = None,
+    seed: int = 0,
+    sessions: int = 200,
+    parameters: Agentic | None = None,
+) -> Trace:
+    """A file (Mooncake's schema or ours, told by its first line), or generated agentic sessions. `limit`:
+    only the first so many requests. Raises SpecError naming line and field."""
+    if name == AGENTIC:
+        trace = generate(parameters or Agentic(), seed, sessions)
+        return trace.limit(limit) if limit is not None else trace
+    path = Path(name)
+    for number, first in read_lines(path, msgspec.Raw):
+        try:
+            keys = msgspec.json.decode(first, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError as error:
+            raise SpecError(f"{path}:{number}: {error}") from None
+        if "session" in keys:
+            return jsonl.read(path, limit)
+        if "hash_ids" in keys or "timestamp" in keys:
+            return mooncake.load(path, limit)
+        raise SpecError(
+            f"{path}:{number}: neither `hash_ids` (Mooncake) nor `session` (ours) is there - at `$`"
+        )
+    raise SpecError(f"{path}: no requests")
