@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -71,9 +71,9 @@ class Admin:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listen; 0 takes a free port. Returns the port. Raises OSError with the address when that fails."""
-        runner = web.AppRunner(application(self._sources), access_log=None)
+        runner = web.AppRunner(application(self._sources), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, host, port, shutdown_timeout=1.0)
+        site = web.TCPSite(runner, host, port)
         try:
             await site.start()
         except OSError as error:
@@ -162,7 +162,8 @@ class _Pages:
         found = self._sources.sessions(session_id)
         if not found:
             raise PageError(404, f"no session {session_id!r}: never seen, idle for too long, or ended", "id")
-        return _json({"session_id": session_id, "tenants": found})
+        tenants = [replace(one, tenant=explain.tenant_hash(one.tenant)) for one in found]
+        return _json({"session_id": session_id, "tenants": tenants})
 
     async def index_stats(self, request: web.Request) -> web.Response:
         return _json(self._sources.index_stats())
@@ -184,7 +185,7 @@ def node_json(node: NodeStats) -> dict[str, Any]:
         "draining": endpoint.draining,
         "load": load,
         "seconds_since_move": node.seconds_since_move,
-        "index": {"blocks": dict(node.index_blocks), "speculative_blocks": node.speculative_blocks},
+        "index": node.index,
         "engine": {
             "block_size": node.block_size or None,
             "prefix_queries_tokens": node.prefix_queries_tokens,

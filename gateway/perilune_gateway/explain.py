@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from perilune_api.pool import PolicyParams
+from xxhash import xxh3_64_hexdigest
 
 from perilune_gateway.model import (
     Candidate,
@@ -74,7 +75,7 @@ class DecisionRecord:
     time: float = 0.0
     """Unix seconds."""
     tenant: str = ""
-    """A hash of the tenant, never its name."""
+    """As `identity` knows it; what is rendered is `tenant_hash` of it."""
     ending: Ending | None = None
     """None while the request runs."""
 
@@ -199,6 +200,11 @@ class Decisions:
         self._rows -= len(oldest.candidates)
 
 
+def tenant_hash(tenant: str) -> str:
+    """Tells tenants apart without naming them; empty for no tenant."""
+    return xxh3_64_hexdigest(tenant.encode(errors="surrogatepass"))[:12] if tenant else ""
+
+
 def estimated_ttft_s(candidate: Candidate) -> float:
     """Predicted seconds to the first token there: queued prefill, then this prompt's."""
     return candidate.load.pending_prefill_s + candidate.prefill_s
@@ -249,7 +255,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "request_id": record.request_id,
         "time": datetime.fromtimestamp(record.time, UTC).isoformat(timespec="milliseconds"),
         "session_id": record.session_id,
-        "tenant": record.tenant,
+        "tenant": tenant_hash(record.tenant),
         "model": record.model,
         "policy": record.policy,
         "phase": record.phase.value,

@@ -22,8 +22,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.model import Decision, Outcome, Reason, RefuseReason, TokenSource
-from perilune_gateway.stats import NodeStats, Snapshot
+from perilune_gateway.model import Decision, Outcome, Reason, RefuseReason, Tier, TokenSource
+from perilune_gateway.stats import IndexStats, NodeStats, Snapshot
 
 SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
@@ -280,8 +280,9 @@ class _Mirror:
         yield from _nodes(snapshot.nodes)
         index = snapshot.index
         yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
-        yield _gauge("index_depth_blocks", "Longest known prefix.", index.depth_blocks)
-        yield _gauge("index_speculative_blocks", "Blocks routed there, not yet announced.", index.speculative)
+        yield _gauge("index_store_blocks", "Blocks known in the shared store.", index.store)
+        yield _gauge("index_depth_blocks", "Deepest recent match.", index.depth_blocks)
+        yield _recent(index)
         evicted = CounterMetricFamily("perilune_index_evicted_blocks", "Blocks dropped for want of room.")
         evicted.add_metric((), index.evicted)
         yield evicted
@@ -295,6 +296,9 @@ def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
             load.add_metric((node.endpoint.address, node.endpoint.role.value), value(node))
         yield load
     blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
+    speculative = GaugeMetricFamily(
+        "perilune_index_speculative_blocks", "Routed there, not yet announced.", labels=("endpoint",)
+    )
     parity = GaugeMetricFamily(
         "perilune_parity", "1 for the state that computed and announced block hashes are in.",
         labels=("endpoint", "state"),
@@ -306,15 +310,26 @@ def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
     ]
     for node in nodes:
         address = node.endpoint.address
-        for tier, count in node.index_blocks.items():
-            blocks.add_metric((address, tier.value), count)
+        blocks.add_metric((address, Tier.DEVICE.value), node.index.device)
+        blocks.add_metric((address, Tier.HOST.value), node.index.host)
+        speculative.add_metric((address,), node.index.speculative)
         if node.parity:
             parity.add_metric((address, node.parity), 1)
         if node.events is not None:
             lag.add_metric((address,), node.events.lag_s)
             for field, family in counters:
                 family.add_metric((address,), getattr(node.events, field))
-    yield from (blocks, parity, lag, *(family for _, family in counters))
+    yield from (blocks, speculative, parity, lag, *(family for _, family in counters))
+
+
+def _recent(index: IndexStats) -> GaugeMetricFamily:
+    """Missed, partly or fully matched: Conductor's statistics of its index."""
+    recent = GaugeMetricFamily(
+        "perilune_index_recent_prompts", "About the last 1,000 prompts, by what matched.", labels=("match",)
+    )
+    for name in ("missed", "partial", "full"):
+        recent.add_metric((name,), getattr(index, f"recent_{name}"))
+    return recent
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

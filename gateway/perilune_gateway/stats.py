@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
 
-from perilune_gateway.model import Endpoint, Load, Tier
+from perilune_gateway.model import Endpoint, Load
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,21 @@ class EventStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointBlocks:
+    """Blocks that the prefix index knows at one endpoint, its ranks summed."""
+
+    device: int = 0
+    host: int = 0
+    speculative: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """One endpoint."""
 
     endpoint: Endpoint
     load: Load = Load()
-    index_blocks: Mapping[Tier, int] = field(default_factory=dict)
-    speculative_blocks: int = 0
+    index: EndpointBlocks = EndpointBlocks()
     prefix_queries_tokens: float = 0.0
     """Prompt tokens that the engine has looked up in its prefix cache, as its metrics say."""
     prefix_hits_tokens: float = 0.0
@@ -57,15 +65,6 @@ class NodeStats:
     def engine_hit_ratio(self) -> float:
         """Since the engine's start; NaN before its first request."""
         return self.prefix_hits_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else nan
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointBlocks:
-    """Blocks that the prefix index knows at one endpoint, its ranks summed."""
-
-    device: int = 0
-    host: int = 0
-    speculative: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class SessionStats:
 
     session_id: str
     tenant: str
-    """A hash, never the name."""
+    """As `identity` knows it; the pages show a hash of it."""
     host: str
     turns: int
     context_tokens: int

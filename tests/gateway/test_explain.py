@@ -13,6 +13,7 @@ from perilune_gateway.explain import (
     counterfactual,
     sentence,
     summary,
+    tenant_hash,
     to_json,
 )
 from perilune_gateway.model import (
@@ -216,7 +217,7 @@ class TestJson:
             cached_tokens=250,
             timings_us={"policy": 12.0, "total": 40.0},
             time=0.5,
-            tenant="77ab",
+            tenant="acme",
         )
         out = to_json(taken, {"random": {"target": "a"}})
         assert [(c["address"], c["chosen"], c["cost"], c["terms"]) for c in out["candidates"]] == [
@@ -229,7 +230,7 @@ class TestJson:
         assert out["timings_us"] == {"policy": 12.0, "total": 40.0}
         assert out["counterfactual"] == {"random": {"target": "a"}}
         assert out["session"]["host"] == "b"
-        assert (out["session_id"], out["tenant"]) == ("s1", "77ab")
+        assert (out["session_id"], out["tenant"]) == ("s1", tenant_hash("acme"))
         assert (out["time"], out["hit_ratio"]) == ("1970-01-01T00:00:00.500+00:00", 0.25)
 
     def test_a_refusal_has_no_target_and_says_why(self):

@@ -16,10 +16,9 @@ from perilune_gateway.model import (
     Reason,
     Refusal,
     RefuseReason,
-    Tier,
     TokenSource,
 )
-from perilune_gateway.stats import EventStats, IndexStats, NodeStats, Snapshot
+from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -171,11 +170,15 @@ class TestMirror:
         node = NodeStats(
             Endpoint("a", Role.PREFILL, draining=True),
             Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
-            index_blocks={Tier.DEVICE: 40, Tier.HOST: 2},
+            index=EndpointBlocks(40, 2, 6),
             events=EventStats(True, 0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1),
             parity="equal",
         )
-        return Snapshot((node, NodeStats(Endpoint("b"))), IndexStats(42, 17, 6, 1), sessions_bound=3)
+        return Snapshot(
+            (node, NodeStats(Endpoint("b"))),
+            IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
+            sessions_bound=3,
+        )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
         assert value(metrics, "sessions_bound") is None
@@ -211,7 +214,11 @@ class TestMirror:
             ("events_gaps_total", {"endpoint": "b"}, None),
             ("index_entries", {}, 42),
             ("index_depth_blocks", {}, 17),
-            ("index_speculative_blocks", {}, 6),
+            ("index_speculative_blocks", {"endpoint": "a"}, 6),
+            ("index_store_blocks", {}, 3),
+            ("index_recent_prompts", {"match": "missed"}, 4),
+            ("index_recent_prompts", {"match": "partial"}, 0),
+            ("index_recent_prompts", {"match": "full"}, 5),
             ("index_evicted_blocks_total", {}, 1),
         ],
     )

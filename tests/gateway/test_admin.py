@@ -1,0 +1,258 @@
+"""The admin pages over real HTTP."""
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+import pytest
+from perilune_api.pool import PolicyParams
+from perilune_gateway.admin import PAGES, Admin, Sources
+from perilune_gateway.explain import DecisionRecord, Decisions, tenant_hash
+from perilune_gateway.health import Health, report
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.model import Decision, Endpoint, Load, Outcome, Reason
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, SessionStats, Snapshot
+from perilune_gateway.testing import fleet, request, session
+from prometheus_client import CollectorRegistry
+
+
+@dataclass
+class World:
+    """State behind the pages, changed by the tests."""
+
+    metrics: Metrics = field(default_factory=lambda: Metrics(CollectorRegistry()))
+    decisions: Decisions = field(default_factory=Decisions)
+    nodes: tuple[NodeStats, ...] = (NodeStats(Endpoint("a"), Load(metrics_age_s=0.5)),)
+    sessions: dict[str, list[SessionStats]] = field(default_factory=dict)
+    ready: bool = True
+
+    def health(self) -> Health:
+        return report(
+            self.nodes, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
+        )
+
+    def sources(self) -> Sources:
+        return Sources(
+            registry=self.metrics.registry,
+            decisions=self.decisions,
+            policies=POLICIES,
+            params=PolicyParams,
+            nodes=lambda: self.nodes,
+            sessions=lambda id: self.sessions.get(id, []),
+            index_stats=lambda: IndexStats(entries=4, endpoints={"a": EndpointBlocks(3, 1)}),
+            health=self.health,
+            ready=lambda: self.ready,
+        )
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+@asynccontextmanager
+async def browsing(world: World):
+    """`await get(path)` → (status, parsed JSON or text)."""
+    admin = Admin(world.sources())
+    port = await admin.start()
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+
+            async def get(path: str, method: str = "GET"):
+                async with client.request(method, path) as response:
+                    if response.content_type == "application/json":
+                        return response.status, await response.json()
+                    return response.status, await response.text()
+
+            yield get
+    finally:
+        await admin.stop()
+
+
+def add(world: World, ordinal: int, of: str = "s") -> None:
+    world.decisions.add(
+        DecisionRecord(
+            request(ordinal=ordinal, of=session("a", id=of)),
+            Decision("a", Reason.HOST),
+            "ear",
+            tuple(fleet(a=5, b=1)),
+            destinations=("a", "b"),
+        )
+    )
+
+
+class TestDecisions:
+    async def test_newest_first_by_session(self, world):
+        for i in range(6):
+            add(world, i, of="s" if i % 2 else "t")
+        async with browsing(world) as get:
+            status, body = await get("/api/decisions?session=s&n=2")
+            assert status == 200
+            assert [d["request_id"] for d in body["decisions"]] == ["r5", "r3"]
+            assert body["kept"] == 6
+            assert len((await get("/api/decisions"))[1]["decisions"]) == 6
+            assert (await get("/api/decisions?session=nobody"))[1]["decisions"] == []
+
+    @pytest.mark.parametrize("n", ["0", "-1", "1001", "x", "", "1.5", "9" * 40, "²"])
+    async def test_a_bad_n_is_named(self, world, n):
+        async with browsing(world) as get:
+            status, body = await get(f"/api/decisions?n={n}")
+        assert status == 400
+        assert body["error"]["param"] == "n"
+        assert "from 1 to 1000" in body["error"]["message"]
+
+    async def test_one_decision_with_its_counterfactual(self, world):
+        add(world, 3)
+        world.decisions.finish("r3", Outcome.COMPLETED, 1.5, "a", 200)
+        async with browsing(world) as get:
+            status, body = await get("/api/decisions/r3")
+            assert (await get("/api/decisions/r3"))[1] == body  # the same dice each time
+        assert status == 200
+        assert [c["address"] for c in body["candidates"]] == ["a", "b"]
+        assert body["counterfactual"]["least_loaded"]["target"] == "b"
+        assert body["counterfactual"].keys() == POLICIES.keys() - {"ear"}
+        assert body["ending"]["outcome"] == "completed"
+        assert body["candidates"][0]["load"]["metrics_age_s"] is None  # never read: infinite
+
+    async def test_ids_may_hold_anything(self, world):
+        odd = request(of=session("a"))
+        odd = replace(odd, request_id="a/b c?ü")
+        world.decisions.add(DecisionRecord(odd, Decision("a", Reason.HOST), "ear", tuple(fleet(a=0))))
+        async with browsing(world) as get:
+            status, body = await get("/api/decisions/a%2Fb%20c%3F%C3%BC")
+        assert (status, body["request_id"]) == (200, "a/b c?ü")
+
+    async def test_unknown_id(self, world):
+        async with browsing(world) as get:
+            status, body = await get("/api/decisions/nope")
+        assert status == 404
+        assert body["error"] == {
+            "message": "no decision 'nope' among the last 0 kept",
+            "param": "request_id",
+        }
+
+
+class TestState:
+    async def test_nodes(self, world):
+        world.nodes = (
+            NodeStats(
+                Endpoint("a"),
+                Load(pending_prefill_s=0.5, in_flight=2, sessions=3, metrics_age_s=1.0),
+                index=EndpointBlocks(device=7),
+                prefix_queries_tokens=100,
+                prefix_hits_tokens=80,
+                events=EventStats(connected=True, lag_s=0.01, gaps=1),
+                parity="equal",
+            ),
+            NodeStats(Endpoint("b", ready=False)),
+        )
+        async with browsing(world) as get:
+            status, body = await get("/api/nodes/stats")
+        assert status == 200
+        a, b = body["nodes"]
+        assert (a["address"], a["ready"], a["load"]["sessions"], a["load"]["metrics_age_s"]) == (
+            "a",
+            True,
+            3,
+            1,
+        )
+        assert a["index"] == {"device": 7, "host": 0, "speculative": 0}
+        assert a["engine"]["hit_ratio"] == 0.8
+        assert (a["events"]["gaps"], a["events"]["lag_s"]) == (1, 0.01)
+        assert a["parity"]["state"] == "equal"
+        assert (b["ready"], b["events"], b["parity"]) == (False, None, None)
+        assert (b["load"]["metrics_age_s"], b["engine"]["hit_ratio"]) == (None, None)
+
+    async def test_a_session_of_two_tenants(self, world):
+        one = SessionStats("x/y", "acme", "a", 3, 1_200, 1, 12.0, 0.5)
+        world.sessions["x/y"] = [one, replace(one, tenant="umbrella", host="b")]
+        async with browsing(world) as get:
+            status, body = await get("/api/sessions/x%2Fy")
+            unknown = await get("/api/sessions/z")
+        assert status == 200
+        assert [(t["host"], t["turns"]) for t in body["tenants"]] == [("a", 3), ("b", 3)]
+        hashes = [t["tenant"] for t in body["tenants"]]
+        assert hashes == [tenant_hash("acme"), tenant_hash("umbrella")]
+        assert len({*hashes, "acme", "umbrella"}) == 4
+        assert unknown[0] == 404
+        assert unknown[1]["error"]["param"] == "id"
+
+    async def test_index_stats(self, world):
+        async with browsing(world) as get:
+            status, body = await get("/api/index/stats")
+        assert (status, body["entries"], body["endpoints"]) == (
+            200,
+            4,
+            {"a": {"device": 3, "host": 1, "speculative": 0}},
+        )
+
+    async def test_health(self, world):
+        async with browsing(world) as get:
+            status, body = await get("/api/health")
+            assert (status, body["status"], body["problems"]) == (200, "ok", [])
+            world.nodes = (replace(world.nodes[0], block_size=32),)
+            status, body = await get("/api/health")
+            assert (status, body["status"], body["problems"][0]["kind"]) == (200, "degraded", "block_size")
+            world.nodes = ()
+            status, body = await get("/api/health")
+            assert (status, body["status"]) == (503, "unready")
+
+
+class TestPlainPages:
+    async def test_metrics(self, world):
+        world.metrics.mirror(lambda: Snapshot(world.nodes))
+        world.metrics.body_received(9)
+        async with browsing(world) as get:
+            status, text = await get("/metrics")
+        assert status == 200
+        assert "perilune_body_received_bytes_total 9.0" in text
+        assert 'perilune_endpoint_ready{endpoint="a",role="both"} 1.0' in text
+        assert text.count("# TYPE perilune_decisions_total counter") == 1
+
+    async def test_probes(self, world):
+        async with browsing(world) as get:
+            assert await get("/healthz") == (200, "ok\n")
+            assert await get("/readyz") == (200, "ok\n")
+            world.ready = False
+            assert await get("/readyz") == (503, "not ready\n")
+            assert await get("/healthz") == (200, "ok\n")
+
+    async def test_the_first_page_lists_the_others_and_they_exist(self, world):
+        async with browsing(world) as get:
+            status, text = await get("/")
+            assert status == 200
+            for path in PAGES:
+                assert path in text
+                if "{" not in path:
+                    assert (await get(path))[0] == 200
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"),
+        [("GET", "/api/nothing", 404), ("POST", "/api/health", 405), ("GET", "/api/decisions/", 404)],
+    )
+    async def test_errors_are_json_too(self, world, method, path, status):
+        async with browsing(world) as get:
+            got, body = await get(path, method)
+        assert got == status
+        assert body["error"]["message"]
+
+
+class TestListening:
+    async def test_a_taken_port_is_an_oserror_that_names_it(self, world):
+        first, second = Admin(world.sources()), Admin(world.sources())
+        port = await first.start()
+        try:
+            with pytest.raises(OSError, match=f"admin cannot listen on 127.0.0.1:{port}: .*in use"):
+                await second.start(port=port)
+            await second.stop()
+        finally:
+            await first.stop()
+
+    async def test_the_port_is_free_after_stop(self, world):
+        admin = Admin(world.sources())
+        port = await admin.start()
+        await admin.stop()
+        await admin.stop()
+        assert await admin.start(port=port) == port
+        await admin.stop()

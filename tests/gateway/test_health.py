@@ -1,0 +1,72 @@
+"""What is wrong, why, and the cure."""
+
+import pytest
+from perilune_gateway.health import ProblemKind, Status, diagnose, report
+from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.stats import EventStats, NodeStats
+
+
+def node(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> NodeStats:
+    return NodeStats(Endpoint(address, ready=ready), Load(metrics_age_s=age_s), **changes)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        pytest.param(node(), [], id="all well"),
+        pytest.param(node(ready=False), [ProblemKind.NOT_READY], id="not ready"),
+        pytest.param(node(age_s=15.1), [ProblemKind.STALE_METRICS], id="metrics old"),
+        pytest.param(node(age_s=15.0), [], id="metrics just fresh"),
+        pytest.param(node(age_s=float("inf")), [ProblemKind.STALE_METRICS], id="metrics never read"),
+        pytest.param(node(events=EventStats()), [ProblemKind.NO_EVENTS], id="no events yet"),
+        pytest.param(node(events=EventStats(True, 0.1)), [], id="events flow"),
+        pytest.param(node(events=EventStats(True)), [], id="connected, no batch yet"),
+        pytest.param(node(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
+        pytest.param(node(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
+        pytest.param(
+            node(events=EventStats(True, 0.1, gaps=2, rebuilds=1)), [ProblemKind.LOST_EVENTS], id="rebuilt"
+        ),
+        pytest.param(node(parity="equal"), [], id="hashes equal"),
+        pytest.param(
+            node(parity="differs", parity_cause="seed", parity_cure="set it"),
+            [ProblemKind.PARITY],
+            id="hashes differ",
+        ),
+        pytest.param(node(block_size=16), [], id="block size equal"),
+        pytest.param(node(block_size=32), [ProblemKind.BLOCK_SIZE], id="block size differs"),
+    ],
+)
+def test_one_endpoint(row, expected):
+    found = diagnose([row, node("healthy")], 16)
+    assert [p.kind for p in found] == expected
+    assert all(p.endpoint == "a" and p.message and p.effect and p.cause and p.cure for p in found)
+
+
+def test_parity_says_its_own_cause_and_cure():
+    (problem,) = diagnose([node(parity="differs", parity_cause="the seed", parity_cure="set it")], 16)
+    assert (problem.cause, problem.cure) == ("the seed", "set it")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pool_error", "status", "first"),
+    [
+        pytest.param([node()], "", Status.OK, None, id="ok"),
+        pytest.param([node(age_s=99)], "", Status.DEGRADED, ProblemKind.STALE_METRICS, id="degraded"),
+        pytest.param([node()], "at `$.spec`", Status.DEGRADED, ProblemKind.POOL_FILE, id="bad edit"),
+        pytest.param([node(ready=False)], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="all down"),
+        pytest.param([], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="empty pool"),
+    ],
+)
+def test_report(nodes, pool_error, status, first):
+    health = report(
+        nodes,
+        block_size=16,
+        pool="default/p",
+        policy="ear",
+        version="1",
+        uptime_s=2.0,
+        pool_error=pool_error,
+    )
+    assert health.status is status
+    assert (health.problems[0].kind if health.problems else None) == first
+    assert (health.endpoints, health.endpoints_ready) == (len(nodes), sum(n.endpoint.ready for n in nodes))
