@@ -232,7 +232,9 @@ class Stack:
 
     async def _start(self) -> None:
         if not self.options.tokenizer:
-            self.options = replace(self.options, tokenizer=str(_write_tokenizer(self.folder / "tokenizer")))
+            folder = self.folder / "tokenizer"
+            _write_tokenizer(folder)
+            self.options = replace(self.options, tokenizer=str(folder))
         names = [f"engine-{i}" for i in range(self.engines)]
         for i, name in enumerate(names):
             await self._run(name, [*self.programs.engine, *engine_arguments(self.options, i)])
@@ -371,8 +373,8 @@ def _read(file: Path) -> str:
     return file.read_text().strip()
 
 
-def _write_tokenizer(folder: Path) -> Path:
-    """A tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
-    from perilune_lab import text
+def _write_tokenizer(folder: Path) -> None:
+    """Tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
+    from perilune_lab.text import Vocabulary, write_tokenizer
 
-    return text.write_tokenizer(folder)
+    write_tokenizer(folder, Vocabulary())

@@ -1,0 +1,129 @@
+"""Collects what a run shows: the client's results, the gateway's admin pages, the stack's deaths.
+
+    run_load ──finished──▶ Watch ◀──poll── /api/nodes/stats, /api/decisions
+                             └─▶ frame() (for live), queues, scheduling, notes() (for the report)
+
+Cost: two small pages per poll, about 1 ms of the gateway's time with eight endpoints.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from perilune_gateway.model import Reason
+
+from perilune_lab import live, report
+from perilune_lab.client import Result
+from perilune_lab.quantiles import mean, quantile
+from perilune_lab.stack import Stack
+
+
+class Watch:
+    """One policy's run. Times in frames are engine seconds."""
+
+    def __init__(self, stack: Stack, policy: str, seconds: float) -> None:
+        self.stack = stack
+        self.policy = policy
+        self.seconds = seconds
+        self.results: list[Result] = []
+        self.queues: list[list[float]] = []
+        """Running + waiting of every endpoint, a row per poll."""
+        self.scheduling: report.Scheduling | None = None
+        self._nodes: Mapping[str, dict[str, Any]] = {}
+        self._decisions: Sequence[dict[str, Any]] = ()
+        self._names = {address: f"engine-{i}" for i, address in enumerate(stack.endpoints)}
+        self._began = time.monotonic()
+
+    def finished(self, result: Result) -> None:
+        self.results.append(result)
+
+    async def poll(self, http: aiohttp.ClientSession) -> None:
+        """Read the admin pages. A gateway that does not answer keeps the last values."""
+        try:
+            self._nodes = {node["address"]: node for node in (await _get(http, "/api/nodes/stats"))["nodes"]}
+            self._decisions = (await _get(http, "/api/decisions?n=5"))["decisions"]
+        except (aiohttp.ClientError, TimeoutError):
+            return
+        loads = [node["load"] for node in self._nodes.values()]
+        self.queues.append([float(load["running"] + load["waiting"]) for load in loads])
+
+    async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
+        """The gateway's own times, at the end of the run."""
+        rows = (await _get(http, "/api/decisions?n=1000"))["decisions"]
+        took_ms = sorted(row["scheduling_us"] / 1e3 for row in rows if row["scheduling_us"] is not None)
+        if took_ms:
+            self.scheduling = report.Scheduling(
+                mean=mean(took_ms), p50=quantile(took_ms, 0.5), p99=quantile(took_ms, 0.99)
+            )
+
+    def frame(self) -> live.Frame:
+        scale = self.stack.options.time_scale
+        good = [result for result in self.results if result.succeeded]
+        ttfts = sorted(result.ttft_s * scale for result in good if result.ttft_s is not None)
+        rows = [self._row(address) for address in self.stack.endpoints]
+        return live.Frame(
+            policy=self.policy,
+            elapsed_s=time.monotonic() - self._began,
+            seconds=self.seconds,
+            time_scale=scale,
+            finished=len(good),
+            failed=len(self.results) - len(good),
+            open=sum(row.in_flight for row in rows),
+            prompt_tokens=sum(result.prompt_tokens for result in good),
+            cached_tokens=sum(result.cached_tokens or 0 for result in good),
+            migrations=sum(result.reason == Reason.MOVED for result in good),
+            ttft_p90_s=quantile(ttfts, 0.9) if ttfts else None,
+            endpoints=rows,
+            decisions=[self._decision(row) for row in self._decisions],
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What else is worth a line."""
+        failed = Counter(result.error for result in self.results if not result.succeeded)
+        return (
+            *(
+                f"{death.name} ({death.address}) {death.end} after {death.at - self._began:.0f} s;"
+                " requests were routed around it"
+                for death in self.stack.deaths
+            ),
+            *(f"{count} requests failed: {error}" for error, count in failed.items()),
+        )
+
+    def _row(self, address: str) -> live.EndpointRow:
+        name = self._names[address]
+        dead = next((death.end for death in self.stack.deaths if death.name == name), "")
+        node = self._nodes.get(address)
+        if node is None:
+            return live.EndpointRow(name, address, dead=dead)
+        load, place = node["load"], node["place"]
+        return live.EndpointRow(
+            name=name,
+            address=address,
+            place=f"{place['spine']} {place['rack']}".replace("spine-", "s"),
+            queue_s=load["pending_prefill_s"] * self.stack.options.time_scale,
+            hit_ratio=node["engine"]["hit_ratio"],
+            kv_usage=load["kv_usage"],
+            sessions=load["sessions"],
+            in_flight=load["in_flight"],
+            dead=dead,
+        )
+
+    def _decision(self, row: dict[str, Any]) -> live.DecisionRow:
+        return live.DecisionRow(
+            clock=row["time"][11:19],
+            session=row["session_id"],
+            target=self._names.get(row["target"], row["target"]),
+            reason=row["reason"],
+            prompt_tokens=row["prompt_tokens"],
+            cached_tokens=row["cached_tokens"],
+            moved_from=self._names.get(row["moved_from"], row["moved_from"]),
+        )
+
+
+async def _get(http: aiohttp.ClientSession, page: str) -> dict[str, Any]:
+    async with http.get(page) as answer:
+        answer.raise_for_status()
+        found: dict[str, Any] = await answer.json()
+        return found
