@@ -30,10 +30,12 @@ import xxhash
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
 ROLES = ("system", "user", "assistant", "tool")
-MARKS = ("#", "Tools", "<tools>", "</tools>", "<tool_call>", "</tool_call>")
-"""What the chat template writes itself, a token each."""
+MARKS = ("Tools", "<tools>", "</tools>", "<tool_call>", "</tool_call>")
+"""What the chat template writes itself, a token each. Longer than a character, or they would take part in
+spelling unknown words."""
 BYTES = 256
 """Ids 0–255 are bytes."""
+BYTE_NAMES = tuple(f"<0x{i:02X}>" for i in range(BYTES))
 WORDS = 4096
 _KEY_WORDS = 6
 """64 bits of hash, 12 bits a word."""
@@ -47,7 +49,7 @@ CHAT_TEMPLATE = """\
     {{- '<|im_start|>system\\n' -}}
     {%- if lead -%}{{- first.content or '' -}}{%- endif -%}
     {%- if tools -%}
-        {{- '\\n\\n# Tools\\n<tools>\\n' -}}
+        {{- '\\n\\nTools\\n<tools>\\n' -}}
         {%- for tool in tools -%}{{- tool | tojson -}}{{- '\\n' -}}{%- endfor -%}
         {{- '</tools>' -}}
     {%- endif -%}
@@ -109,8 +111,7 @@ class Vocabulary:
     @cached_property
     def tokens(self) -> list[str]:
         """Token id → text as it is written: words with their leading space, bytes as `<0xNN>`."""
-        names = [f"<0x{i:02X}>" for i in range(BYTES)]
-        return [*names, *SPECIALS, *ROLES, *MARKS, *(" " + word for word in self.words)]
+        return [*BYTE_NAMES, *SPECIALS, *ROLES, *MARKS, *(" " + word for word in self.words)]
 
     def _key_ids(self, key: int | str) -> list[int]:
         digits = xxhash.xxh3_64_intdigest(str(key).encode(), seed=self.seed)
@@ -144,11 +145,8 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     """Write tokenizer.json and tokenizer_config.json with CHAT_TEMPLATE into `folder`, made if missing."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers  # an engine process never loads it
 
-    byte_names = {f"<0x{i:02X}>": i for i in range(BYTES)}
     # ignore_merges: a known word is one dictionary lookup; byte_fallback spells the others.
-    model = models.BPE(
-        vocab=byte_names | dict(vocabulary.ids), merges=[], ignore_merges=True, byte_fallback=True
-    )
+    model = models.BPE(vocab=_vocab(vocabulary), merges=[], ignore_merges=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
@@ -165,6 +163,10 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
+def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
+    return {name: i for i, name in enumerate(BYTE_NAMES)} | dict(vocabulary.ids)
+
+
 class LabTokenizer:
     """The vocabulary as a tokenizer: equal to the written one, in plain Python.
 
@@ -175,12 +177,13 @@ class LabTokenizer:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.eos_id = vocabulary.ids[MESSAGE_END]
+        self._known = _vocab(vocabulary)
         self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")").split
 
     def encode(self, text: str) -> list[int]:
         """Text → token ids, any text. 10–20 M known words a second."""
         ids: list[int] = []
-        known = self.vocabulary.ids
+        known = self._known
         for piece in self._split(text):
             if piece in SPECIALS:
                 ids.append(known[piece])
@@ -247,7 +250,7 @@ def render_chat(
             out.append(messages[0]["content"])
         if tools:
             lines = "".join(_json(tool) + "\n" for tool in tools)
-            out.append(f"\n\n# Tools\n<tools>\n{lines}</tools>")
+            out.append(f"\n\nTools\n<tools>\n{lines}</tools>")
         out.append("<|im_end|>\n")
     for message in messages[1:] if lead else messages:
         out.append(f"<|im_start|>{message['role']}\n{message['content']}")
