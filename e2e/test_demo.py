@@ -1,0 +1,45 @@
+"""The demo's promise, full size: routing by cache pays, for every seed, on a machine of two cores.
+
+    .venv/bin/python -m pytest e2e/test_demo.py -m e2e
+
+About two minutes. The figures that it saw are printed with -s.
+"""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from perilune_lab.report import Report
+from perilune_lab.stack import RUN_VARIABLE, processes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_routing_by_cache_pays(tmp_path, monkeypatch, seed):
+    monkeypatch.setenv(RUN_VARIABLE, f"e2e-{os.getpid()}-{seed}")
+    file = tmp_path / "demo.json"
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "perilune_lab.cli", "demo"),
+            *("--endpoints", "4", "--seconds", "20", "--compare", "round_robin"),
+            *("--seed", str(seed), "--json", str(file)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    print(ended.stdout)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert processes(os.environ[RUN_VARIABLE]) == []
+    document = msgspec.json.decode(file.read_bytes(), type=Report)
+    ear, round_robin = document.runs
+    assert (ear.policy, round_robin.policy) == ("ear", "round_robin")
+    for run in document.runs:
+        assert run.succeeded >= 100
+        assert run.success_rate == 1.0
+    assert ear.apc >= 1.25 * round_robin.apc
+    assert ear.ttft_s.p90 < round_robin.ttft_s.p90

@@ -1,0 +1,295 @@
+"""`perilune demo`: what it asks, shows and leaves behind; small runs with real Envoy, gateway and engines."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from perilune_lab import demo, live, report
+from perilune_lab.client import Result
+from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions, processes
+from perilune_lab.watch import Watch
+
+WAIT_S = 60
+UNDER_LOAD = " APC "
+"""In every line of progress."""
+
+
+# What is asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        pytest.param([], {"endpoints": 8, "policy": "ear", "compare": ("round_robin",)}, id="none"),
+        pytest.param(["--compare", "round_robin,sticky"], {"compare": ("round_robin", "sticky")}, id="two"),
+        pytest.param(["--compare", " sticky, ,sticky"], {"compare": ("sticky",)}, id="twice the same"),
+        pytest.param(["--compare", ""], {"compare": ()}, id="nothing to compare with"),
+        pytest.param(["--policy", "sticky", "--compare", "sticky,ear"], {"compare": ("ear",)}, id="itself"),
+        pytest.param(["--time-scale", "0.5"], {"time_scale": 0.5}, id="time scale"),
+        pytest.param(["--endpoints", "40"], {"time_scale": 0.5}, id="many endpoints live slower"),
+        pytest.param(["--no-live", "--keep"], {"live": False, "keep": True}, id="flags"),
+    ],
+)  # fmt: skip
+def test_options(argv, expected):
+    options = demo.parse(argv)
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--compare", "robin"], "unknown policy 'robin' (known: ear,"),
+        (["--policy", "robin"], "invalid choice: 'robin'"),
+        (["--endpoints", "0"], "must be at least 1"),
+        (["--seconds", "nan"], "must be at least 1.0"),
+        (["--time-scale", "-1"], "must be at least"),
+        (["--endpoints", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_wrong_options(capsys, argv, says):
+    with pytest.raises(SystemExit) as caught:
+        demo.parse(argv)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_stays_up_runs_last():
+    assert demo.parse(["--compare", "sticky"]).order == ("ear", "sticky")
+    assert demo.parse(["--compare", "sticky", "--keep"]).order == ("sticky", "ear")
+
+
+# What is shown
+
+
+def quantiles(value: float) -> report.Quantiles:
+    return report.Quantiles(value, value, value, value, value)
+
+
+def test_gains_compare_the_first_run_with_each_other():
+    def run(policy, apc, ttft_s):
+        return report.Run(policy, 10, 10, 0, 1.0, apc=apc, ttft_s=quantiles(ttft_s))
+
+    assert demo.gains([run("ear", 0.8, 0.1), run("round_robin", 0.4, 0.4), run("sticky", 0.8, 0.2)]) == [
+        "ear / round_robin: APC × 2.00, TTFT p50 × 0.25, TTFT p90 × 0.25",
+        "ear / sticky: APC × 1.00, TTFT p50 × 0.50, TTFT p90 × 0.50",
+    ]
+    assert demo.gains([run("ear", 0.8, 0.1)]) == []
+
+
+def a_watch() -> Watch:
+    stack = SimpleNamespace(endpoints=("h:1", "h:2"), options=EngineOptions(time_scale=2.0), deaths=[])
+    return Watch(stack, "ear", 10.0)
+
+
+def a_result(**changes) -> Result:
+    times = {"submitted_at_s": 0.0, "finished_at_s": 1.0, "due_at_s": 0.0, "ttft_s": 0.25}
+    tokens = {"prompt_tokens": 100, "cached_tokens": 60}
+    return Result(
+        **{"session": "s", "turn": 0, "request_id": "r", "status": 200, **times, **tokens, **changes}
+    )
+
+
+def test_frame_adds_up_results_in_engine_seconds():
+    watch = a_watch()
+    for result in (a_result(), a_result(reason="moved", cached_tokens=20), a_result(error="502: gone")):
+        watch.finished(result)
+    frame = watch.frame()
+    assert (frame.finished, frame.failed, frame.migrations) == (2, 1, 1)
+    assert (frame.apc, frame.ttft_p90_s) == (0.4, 0.5)
+    assert [row.name for row in frame.endpoints] == ["engine-0", "engine-1"]
+
+
+def test_notes_name_dead_engines_and_errors():
+    watch = a_watch()
+    watch.stack.deaths.append(Death("engine-1", "h:2", "was killed by SIGKILL", time.monotonic()))
+    for _ in range(2):
+        watch.finished(a_result(error="502: gone"))
+    assert watch.notes() == (
+        "engine-1 (h:2) was killed by SIGKILL after 0 s; requests were routed around it",
+        "2 requests failed: 502: gone",
+    )
+    assert [row.dead for row in watch.frame().endpoints] == ["", "was killed by SIGKILL"]
+
+
+FRAME = live.Frame(
+    *("ear", 12.3, 60, 2.0),
+    finished=154,
+    failed=1,
+    open=9,
+    prompt_tokens=1000,
+    cached_tokens=710,
+    migrations=3,
+    ttft_p90_s=0.831,
+    endpoints=[
+        live.EndpointRow("engine-0", "h:1", "s0 rack-0", queue_s=1.2, hit_ratio=0.5, sessions=7, in_flight=3),
+        live.EndpointRow("engine-1", "h:2", "s0 rack-1", dead="was killed by SIGKILL"),
+    ],
+    decisions=[live.DecisionRow("12:01:02", "s0-7", "engine-0", "moved", 8432, 4216, "engine-1")],
+)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_view_says_everything_within_a_terminal(columns):
+    console = Console(width=columns, record=True, file=StringIO())
+    console.print(live.render(FRAME))
+    shown = console.export_text()
+    for words in (
+        *(
+            "ear",
+            "12 of 60 s",
+            "simulated engines × 2",
+            "requests 154 + 9 open",
+            "APC 71%",
+            "TTFT p90 0.83 s",
+        ),
+        *("moves 3", "failed 1", "1.20 s", "50%", "was killed by SIGKILL", "moved ← engine-1"),
+        "8,432 tokens, 50% cached",
+    ):
+        assert words in shown
+    assert "…" not in shown
+
+
+def test_line_says_the_same():
+    assert live.line(FRAME) == (
+        "ear           12.3 s  requests  154  APC  71%  TTFT p90  0.83 s  moves 3  failed 1  dead endpoints 1"
+    )
+
+
+# What it leaves behind: the real thing, small
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """A marker of this test's processes; afterwards none is left and no run folder."""
+    marker = f"demo-{os.getpid()}-{tmp_path.name}"
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv(RUN_VARIABLE, marker)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("COLUMNS", "120")
+    yield marker
+    assert [pid for pid in processes(marker) if pid != os.getpid()] == []
+
+
+class Running:
+    """`perilune demo` as a subprocess whose output is read line by line."""
+
+    def __init__(self, *argv: str) -> None:
+        command = [sys.executable, "-m", "perilune_lab.cli", "demo", "--endpoints", "2", "--no-live", *argv]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+
+    def until(self, words: str) -> str:
+        """The first line with these words."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if words in line:
+                return line
+        raise AssertionError(f"{words!r} never came:\n{''.join(self.lines)}{self.process.stderr.read()}")
+
+    def end(self) -> tuple[int, str, str]:
+        out, errors = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, "".join(self.lines) + out, errors
+
+
+@pytest.fixture
+def start(run):
+    began: list[Running] = []
+
+    def start(*argv: str) -> Running:
+        began.append(Running(*argv))
+        return began[-1]
+
+    yield start
+    for running in began:
+        running.process.kill()
+        running.process.communicate()
+
+
+def child(run: str, name: str) -> int:
+    """Pid of a part of the running demo, by its command line."""
+    words = {"gateway": b"perilune_gateway.main", "envoy": b"--admin-address-path", "engine-1": b"engine-1"}
+    [pid] = [pid for pid in processes(run) if words[name] in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pid
+
+
+def test_runs_compares_and_reports(start, tmp_path):
+    status, out, errors = start("--seconds", "3", "--json", str(tmp_path / "demo.json")).end()
+    assert (status, errors) == (0, "")
+    assert "simulated engines" in out
+    assert "ear / round_robin: APC × " in out
+    document = msgspec.json.decode((tmp_path / "demo.json").read_bytes(), type=report.Report)
+    assert document.simulated
+    assert [run.policy for run in document.runs] == ["ear", "round_robin"]
+    assert all(run.succeeded > 0 and run.success_rate == 1.0 for run in document.runs)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("moment", ["starting 2 engines", UNDER_LOAD])
+def test_interrupted(start, tmp_path, number, status, moment):
+    running = start("--seconds", "60", "--compare", "")
+    running.until(moment)
+    running.process.send_signal(number)
+    ended, out, errors = running.end()
+    assert (ended, errors) == (status, "")
+    assert "interrupted" in out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("victim", ["gateway", "envoy"])
+def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run, victim):
+    running = start("--seconds", "60", "--compare", "")
+    running.until(UNDER_LOAD)
+    os.kill(child(run, victim), signal.SIGKILL)
+    status, _, errors = running.end()
+    assert status == 1
+    assert errors.startswith(f"perilune demo: {victim} (pid ")
+    assert "was killed by SIGKILL" in errors.splitlines()[0]
+
+
+def test_a_killed_engine_is_routed_around(start, run):
+    running = start("--seconds", "5", "--compare", "")
+    running.until(UNDER_LOAD)
+    os.kill(child(run, "engine-1"), signal.SIGKILL)
+    status, out, _ = running.end()
+    assert status == 0
+    assert "was killed by SIGKILL after" in out
+    assert "requests were routed around it" in out
+
+
+def test_nothing_survives_a_killed_demo(start, run):
+    running = start("--seconds", "60", "--compare", "")
+    running.until(UNDER_LOAD)
+    assert len(processes(run)) == 6  # with us
+    running.process.kill()
+    running.end()
+
+    async def gone() -> None:
+        async with asyncio.timeout(10):
+            while processes(run) not in ([], [os.getpid()]):  # noqa: ASYNC110 - the kernel sets no event
+                await asyncio.sleep(0.02)
+
+    asyncio.run(gone())
+
+
+def test_keep_stays_until_ctrl_c(start):
+    running = start("--seconds", "2", "--compare", "", "--keep")
+    running.until("stays up until Ctrl-C")
+    curl = running.until("curl")
+    assert "/v1/chat/completions" in curl
+    running.until("/metrics")
+    running.process.send_signal(signal.SIGINT)
+    status, _, errors = running.end()
+    assert (status, errors) == (130, "")
