@@ -185,9 +185,9 @@ class StubEndpoint:
         return reply
 
 
-def _abort(connection: RequestHandler[Any]) -> None:
+def _abort(connection: RequestHandler) -> None:
     if connection.transport is not None:
-        connection.transport.abort()  # type: ignore[attr-defined]  # a TCP transport, always
+        connection.transport.abort()
 
 
 Act = Callable[["Call"], Awaitable[None]]

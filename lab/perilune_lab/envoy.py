@@ -387,6 +387,7 @@ class Envoy:
             *("--admin-address-path", str(folder / "admin")),
             *("--concurrency", str(self._concurrency)),
             "--use-dynamic-base-id",
+            *("--file-flush-interval-msec", "100"),
             *("--log-level", "info"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
