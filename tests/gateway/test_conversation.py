@@ -1,0 +1,303 @@
+"""Bodies of three APIs → what vLLM would hand its chat template."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune_gateway.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.openai import Api, ParsedRequest, parse
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+HI = {"role": "user", "content": "hi"}
+PNG = "data:image/png;base64,AAAA"
+
+
+def conversation(path, keep_parts=False, **body) -> Conversation:
+    request = parse(path, json.dumps({"model": "m"} | body).encode())
+    assert isinstance(request, ParsedRequest), request
+    return read(request.api, request.prompt, keep_parts)
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def call(name, arguments, id="c1"):
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("message", "normal"),
+    [
+        pytest.param(HI, HI, id="text stays"),
+        pytest.param(
+            {"role": "user", "content": [text("a"), text("b")]},
+            HI | {"content": "a\nb"},
+            id="parts are joined",
+        ),
+        pytest.param(
+            {"role": "user", "content": [text(""), text("b")]},
+            HI | {"content": "b"},
+            id="empty parts are dropped",
+        ),
+        pytest.param(
+            {"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]},
+            HI | {"content": "a\nb"},
+            id="other text parts",
+        ),
+        pytest.param(
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": "no"},
+            id="a refusal is text",
+        ),
+        pytest.param({"role": "user", "content": None}, HI | {"content": ""}, id="null is empty"),
+        pytest.param({"role": "user"}, HI | {"content": ""}, id="absent is empty"),
+        pytest.param(HI | {"cache_control": {}, "name": "ann"}, HI | {"name": "ann"}, id="only known fields"),
+        pytest.param(
+            {"role": "assistant", "content": "x", "reasoning": "r"},
+            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"},
+            id="reasoning under both names",
+        ),
+        pytest.param(
+            {"role": "assistant", "content": "x", "reasoning_content": "r"},
+            {"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"},
+            id="its older name",
+        ),
+        pytest.param(
+            {"role": "tool", "content": [text("a"), text("b")], "tool_call_id": "1"},
+            {"role": "tool", "content": "a\nb", "tool_call_id": "1"},
+            id="tool result",
+        ),
+        pytest.param(
+            {"role": "developer", "content": "d", "tools": [1]},
+            {"role": "developer", "content": "d", "tools": [1]},
+            id="developer keeps its tools",
+        ),
+        pytest.param(
+            {"role": "assistant", "content": "x", "tool_calls": []},
+            {"role": "assistant", "content": "x"},
+            id="no calls",
+        ),
+    ],
+)
+def test_messages(message, normal):
+    assert conversation(CHAT, messages=[message]).messages == [normal]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"),
+    [
+        pytest.param('{"a": {"b": "é"}}', {"a": {"b": "é"}}, id="JSON text becomes an object"),
+        pytest.param({"a": 1}, {"a": 1}, id="an object stays"),
+        pytest.param("", {}, id="empty"),
+        pytest.param(None, {}, id="null"),
+        pytest.param("{", {}, id="broken"),
+        pytest.param("[1]", {}, id="no object"),
+        pytest.param([1], {}, id="a list"),
+    ],
+)
+def test_arguments_of_tool_calls(arguments, parsed):
+    message = {"role": "assistant", "content": None, "tool_calls": [call("f", arguments)]}
+    (normal,) = conversation(CHAT, messages=[message]).messages
+    assert normal == {"role": "assistant", "content": "", "tool_calls": [call("f", parsed)]}
+
+
+def test_parts_are_kept_for_a_template_that_loops_over_them():
+    messages = [
+        HI,
+        {"role": "user", "content": [text("a"), text("b")]},
+        {"role": "tool", "content": [text("c"), text("d")], "tool_call_id": "1"},
+    ]
+    contents = [m["content"] for m in conversation(CHAT, keep_parts=True, messages=messages).messages]
+    assert contents == [[text("hi")], [text("a"), text("b")], "c\nd"]
+
+
+def test_tools_have_all_their_fields_in_order():
+    tools = [{"function": {"strict": True, "parameters": {}, "name": "f"}, "type": "function"}]
+    (tool,) = conversation(CHAT, messages=[HI], tools=tools).tools
+    assert json.dumps(tool) == (
+        '{"type": "function", "function":'
+        ' {"name": "f", "description": null, "parameters": {}, "strict": true}}'
+    )
+
+
+def test_no_tools_are_none():
+    assert conversation(CHAT, messages=[HI], tools=[]).tools is None
+    assert conversation(CHAT, messages=[HI]).tools is None
+
+
+def test_template_kwargs():
+    told = conversation(
+        CHAT,
+        messages=[HI],
+        chat_template_kwargs={"enable_thinking": False},
+        reasoning_effort="low",
+        documents=[{}],
+    )
+    assert told.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert told.documents == [{}]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param({"type": "image_url", "image_url": {"url": PNG}}, id="picture"),
+        pytest.param({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, id="sound"),
+        pytest.param({"type": "unheard_of"}, id="unknown kind"),
+    ],
+)
+def test_media_are_counted(part):
+    told = conversation(CHAT, messages=[{"role": "user", "content": [text("what is this?"), part]}])
+    assert told.media == 1
+    assert told.media_bytes == len(json.dumps(part, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(CHAT, {"messages": ["hi"]}, id="a message is text"),
+        pytest.param(CHAT, {"messages": [{"content": "x"}]}, id="no role"),
+        pytest.param(CHAT, {"messages": [{"role": "user", "content": 5}]}, id="content is a number"),
+        pytest.param(CHAT, {"messages": [{"role": "user", "content": [text(5)]}]}, id="text is a number"),
+        pytest.param(CHAT, {"messages": [HI], "tools": [{"type": "function"}]}, id="tool without function"),
+        pytest.param(CHAT, {"messages": [HI], "chat_template_kwargs": []}, id="kwargs are a list"),
+        pytest.param(MESSAGES, {"messages": [{"role": "user", "content": [{}]}]}, id="block without type"),
+        pytest.param(RESPONSES, {"input": [{"type": "function_call"}]}, id="call without name"),
+    ],
+)
+def test_what_has_not_its_apis_form_is_an_error(path, body):
+    with pytest.raises(ConversationError):
+        conversation(path, **body)
+
+
+@pytest.mark.parametrize(
+    ("system", "content"),
+    [
+        pytest.param("be brief", "be brief", id="text"),
+        pytest.param([text("a"), text("b")], "ab", id="blocks"),
+        pytest.param([text("x-anthropic-billing-header: 1"), text("b")], "b", id="billing header dropped"),
+    ],
+)
+def test_anthropic_system(system, content):
+    told = conversation(MESSAGES, system=system, messages=[HI])
+    assert told.messages == [{"role": "system", "content": content}, HI]
+
+
+def test_an_anthropic_conversation():
+    told = conversation(
+        MESSAGES,
+        messages=[
+            HI,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    text("look"),
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [text("r1"), text("r2")]},
+                    text("so?"),
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2", "content": "r3"}]},
+        ],
+        tools=[{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+    )
+    assert told.messages == [
+        HI,
+        {
+            "role": "assistant",
+            "content": "look",
+            "tool_calls": [call("f", {"a": 1}, "t1")],
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "r1\nr2", "tool_call_id": "t1"},
+        {"role": "user", "content": "so?"},
+        {"role": "tool", "content": "r3", "tool_call_id": "t2"},
+    ]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert told.tools == [{"type": "function", "function": function}]
+
+
+def test_anthropic_pictures_are_media():
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    assert conversation(MESSAGES, messages=[{"role": "user", "content": [picture, text("?")]}]).media == 1
+
+
+def test_responses_text():
+    told = conversation(RESPONSES, input="hi", instructions="be brief")
+    assert told.messages == [{"role": "system", "content": "be brief"}, HI]
+
+
+def test_a_responses_conversation():
+    told = conversation(
+        RESPONSES,
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "look"}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'},
+            {"type": "function_call", "call_id": "c2", "name": "g", "arguments": ""},
+            {"type": "function_call_output", "call_id": "c1", "output": "r"},
+        ],
+        tools=[{"type": "function", "name": "f", "parameters": {}}, {"type": "web_search"}],
+    )
+    assert told.messages == [
+        HI,
+        {
+            "role": "assistant",
+            "content": "look",
+            "tool_calls": [call("f", {"a": 1}, "c1"), call("g", {}, "c2")],
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "r", "tool_call_id": "c1"},
+    ]
+    function = {"name": "f", "description": None, "parameters": {}}
+    assert told.tools == [{"type": "function", "function": function}]
+
+
+def test_as_sent_writes_arguments_as_text():
+    messages = [HI, {"role": "assistant", "content": "", "tool_calls": [call("f", {"a": 1})]}]
+    sent = as_sent(messages)
+    assert sent[0] == HI
+    assert sent[1]["tool_calls"] == [call("f", '{"a": 1}')]
+    assert messages[1]["tool_calls"] == [call("f", {"a": 1})]
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+WORDS = st.sampled_from(
+    ["role", "user", "assistant", "content", "type", "text", "tool_calls", "function", "name"]
+)
+JSON = st.recursive(
+    SCALARS | WORDS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4)
+)
+
+
+@given(
+    api=st.sampled_from([CHAT, RESPONSES, MESSAGES]),
+    messages=st.lists(JSON),
+    tools=st.lists(JSON, max_size=2),
+)
+def test_any_json_is_a_conversation_or_an_error(api, messages, tools):
+    body = json.dumps({"model": "m", "messages": messages, "input": messages, "tools": tools}).encode()
+    request = parse(api, body)
+    try:
+        assert isinstance(read(request.api, request.prompt), Conversation)
+    except ConversationError:
+        pass
+
+
+def test_deep_content_is_an_error_not_a_crash():
+    deep = b"[" * 600 + b"]" * 600
+    request = parse(CHAT, b'{"model":"m","messages":[{"role":"user","content":' + deep + b"}]}")
+    assert isinstance(request, ParsedRequest)
+    with pytest.raises(ConversationError):
+        read(Api.CHAT, request.prompt)
