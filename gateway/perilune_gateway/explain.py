@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from random import Random
 from typing import Any
 
-from perilune_api.pool import PolicyParams
 from xxhash import xxh3_64_hexdigest
 
+from perilune_api.pool import PolicyParams
 from perilune_gateway.model import (
     Candidate,
     Cost,

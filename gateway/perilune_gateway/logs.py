@@ -13,6 +13,7 @@ import time
 from typing import Literal
 
 import msgspec
+
 from perilune_api.pool import SpecError
 
 LEVELS = {

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 import pytest
+from prometheus_client import CollectorRegistry
+
 from perilune_api.pool import PolicyParams
 from perilune_gateway.admin import PAGES, Admin, Sources
 from perilune_gateway.explain import DecisionRecord, Decisions, tenant_hash
@@ -14,7 +16,6 @@ from perilune_gateway.model import Decision, Endpoint, Load, Outcome, Reason
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, SessionStats, Snapshot
 from perilune_gateway.testing import fleet, request, session
-from prometheus_client import CollectorRegistry
 
 
 @dataclass

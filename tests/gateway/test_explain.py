@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+
 from perilune_api.pool import PolicyParams
 from perilune_gateway.explain import (
     BECAUSE,

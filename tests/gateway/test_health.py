@@ -1,6 +1,7 @@
 """What is wrong, why, and the cure."""
 
 import pytest
+
 from perilune_gateway.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.stats import EventStats, NodeStats

@@ -4,6 +4,8 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
 from perilune_api.pool import Role
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.metrics import Affinity, Metrics, Step, Window, affinity_of
@@ -20,7 +22,6 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
-from prometheus_client import CollectorRegistry, generate_latest
 
 
 class Clock:

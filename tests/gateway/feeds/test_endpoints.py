@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.endpoints import PoolFile, run
 

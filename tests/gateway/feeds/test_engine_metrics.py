@@ -11,9 +11,10 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from perilune_gateway.feeds.engine_metrics import EngineMetrics, interval_s, parse, run
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+
+from perilune_gateway.feeds.engine_metrics import EngineMetrics, interval_s, parse, run
 
 LABELS = ("engine", "model_name")
 HISTOGRAMS = [
