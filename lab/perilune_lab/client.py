@@ -27,8 +27,8 @@ from uuid import uuid4
 
 import aiohttp
 import msgspec
-from perilune_api import names
 
+from perilune_api import names
 from perilune_lab import streams
 from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn, submitted_s
 
@@ -90,6 +90,8 @@ class Result:
     """Address that served it; empty: nobody said."""
     reason: str = ""
     """The gateway's reason; empty: nobody said."""
+    simulated: bool = False
+    """The endpoint named itself, as only a simulated engine does."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     """None with fewer than two tokens."""
@@ -364,6 +366,7 @@ class _Run:
                     endpoint=endpoint,
                     reason=reason,
                     request_id=request_id,
+                    simulated=ENDPOINT_HEADER in response.headers,
                 )
                 now = self.now
                 async for data in response.content.iter_any():

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from perilune_api.pool import SpecError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from perilune_api.pool import SpecError
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_lab.traces.stats import Spread, Stats, stats
@@ -77,14 +78,14 @@ def main(argv: Sequence[str]) -> int:
 def tables(found: Stats) -> tuple[Table, Table]:
     """Distributions, and single numbers."""
     title = found.name if found.name != AGENTIC else f"{found.name}, generated"
-    spreads = Table(title=title, title_justify="left")
+    spreads = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     spreads.add_column("", no_wrap=True)
     for name in ("mean", "p25", "p50", "p75", "p90", "p99", "max"):
         spreads.add_column(name, justify="right", no_wrap=True)
     for name, spread in _spreads(found):
         if isinstance(spread, Spread):
             spreads.add_row(name, *(_number(value) for value in msgspec.structs.astuple(spread)))
-    shares = Table(show_header=False)
+    shares = Table(show_header=False, box=SIMPLE_HEAD)
     shares.add_column("", no_wrap=True)
     shares.add_column("", justify="right", no_wrap=True)
     for name, value in _shares(found):
@@ -118,7 +119,8 @@ def _shares(found: Stats) -> Iterator[tuple[str, str]]:
 
 
 def _number(value: float) -> str:
-    """At most five digits: millions as M."""
-    if value >= 999_500:
-        return f"{value / 1e6:.3g}M"
+    """At most six characters, so that a row fits 80 columns."""
+    for least, unit, letter in ((999_500, 1e6, "M"), (9_999.5, 1e3, "k")):
+        if value >= least:
+            return f"{value / unit:#.3g}".rstrip(".") + letter
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

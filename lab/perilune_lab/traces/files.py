@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
 from perilune_api.pool import SpecError
 
 _GZIP_MAGIC = b"\x1f\x8b"

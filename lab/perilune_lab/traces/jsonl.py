@@ -33,8 +33,8 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
-from perilune_api.pool import SpecError
 
+from perilune_api.pool import SpecError
 from perilune_lab.traces.files import read_lines
 from perilune_lab.traces.model import Role, Segment, Session, Style, Trace, Turn
 

@@ -24,9 +24,9 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B, EngineModel
-
 from perilune_lab.traces.files import read_lines
 from perilune_lab.traces.model import Segment, Session, Style, Trace, Turn
 from perilune_lab.traces.reuse import ideal_turn_s, reuse

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perilune_gateway.engine_model import EngineModel
-
 from perilune_lab.traces.model import Segment, Turn
 
 _ROOT = 0

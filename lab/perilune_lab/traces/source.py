@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import msgspec
-from perilune_api.pool import SpecError
 
+from perilune_api.pool import SpecError
 from perilune_lab.traces import jsonl, mooncake
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.files import read_lines
