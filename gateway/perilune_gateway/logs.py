@@ -2,9 +2,8 @@
 
     levels("info,perilune_gateway.router=debug")  →  {"": INFO, "perilune_gateway.router": DEBUG}
 
-A bare level is everybody's; `module=level` is that module's and what lies below it. Lines are
-`time level module message key=value…` (the code writes its facts as key=value), or with `json` one object per
-line, its facts as strings under `message`'s side. Called once, by `main`.
+A bare level is everybody's; `module=level` is that module's and of what lies below it. Lines are
+`time level module message key=value…`, or one JSON object each. Called once, by `main`.
 """
 
 import logging
@@ -40,14 +39,15 @@ class TextFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.000Z info perilune_gateway.router decided target=10.0.0.1:8000`"""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname.lower()} {record.name} {record.getMessage()}"
+        message = record.getMessage().translate(_ESCAPES)
+        line = f"{_time(record)} {record.levelname.lower()} {record.name} {message}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as one JSON object; `message` is constant where the facts are arguments: see `template`."""
+    """The same as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -59,6 +59,10 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line).decode()
+
+
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
+"""What a client sent must not start a line of its own, nor speak to a terminal."""
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
@@ -81,18 +82,20 @@ def fetch(gateway: str, path: str) -> Json:
     url = (gateway if "://" in gateway else f"http://{gateway}").rstrip("/")
     try:
         with build_opener(ProxyHandler({})).open(url + path, timeout=TIMEOUT_S) as response:
-            answer: Json = json.load(response)
-            return answer
+            answer = json.load(response)
     except HTTPError as error:
         with error:
             raise ExplainError(_told(error, url)) from None
-    except (URLError, OSError) as error:
+    except (URLError, OSError, HTTPException) as error:
         cause = error.reason if isinstance(error, URLError) else error
         raise ExplainError(
             f"no gateway answers at {url} ({cause}); --gateway takes its admin address, printed at its start"
         ) from None
     except ValueError:
-        raise ExplainError(f"{url} does not speak like a gateway's admin address") from None
+        answer = None
+    if not isinstance(answer, dict) or not {"sentence", "decisions"} & answer.keys():
+        raise ExplainError(f"{url} does not speak like a gateway's admin address")
+    return answer
 
 
 def _told(error: HTTPError, url: str) -> str:

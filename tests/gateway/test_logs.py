@@ -1,0 +1,96 @@
+"""Logging set-up."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from perilune_api.pool import SpecError
+from perilune_gateway.logs import JsonFormatter, TextFormatter, configure, levels
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("", {"": logging.INFO}, id="nothing"),
+        pytest.param("debug", {"": logging.DEBUG}, id="everybody"),
+        pytest.param("a.b=debug", {"": logging.INFO, "a.b": logging.DEBUG}, id="one module"),
+        pytest.param(
+            " warning , a=Error,a.b=debug,",
+            {"": logging.WARNING, "a": logging.ERROR, "a.b": logging.DEBUG},
+            id="mixed, with blanks and capitals",
+        ),
+    ],
+)
+def test_levels(text, expected):
+    assert levels(text) == expected
+
+
+@pytest.mark.parametrize("text", ["loud", "a=loud", "a=", "info,=x"])
+def test_an_unknown_level_is_named(text):
+    with pytest.raises(SpecError, match=r"Unknown log level .* known are debug, info, warning, error"):
+        levels(text)
+
+
+def made(message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord:
+    info = (type(error), error, None) if error else None
+    record = logging.LogRecord("perilune_gateway.x", logging.WARNING, "x.py", 1, message, args, info)
+    record.created, record.msecs = 0.25, 250.0
+    return record
+
+
+def test_text_is_one_line():
+    line = TextFormatter().format(made("decided target=%s", "10.0.0.1:8000"))
+    assert line == "1970-01-01T00:00:00.250Z warning perilune_gateway.x decided target=10.0.0.1:8000"
+
+
+def test_text_never_breaks_out_of_its_line():
+    line = TextFormatter().format(made("path=%s", "/a\nfaked\r\x1b[2J"))
+    assert line.endswith(r"path=/a\nfaked\r\x1b[2J")
+
+
+def test_json_is_one_object_a_line():
+    line = JsonFormatter().format(made("path=%s", '/a\n"b"'))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:00.250Z",
+        "level": "warning",
+        "module": "perilune_gateway.x",
+        "message": 'path=/a\n"b"',
+    }
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_exceptions_are_kept(formatter):
+    assert "ValueError: why" in formatter.format(made("failed", error=ValueError("why")))
+
+
+@pytest.fixture
+def _restored():
+    """Logging as pytest had it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name in ("t_logs", "t_logs.loud"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_restored")
+def test_configure_sets_a_level_per_module(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    configure("warning,t_logs.loud=debug")
+    logging.getLogger("t_logs").info("not said")
+    logging.getLogger("t_logs.loud.below").debug("said n=%d", 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["debug t_logs.loud.below said n=3"]
+
+
+@pytest.mark.usefixtures("_restored")
+def test_a_wrong_level_changes_nothing():
+    before = logging.getLogger().handlers[:]
+    with pytest.raises(SpecError):
+        configure("loud")
+    assert logging.getLogger().handlers == before

@@ -1,0 +1,211 @@
+"""`perilune explain` against a real admin server."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from perilune_api.pool import PolicyParams
+from perilune_api.topology import Place
+from perilune_gateway.admin import Admin, Sources
+from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.health import report
+from perilune_gateway.model import Decision, Outcome, Reason, Refusal, RefuseReason
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.testing import fleet, request, session
+from perilune_lab.explain import main
+
+
+def decided(ordinal: int, of: str = "s", tokens: int = 1_000) -> DecisionRecord:
+    candidates = tuple(
+        replace(row, endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
+    )
+    view = request(ordinal=ordinal, tokens=tokens, of=session("a", id=of))
+    verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: no dice
+    return DecisionRecord(
+        view,
+        verdict,
+        "ear",
+        candidates,
+        excluded={"[::1]:8000": "draining"},
+        destinations=("a", "b"),
+        cached_tokens=768,
+        timings_us={"policy": 12.4, "total": 140.0},
+        time=1_700_000_000.5,
+    )
+
+
+@asynccontextmanager
+async def gateway(*records: DecisionRecord):
+    """Its URL."""
+    decisions = Decisions()
+    for record in records:
+        decisions.add(record)
+    sources = Sources(
+        registry=CollectorRegistry(),
+        decisions=decisions,
+        policies=POLICIES,
+        params=PolicyParams,
+        nodes=tuple,
+        sessions=lambda id: (),
+        index_stats=dict,
+        health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
+        ready=lambda: True,
+    )
+    admin = Admin(sources)
+    port = await admin.start()
+    decisions.finish("r1", Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await admin.stop()
+
+
+async def explain(*argv: str) -> int:
+    """Run the command beside the server."""
+    return await asyncio.to_thread(main, argv)
+
+
+async def test_a_decision_is_told_in_words_and_numbers(capsys):
+    async with gateway(decided(1)) as url:
+        assert await explain("r1", "--gateway", url) == 0
+    out = capsys.readouterr().out
+    lines = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.splitlines()]
+    assert lines[0].startswith("a because it is the session's host (hot: no): 768 of 1,000 prompt tokens")
+    assert "request r1 at 2023-11-14T22:13:20.500+00:00" in lines
+    assert "session s, host a, turn 1" in lines
+    assert "policy ear, from the body" in lines
+    assert "cached 768 predicted, 76.8% of the prompt" in lines
+    assert "migration no" in lines
+    assert "destinations a, b" in lines
+    assert "scheduling policy 12 µs, total 140 µs" in lines
+    assert "outcome completed, after 1.500 s, status 200, served by a, 752 tokens really cached" in lines
+    assert any(line.startswith("▶ a 40 ") for line in lines)
+    assert any(line.startswith("b 10 ") for line in lines)
+    assert "[::1]:8000 not considered: draining" in lines
+    assert any(line.startswith("least_loaded b least_loaded ") for line in lines)
+    assert any(line.startswith("sticky a (same) host ") for line in lines)
+
+
+async def test_a_refusal(capsys):
+    refused = replace(
+        decided(2),
+        verdict=Refusal(RefuseReason.OVERLOADED, "every endpoint has 9 s queued"),
+        destinations=(),
+        cached_tokens=0,
+    )
+    async with gateway(refused) as url:
+        assert await explain("r2", "--gateway", url) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("refused with 429 overloaded: every endpoint has 9 s queued")
+    assert "▶" not in out
+
+
+async def test_a_pass_through_has_no_candidates(capsys):
+    passed = DecisionRecord(request(ordinal=3, tokens=0), Decision("a", Reason.PASS_THROUGH), "")
+    async with gateway(passed) as url:
+        assert await explain("r3", "--gateway", url) == 0
+    assert "any ready endpoint may take it" in capsys.readouterr().out
+
+
+async def test_json_is_what_the_gateway_says(capsys):
+    async with gateway(decided(1)) as url:
+        assert await explain("r1", "--gateway", url, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["request_id"], answer["target"]) == ("r1", "a")
+    assert answer["counterfactual"]["least_loaded"]["target"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(["--last", "2"], ["r3", "r2"], id="newest"),
+        pytest.param(["--session", "t"], ["r2"], id="of a session"),
+        pytest.param(["--session", "s", "--last", "1"], ["r3"], id="newest of a session"),
+    ],
+)
+async def test_lists(capsys, options, expected):
+    records = [decided(1), decided(2, of="t"), decided(3)]
+    async with gateway(*records) as url:
+        assert await explain(*options, "--gateway", url) == 0
+        table = capsys.readouterr().out
+        assert await explain(*options, "--gateway", url, "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["decisions"]
+    assert [row["request_id"] for row in listed] == expected
+    rows = [line for line in table.splitlines() if "host" in line]
+    assert [expected[i] in row for i, row in enumerate(rows)] == [True] * len(expected)
+
+
+async def test_an_empty_list_says_so(capsys):
+    async with gateway(decided(1)) as url:
+        assert await explain("--session", "nobody", "--gateway", url) == 0
+    assert capsys.readouterr().out == "no such decision among the last 1 kept\n"
+
+
+async def test_an_unknown_request_is_1_with_a_hint(capsys):
+    async with gateway(decided(1)) as url:
+        assert await explain("gone", "--gateway", url) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "error: no decision 'gone' among the last 1 kept; older ones are gone,"
+        " `perilune explain --last 20` lists the newest\n"
+    )
+
+
+async def test_no_gateway_is_1_with_a_clear_line(capsys, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # must not be asked
+    async with gateway() as url:
+        pass
+    assert await explain("r1", "--gateway", url) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: no gateway answers at {url} (")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:nonsense", "http://[", "ftp://127.0.0.1:1", "http://"])
+async def test_a_url_that_is_none(capsys, url):
+    assert await explain("r1", "--gateway", url) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, "<html>"), (404, "not here"), (500, '{"error": "text"}'), (200, "[]")],
+    ids=["html", "plain 404", "other JSON", "a list"],
+)
+async def test_something_else_listens_there(capsys, status, body):
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=body, status=status)
+
+    app = web.Application()
+    app.add_routes([web.get("/{any:.*}", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        url = f"127.0.0.1:{runner.addresses[0][1]}"
+        assert await explain("r1", "--gateway", url) == 1
+    finally:
+        await runner.cleanup()
+    err = capsys.readouterr().err
+    assert "gateway's admin address" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [[], ["r1", "--last", "3"], ["--last", "0"], ["--last", "1001"], ["--last", "-1"], ["--last", "x"]],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_2(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: perilune explain" in capsys.readouterr().err
