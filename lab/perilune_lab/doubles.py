@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
+
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_gateway.model import (
@@ -56,12 +57,15 @@ class ScriptedRouter:
         self.tokens: dict[str, Tokens] = {}
         self.responses: dict[str, tuple[int, str, bool]] = {}
         """Test id → status, served, streamed."""
-        self._outcomes: dict[str, asyncio.Future[Outcome]] = defaultdict(asyncio.Future)
+        self.outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        """Test id → every `finished`; more than one is a bug."""
+        self._finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._ordinal = 0
 
     async def outcome(self, test_id: str, timeout_s: float = 10.0) -> Outcome:
         """How the request ended; waits for it."""
-        return await asyncio.wait_for(asyncio.shield(self._outcomes[test_id]), timeout_s)
+        await asyncio.wait_for(self._finished[test_id].wait(), timeout_s)
+        return self.outcomes[test_id][0]
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         self.subsets[head.headers.get(ID, "")] = head.subset
@@ -85,9 +89,9 @@ class ScriptedRouter:
         self.responses[self.tickets[ticket]] = (status, served, streamed)
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
-        test_id = self.tickets.pop(ticket)  # KeyError: given back twice
-        if test_id:
-            self._outcomes[test_id].set_result(outcome)
+        test_id = self.tickets.pop(ticket, f"ticket {ticket}, which is not held")
+        self.outcomes[test_id].append(outcome)
+        self._finished[test_id].set()
 
     def _decide(self, head: RequestHead) -> Routed | Refusal:
         if reason := head.headers.get(REFUSE):
@@ -103,9 +107,9 @@ class ScriptedRouter:
 class StubEndpoint:
     """An HTTP server that says what it received.
 
-    /sse streams one event and ends when `let_go(test_id)` was called, or after `?seconds=`; /die breaks the
-    connection before any answer; /status/N answers N; /hang answers when let go; all other paths answer at
-    once. The answer is JSON: name, sha1 and bytes of the body, its framing.
+    /sse streams one event and ends when `let_go(test_id)` was called, or after `?seconds=`; /sse/break then
+    breaks the connection instead; /die breaks it before any answer; /status/N answers N; /hang answers when
+    let go; all other paths answer at once. The answer is JSON: name, sha1 and bytes of the body, its framing.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -113,6 +117,8 @@ class StubEndpoint:
         self.address = ""
         self.hits: dict[str, int] = defaultdict(int)
         """By test id."""
+        self.left: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """Set when a request is over here, also because its client went away."""
         self._let_go: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._arrived: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._runner: web.AppRunner | None = None
@@ -127,7 +133,7 @@ class StubEndpoint:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -142,15 +148,14 @@ class StubEndpoint:
         assert self._runner is not None
         await self._runner.cleanup()
 
-    def kill(self) -> None:
-        """Break off every connection, as a process does that is killed."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        for connection in self._runner.server.connections:
-            _abort(connection)
-
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         test_id = request.headers.get(ID, "")
+        try:
+            return await self._answer_to(request, test_id)
+        finally:
+            self.left[test_id].set()
+
+    async def _answer_to(self, request: web.Request, test_id: str) -> web.StreamResponse:
         body = await request.read()
         self.hits[test_id] += 1
         self._arrived[test_id].set()
@@ -167,10 +172,10 @@ class StubEndpoint:
         if kind == "hang":
             await self._let_go[test_id].wait()
         if kind == "sse":
-            return await self._stream(request, test_id)
+            return await self._stream(request, test_id, broken=detail == "break")
         return web.json_response(received, status=int(detail) if kind == "status" else 200)
 
-    async def _stream(self, request: web.Request, test_id: str) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, test_id: str, broken: bool) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await reply.prepare(request)
         await reply.write(b"data: first\n\n")
@@ -180,7 +185,9 @@ class StubEndpoint:
                 await reply.write(b"data: more\n\n")
         else:
             await self._let_go[test_id].wait()
-        if request.transport is not None and not request.transport.is_closing():
+        if broken:
+            _abort(request.protocol)
+        elif request.transport is not None and not request.transport.is_closing():
             await reply.write(b"data: [DONE]\n\n")
         return reply
 
@@ -246,3 +253,10 @@ class StubProcessor:
             await self.acts[call.do](call)
         finally:
             self.ended[call.test_id].set()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Wait for what tells nobody when it happens. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+
 from perilune_api.pool import Limits
 from perilune_gateway.model import Tokens
 from perilune_gateway.openai import ParsedRequest
@@ -101,6 +102,9 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
         rig = Rig(stack, tmp_path_factory.mktemp("envoy"))
         await rig.start()
         yield rig
+    assert rig.router.tickets == {}, "tickets that were never given back"
+    assert all(len(outcomes) == 1 for test_id, outcomes in rig.router.outcomes.items() if test_id)
+    assert rig.server.failures == 0
 
 
 @pytest.fixture

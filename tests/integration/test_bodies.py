@@ -5,6 +5,7 @@ import io
 import random
 
 import pytest
+
 from perilune_api.names import (
     CONFORMANCE_SERVED_HEADER,
     DECISION_HEADER,

@@ -1,0 +1,142 @@
+"""The end of a request reaches the router exactly once, with the right outcome, by every path."""
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+
+from perilune_gateway.model import Outcome
+from perilune_lab.doubles import until
+from perilune_lab.envoy import Mode
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PATHS = {
+    "header-only": ("buffered", "headers"),
+    "body": ("buffered", "body"),
+    "full duplex": ("duplex", "body"),
+    "full duplex, decided on headers": ("duplex", "headers"),
+}
+by_every_path = pytest.mark.parametrize(("mode", "phase"), PATHS.values(), ids=PATHS)
+LONG_S = 20
+
+
+@by_every_path
+async def test_sse_holds_its_ticket_until_its_end(rig, mode, phase):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    headers = rig.headers(test_id, phase=phase)
+    async with rig.http.post(f"{envoy.url}/sse", data=b"{}" * 65_000, headers=headers) as reply:
+        assert await reply.content.readline() == b"data: first\n"
+        assert rig.router.responses[test_id] == (200, rig.addresses[0], True)
+        assert test_id in rig.router.tickets.values()
+        rig.endpoints[0].let_go(test_id)
+        assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
+    assert test_id not in rig.router.tickets.values()
+
+
+@by_every_path
+async def test_client_that_leaves_before_the_answer_has_cancelled(rig, mode, phase):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    request = asyncio.ensure_future(
+        rig.http.post(f"{envoy.url}/hang", data=b"{}", headers=rig.headers(test_id, phase=phase))
+    )
+    await rig.endpoints[0].arrived(test_id)
+    request.cancel()
+    assert await rig.router.outcome(test_id) is Outcome.CANCELLED
+    assert test_id not in rig.router.responses
+    await asyncio.wait_for(rig.endpoints[0].left[test_id].wait(), 10)
+
+
+@by_every_path
+async def test_client_that_leaves_during_sse_frees_the_ticket_at_once(rig, mode, phase):
+    """Envoy does not tell a cut answer from a complete one unless it sends us the answer's body."""
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    headers = rig.headers(test_id, phase=phase)
+    async with rig.http.post(f"{envoy.url}/sse", data=b"{}", headers=headers) as reply:
+        assert await reply.content.readline() == b"data: first\n"
+        reply.close()
+    expected = Outcome.CANCELLED if mode == "duplex" else Outcome.COMPLETED
+    assert await rig.router.outcome(test_id) is expected
+    await asyncio.wait_for(rig.endpoints[0].left[test_id].wait(), 10)
+
+
+@by_every_path
+async def test_endpoint_that_dies_before_its_answer_has_failed(rig, mode, phase):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    async with rig.http.post(
+        f"{envoy.url}/die", data=b"{}", headers=rig.headers(test_id, phase=phase)
+    ) as reply:
+        assert reply.status == 503
+    assert await rig.router.outcome(test_id) is Outcome.FAILED
+    assert rig.router.responses[test_id] == (503, rig.addresses[0], False)
+
+
+@by_every_path
+async def test_endpoint_that_dies_during_sse_frees_the_ticket_at_once(rig, mode, phase):
+    """As with a client that leaves: only full duplex shows that the end is missing, and never whose fault."""
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    headers = rig.headers(test_id, phase=phase)
+    async with rig.http.post(f"{envoy.url}/sse/break", data=b"{}", headers=headers) as reply:
+        assert await reply.content.readline() == b"data: first\n"
+        rig.endpoints[0].let_go(test_id)
+        expected = Outcome.CANCELLED if mode == "duplex" else Outcome.COMPLETED
+        assert await rig.router.outcome(test_id) is expected
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await reply.read()
+
+
+@by_every_path
+@pytest.mark.parametrize(("status", "expected"), [(500, Outcome.FAILED), (404, Outcome.COMPLETED)])
+async def test_status_of_the_answer_decides(rig, mode, phase, status, expected):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    headers = rig.headers(test_id, phase=phase)
+    async with rig.http.post(f"{envoy.url}/status/{status}", data=b"{}", headers=headers) as reply:
+        assert reply.status == status
+        await reply.read()
+    assert await rig.router.outcome(test_id) is expected
+    assert rig.router.responses[test_id] == (status, rig.addresses[0], False)
+
+
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
+async def test_client_that_leaves_while_tokens_are_awaited_ends_the_stream_at_once(rig, mode):
+    server = rig.new_server(rig.router, decision_seconds=60)
+    port = await server.start("127.0.0.1:0")
+    try:
+        envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, message_timeout_s=60)
+        test_id = rig.new_id()
+        headers = rig.headers(test_id, phase="tokens")
+        request = asyncio.ensure_future(rig.http.post(f"{envoy.url}/x", data=b"{}", headers=headers))
+        await until(lambda: test_id in rig.router.bodies)
+        assert server.streams_open == 1
+        request.cancel()
+        await until(lambda: server.streams_open == 0)
+    finally:
+        await server.stop(0)
+    assert test_id not in rig.router.outcomes
+    assert server.failures == 0
+
+
+async def test_sse_of_20_s_keeps_its_ticket_to_the_end(rig):
+    """Longer than Envoy's default route timeout of 15 s; all paths at once."""
+
+    async def stream(mode: str, phase: str) -> tuple[float, float, Outcome]:
+        envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+        started = time.monotonic()
+        headers = rig.headers(test_id, phase=phase)
+        url = f"{envoy.url}/sse?seconds={LONG_S}"
+        async with rig.http.post(url, data=b"{}" * 65_000, headers=headers) as reply:
+            text = await reply.read()
+        ended = time.monotonic()
+        assert text.count(b"data: more") == LONG_S
+        assert text.endswith(b"data: [DONE]\n\n")
+        outcome = await rig.router.outcome(test_id)
+        return ended - started, time.monotonic() - ended, outcome
+
+    for took_s, released_after_s, outcome in await asyncio.gather(
+        *(stream(*path) for path in PATHS.values())
+    ):
+        assert took_s >= LONG_S
+        assert released_after_s < 1
+        assert outcome is Outcome.COMPLETED
