@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 import cbor2
 import xxhash
+
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 
 NONE_HASH_SEED = "vllm-none-hash"
@@ -64,7 +65,7 @@ def chain(
 
 
 def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
-    """Chained hashes of `block_bytes` bytes each, for prompts whose tokens are unknown; never meets `chain`."""
+    """Chained hashes of `block_bytes` bytes each, for prompts of unknown tokens. Never meets `chain`."""
     hashes: list[int] = []
     previous = _xxh3(b"text", root)
     for at in range(0, len(text) - block_bytes + 1, block_bytes):
