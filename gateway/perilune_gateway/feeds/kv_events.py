@@ -34,9 +34,9 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 import zmq.asyncio
-from perilune_api.pool import SpecError
 from zmq.utils.monitor import parse_monitor_message
 
+from perilune_api.pool import SpecError
 from perilune_gateway.messages import ProtocolError
 
 log = logging.getLogger(__name__)
