@@ -134,6 +134,7 @@ def _facts(decision: Json) -> Table:
         ("migration", f"from {decision['moved_from']}" if decision["moved_from"] else "no"),
         ("first token", f"after {_seconds(decision['estimated_s'])} (predicted: queue and prefill)"),
         ("destinations", ", ".join(decision["destinations"]) or "none"),
+        ("left out", ", ".join(f"{a} ({check})" for a, check in decision["excluded"].items()) or "none"),
         ("scheduling", ", ".join(f"{step} {us:.0f} µs" for step, us in decision["timings_us"].items())),
         ("outcome", _ending(decision["ending"])),
     ]
@@ -164,7 +165,7 @@ def _ending(ending: Json | None) -> str:
 
 
 def _candidates(decision: Json) -> Table:
-    """One row per endpoint, the terms of the policy's cost as columns; then those that were none."""
+    """One row per endpoint, the terms of the policy's cost as columns."""
     rows = [(row, _terms(row)) for row in decision["candidates"]]
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     table = Table(title="Candidates (lower cost is better)", title_justify="left")
@@ -178,8 +179,6 @@ def _candidates(decision: Json) -> Table:
             *(_number(terms.get(name)) for name in names),
             style="bold" if row["chosen"] else "",
         )
-    for address, check in decision["excluded"].items():
-        table.add_row(f"  {address}", Text(f"not considered: {check}"), style="dim")
     return table
 
 

@@ -86,7 +86,7 @@ async def test_a_decision_is_told_in_words_and_numbers(capsys):
     assert "outcome completed, after 1.500 s, status 200, served by a, 752 tokens really cached" in lines
     assert any(line.startswith("▶ a 40 ") for line in lines)
     assert any(line.startswith("b 10 ") for line in lines)
-    assert "[::1]:8000 not considered: draining" in lines
+    assert "left out [::1]:8000 (draining)" in lines
     assert any(line.startswith("least_loaded b least_loaded ") for line in lines)
     assert any(line.startswith("sticky a (same) host ") for line in lines)
 

@@ -28,7 +28,7 @@ import aiohttp
 log = logging.getLogger(__name__)
 
 SCRAPES_PER_S = 50.0
-"""All endpoints together: at about 0.2 ms of loop time each, one per cent of a core."""
+"""All endpoints together. One costs the loop 0.9 ms, of which parsing is 0.2: some 4 % of a core at most."""
 MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 TIMEOUT_S = 2.0
