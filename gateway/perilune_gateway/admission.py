@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from perilune_api.pool import Limits, Role
-
 from perilune_gateway.model import (
     Candidate,
     Refusal,

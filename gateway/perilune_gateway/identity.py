@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import NamedTuple
 
+from xxhash import xxh3_128_hexdigest
+
 from perilune_api import names
 from perilune_api.pool import SessionKeys
-from xxhash import xxh3_128_hexdigest
 
 MAX_ID = 256
 

@@ -27,7 +27,6 @@ from typing import Protocol
 
 from perilune_api import names
 from perilune_api.pool import Pool, SpecError
-
 from perilune_gateway import admission, blocks, openai
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import DecisionRecord, Decisions
@@ -50,6 +49,7 @@ from perilune_gateway.model import (
     RequestView,
     Routed,
     SessionView,
+    Tier,
     Tokens,
     TokenSource,
 )
@@ -57,7 +57,7 @@ from perilune_gateway.openai import ParsedRequest
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import EndpointView, Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
 APPROXIMATE_TTL_S = 600.0
@@ -70,10 +70,11 @@ class TokenizesNow(Protocol):
     def now(self, request: ParsedRequest) -> Tokens | None: ...
 
 
-class SeesRequests(Protocol):
+class Parity(Protocol):
     """parity.ParityCheck, as far as the router needs it."""
 
     def request_blocks_seen(self, endpoint: str, seen: bool) -> None: ...
+    def forget(self, endpoint: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -100,6 +101,7 @@ class _Running:
     final: bool
     blocks: Sequence[int]
     awaited: int
+    """The block whose store ends its prefill; 0: none is known."""
     served: str = ""
     status: int = 0
 
@@ -135,7 +137,7 @@ class Router:
         decisions: Decisions,
         metrics: Metrics,
         *,
-        parity: SeesRequests | None = None,
+        parity: Parity | None = None,
         engine: EngineModel | None = None,
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
@@ -193,6 +195,8 @@ class Router:
             self.index.remove_endpoint(address)
             self.sessions.forget_host(address)
             self.metrics.forget(address)
+            if self.parity:
+                self.parity.forget(address)
 
     # -- a request's way in ------------------------------------------------------------------------
 
@@ -268,7 +272,7 @@ class Router:
         identity = with_body(from_headers(head.headers, keys), request.session_id, request.user, keys)
         session = self.sessions.find(identity.key, now)
         if identity.key is None and keys.infer and prompt.blocks:
-            session = self.sessions.infer(identity.tenant, prompt.blocks, now)
+            session = self.sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
             name = session.key.session_id if session else f"inferred-{self._ordinal}"
             identity = identity._replace(session_id=name)
         wanted = admission.Wanted(head.subset, session.host if session else "")
@@ -276,16 +280,8 @@ class Router:
         if not eligible:
             return self._refuse(head, admission.nobody(wanted, excluded), excluded)
         matches = self.index.find_matches(prompt.blocks, now)
-        limit = self._whole_blocks(prompt.tokens)
-        overlaps = {
-            address: Overlap(
-                min(device * self._block_size, limit),
-                min(matches.host.get(address, device) * self._block_size, limit),
-                min(max(matches.store, matches.host.get(address, device)) * self._block_size, limit),
-            )
-            for address, device in matches.device.items()
-        }
-        candidates = self._candidates(eligible, prompt, overlaps, store_blocks=matches.store)
+        overlaps = {e.endpoint.address: self._overlap(matches, e, prompt) for e in eligible}
+        candidates = self._candidates(eligible, prompt, overlaps)
         laps.lap(Step.INDEX)
         verdict = self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
@@ -336,30 +332,24 @@ class Router:
             return self._refuse(head, refusal, excluded, view, candidates, policy)
         return self._record(head, identity, view, verdict, prompt, candidates, excluded, policy, laps, now)
 
+    def _overlap(self, matches: Matches, endpoint: EndpointView, prompt: _Prompt) -> Overlap:
+        limit = self._whole_blocks(prompt.tokens)
+        tiers = matches.of(endpoint.endpoint.address)
+        return Overlap(*(min(held * self._block_size, limit) for held in tiers))
+
     def _candidates(
-        self,
-        eligible: Sequence[EndpointView],
-        prompt: _Prompt,
-        overlaps: Mapping[str, Overlap],
-        store_blocks: int = 0,
+        self, eligible: Sequence[EndpointView], prompt: _Prompt, overlaps: Mapping[str, Overlap]
     ) -> list[Candidate]:
-        stored = min(store_blocks * self._block_size, self._whole_blocks(prompt.tokens))
-        nothing = Overlap(0, 0, stored)
         prefill_s: dict[int, float] = {}
         candidates = []
-        for endpoint in eligible:
-            overlap = overlaps.get(endpoint.endpoint.address, nothing)
+        for view in eligible:
+            overlap = overlaps.get(view.endpoint.address, Overlap())
             cached = overlap.device_tokens
             if cached not in prefill_s:
                 prefill_s[cached] = self._engine_here.prefill_s(prompt.tokens - cached, cached)
             candidates.append(
                 Candidate(
-                    endpoint.endpoint,
-                    endpoint.load,
-                    overlap,
-                    prefill_s[cached],
-                    endpoint.seconds_since_move,
-                    endpoint.links,
+                    view.endpoint, view.load, overlap, prefill_s[cached], view.seconds_since_move, view.links
                 )
             )
         return candidates
@@ -436,14 +426,15 @@ class Router:
         cached = chosen.overlap.device_tokens
         session = self._bind(identity, target, prompt, now)
         last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
-        ticket = self._start(head, target, session, identity.final, now, prompt.blocks, last)
+        awaited = last if chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE else 0
+        ticket = self._start(head, target, session, identity.final, now, prompt.blocks, awaited)
         self.fleet.start(
             ticket,
             target,
             uncached_tokens=prompt.tokens - cached,
             prefill_s=chosen.prefill_s,
             context_tokens=prompt.tokens,
-            last_block=last if chosen.endpoint.events else 0,
+            last_block=awaited,
         )
         if session:
             session.ticket = ticket
@@ -564,6 +555,9 @@ class Router:
         self.fleet.finish(ticket)
         if outcome is Outcome.FAILED and running.status in (0, 502, 503, 504):
             self.fleet.suspect(running.target, now)
+        if self.parity and running.awaited and outcome is Outcome.COMPLETED and running.status < 400:
+            seen = self.index.announced(running.target, running.awaited)
+            self.parity.request_blocks_seen(running.target, seen)
         if running.final and running.session:
             self.sessions.free(running.session.key)
         self.decisions.finish(
@@ -577,7 +571,7 @@ class Router:
         """A KV event went into the index: release the load that it ends, move sessions' tails on."""
         if applied.cleared:
             self.sessions.forget_host(applied.endpoint)
-        if not applied.stored:
+        if not applied.stored or applied.tier is not Tier.DEVICE:
             return
         self.fleet.blocks_stored(applied.endpoint, applied.stored)
         grown = self.sessions.blocks_stored(

@@ -2,7 +2,6 @@
 
 from perilune_api.pool import Role
 from perilune_api.topology import Place
-
 from perilune_gateway.model import (
     Candidate,
     Endpoint,

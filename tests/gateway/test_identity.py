@@ -1,4 +1,5 @@
 import pytest
+
 from perilune_api.pool import SessionKeys
 from perilune_gateway.identity import MAX_ID, SessionKey, from_headers, with_body
 

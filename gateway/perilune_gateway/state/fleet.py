@@ -19,7 +19,6 @@ from types import MappingProxyType
 
 from perilune_api.pool import Topology
 from perilune_api.topology import Link
-
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.model import Endpoint, Load
 
@@ -98,6 +97,9 @@ class Fleet:
 
     def addresses(self) -> list[str]:
         return list(self._states)
+
+    def endpoints(self) -> list[Endpoint]:
+        return [state.endpoint for state in self._states.values()]
 
     def get(self, address: str) -> Endpoint | None:
         state = self._states.get(address)
@@ -211,6 +213,11 @@ class Fleet:
     def in_flight(self) -> int:
         """Requests that have started and not ended."""
         return len(self._requests)
+
+    def engine_metrics(self, address: str) -> EngineMetrics | None:
+        """Its last good scrape."""
+        state = self._states.get(address)
+        return state.metrics if state else None
 
     # -- observations ------------------------------------------------------------------------------
 

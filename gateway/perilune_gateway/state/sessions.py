@@ -90,11 +90,12 @@ class Sessions:
             parent.host if parent else "",
         )
 
-    def infer(self, tenant: str, blocks: Sequence[int], now: float) -> Session | None:
-        """The session that this prompt goes on from: the deepest one whose last prompt is a proper
-        prefix of it, in whole blocks."""
-        for block in reversed(blocks[:-1]):
-            if session := self._by_prompt_tail.get((tenant, block)):
+    def infer(self, tenant: str, blocks: Sequence[int], tokens: int, now: float) -> Session | None:
+        """The session that a prompt of `tokens` goes on from: the deepest one whose last prompt is a prefix
+        of it, in whole blocks, and shorter."""
+        for block in reversed(blocks):
+            session = self._by_prompt_tail.get((tenant, block))
+            if session and session.context_tokens < tokens:
                 return self.find(session.key, now)
         return None
 

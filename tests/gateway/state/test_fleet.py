@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from perilune_api.pool import NodePlace, Topology
 from perilune_api.topology import Level
 from perilune_gateway.feeds.engine_metrics import EngineMetrics

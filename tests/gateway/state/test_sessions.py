@@ -1,4 +1,5 @@
 import pytest
+
 from perilune_gateway.identity import SessionKey
 from perilune_gateway.state.sessions import Session, Sessions
 
@@ -51,21 +52,22 @@ def test_a_move_is_timed_and_forgets_the_old_cache(sessions: Sessions) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "found"),
+    ("prompt", "tokens", "found"),
     [
-        pytest.param([1, 2, 3, 4], True, id="extends"),
-        pytest.param([1, 2, 3], False, id="equal prompt is another session"),
-        pytest.param([1, 2, 9, 9], False, id="parts before the tail"),
-        pytest.param([], False, id="no full block"),
+        pytest.param([1, 2, 3, 4], 64, True, id="extends by blocks"),
+        pytest.param([1, 2, 3], 49, True, id="extends by less than a block"),
+        pytest.param([1, 2, 3], 48, False, id="equal prompt is another session"),
+        pytest.param([1, 2, 9, 9], 64, False, id="parts before the tail"),
+        pytest.param([], 5, False, id="no full block"),
     ],
 )
 def test_a_prompt_that_extends_an_earlier_one_continues_it(
-    sessions: Sessions, prompt: list[int], found: bool
+    sessions: Sessions, prompt: list[int], tokens: int, found: bool
 ) -> None:
     session = bound(sessions)
     sessions.read(session, 48, 200, [1, 2, 3])
-    assert (sessions.infer("t", prompt, 0.0) is session) == found
-    assert sessions.infer("other tenant", prompt, 0.0) is None
+    assert (sessions.infer("t", prompt, tokens, 0.0) is session) == found
+    assert sessions.infer("other tenant", prompt, tokens, 0.0) is None
 
 
 def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: Sessions) -> None:
@@ -93,7 +95,7 @@ def test_free_leaves_nothing(sessions: Sessions) -> None:
     sessions.free(A)
     sessions.free(A)
     assert sessions.find(A, 0.0) is None
-    assert sessions.infer("t", [1, 2, 3], 0.0) is None
+    assert sessions.infer("t", [1, 2, 3], 64, 0.0) is None
     assert sessions.blocks_stored("h", 2, [3], 16) is None
     assert not sessions.bound
 

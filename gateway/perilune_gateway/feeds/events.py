@@ -1,0 +1,126 @@
+"""KV events of the whole pool: one feed per endpoint and data-parallel rank, and where their batches go.
+
+    feeds.kv_events ─▶ EventSink ─▶ parity (are our hashes theirs?)
+                                 └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
+
+`EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from math import isnan
+from typing import NamedTuple, Protocol
+
+import zmq.asyncio
+
+from perilune_api.pool import SpecError
+from perilune_gateway.feeds import kv_events
+from perilune_gateway.feeds.kv_events import Batch, BlockStored, Counters, ResetCause
+from perilune_gateway.model import Endpoint
+from perilune_gateway.parity import ParityCheck
+from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.stats import EventStats
+
+log = logging.getLogger(__name__)
+
+
+class OnApplied(Protocol):
+    """router.Router, as far as events concern it."""
+
+    def on_applied(self, applied: Applied) -> None: ...
+
+
+class EventSink:
+    """Takes every batch apart; times are the router's monotonic clock."""
+
+    def __init__(
+        self, blocks: EngineBlocks, parity: ParityCheck, router: OnApplied, clock: Callable[[], float]
+    ) -> None:
+        self._blocks = blocks
+        self._parity = parity
+        self._router = router
+        self._clock = clock
+
+    def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
+        now = self._clock()
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._parity.observe(endpoint, event)
+            self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
+
+    def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
+        log.warning("kv blocks forgotten endpoint=%s rank=%d cause=%s", endpoint, rank, cause)
+        if cause is ResetCause.RESTARTED:
+            self._parity.forget(endpoint)
+        self._router.on_applied(self._blocks.reset(endpoint, rank))
+
+
+class _Source(NamedTuple):
+    endpoint: str
+    rank: int
+    events: str
+    replay: str
+
+
+class EventFeeds:
+    """The running feeds."""
+
+    def __init__(self, sink: kv_events.Sink, wall_clock: Callable[[], float]) -> None:
+        self._sink = sink
+        self._wall_clock = wall_clock
+        self._context = zmq.asyncio.Context()
+        self._feeds: dict[_Source, tuple[asyncio.Task[None], Counters]] = {}
+
+    def follow(self, endpoints: Iterable[Endpoint]) -> None:
+        """Have exactly the feeds that these endpoints name."""
+        wanted = {
+            _Source(e.address, rank, url, e.replay[rank] if e.replay else "")
+            for e in endpoints
+            for rank, url in enumerate(e.events)
+        }
+        for source in self._feeds.keys() - wanted:
+            self._feeds.pop(source)[0].cancel()
+        for source in wanted - self._feeds.keys():
+            counters = Counters()
+            self._feeds[source] = (asyncio.create_task(self._run(source, counters)), counters)
+
+    async def _run(self, source: _Source, counters: Counters) -> None:
+        try:
+            await kv_events.run(
+                source.endpoint,
+                source.events,
+                source.replay,
+                source.rank,
+                self._sink,
+                self._wall_clock,
+                self._context,
+                counters,
+            )
+        except SpecError as error:
+            log.error("kv events off endpoint=%s cause=%s", source.endpoint, error)
+
+    def stats(self, endpoint: str) -> EventStats | None:
+        """All ranks of one endpoint together; None: it publishes none."""
+        ranks = [counters for source, (_, counters) in self._feeds.items() if source.endpoint == endpoint]
+        if not ranks:
+            return None
+        lags = [c.lag_s for c in ranks if not isnan(c.lag_s)]
+        return EventStats(
+            all(c.connected for c in ranks),
+            max(lags, default=float("nan")),
+            *(sum(getattr(c, name) for c in ranks) for name in _SUMMED),
+        )
+
+    async def close(self) -> None:
+        tasks = [task for task, _ in self._feeds.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._feeds.clear()
+        self._context.destroy(linger=0)
+
+
+_SUMMED = ("batches", "gaps", "replayed", "rebuilds", "restarts")

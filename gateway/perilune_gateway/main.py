@@ -1,0 +1,249 @@
+"""perilune-gateway: composition root. Settings → state → router → feeds → servers; signals and drain.
+
+Reading `Gateway.__init__` tells what the process is made of. `run` starts it, prints one ready line to
+standard output, waits for SIGTERM or SIGINT, and drains: health says NOT_SERVING, running streams may end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from perilune_api.pool import Pool, SpecError, load
+from perilune_gateway import health, logs
+from perilune_gateway.admin import Admin, Sources
+from perilune_gateway.explain import Decisions
+from perilune_gateway.feeds import endpoints, engine_metrics
+from perilune_gateway.feeds.engine_metrics import EngineMetrics
+from perilune_gateway.feeds.events import EventFeeds, EventSink
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.parity import ParityCheck
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.router import Router
+from perilune_gateway.server import Server
+from perilune_gateway.snapshot import Snapshots
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.tokens import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SPECULATIVE_TTL_S = 30.0
+"""How long a prompt that was just routed counts as cached there without a word from the engine."""
+INDEX_BLOCKS_PER_ENDPOINT = 4
+"""The index holds at most this many times the pool's KV blocks: device, host and what is on its way."""
+MIN_INDEX_BLOCKS = 1_000_000
+
+
+class Gateway:
+    """Every part of one gateway, wired."""
+
+    def __init__(
+        self, pool: Pool, pool_file: Path, *, conformance: bool = False, seed: int | None = None
+    ) -> None:
+        spec = pool.spec
+        clock, rng = time.monotonic, Random(seed)
+        registry = CollectorRegistry()
+        kv_blocks = spec.engine.kv_pool_tokens // spec.engine.block_size
+        self.pool_file = endpoints.PoolFile(pool_file, pool)
+        self.metrics = Metrics(registry, clock)
+        self.decisions = Decisions()
+        self.fleet = Fleet(spec.engine.kv_pool_tokens)
+        self.sessions = Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds)
+        max_blocks = max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * kv_blocks * len(spec.endpoints))
+        self.index = PrefixIndex(max_blocks, SPECULATIVE_TTL_S, claims_per_endpoint=kv_blocks)
+        self.parity = ParityCheck(
+            spec.engine.hashing,
+            spec.engine.block_size,
+            lora_paths={lora.name: lora.path for lora in spec.model.loras},
+        )
+        self.tokenizer = Tokenizer(
+            spec.model, self._any_endpoint, timeout_s=spec.routing.limits.decision_seconds
+        )
+        self.router = Router(
+            pool,
+            self.fleet,
+            self.sessions,
+            self.index,
+            self.tokenizer,
+            self.decisions,
+            self.metrics,
+            parity=self.parity,
+            clock=clock,
+            rng=rng,
+            conformance=conformance,
+        )
+        blocks = EngineBlocks(
+            self.index, spec.engine.block_size, store=spec.engine.store, max_names=2 * max_blocks
+        )
+        self.events = EventFeeds(EventSink(blocks, self.parity, self.router, clock), time.time)
+        self.server = Server(
+            self.router,
+            self.tokenizer,
+            limits=spec.routing.limits,
+            bytes_per_token=spec.model.bytes_per_token,
+            conformance=conformance,
+            hooks=self.metrics,
+        )
+        snapshots = Snapshots(self.router, self.events, self.parity, clock)
+        self.metrics.mirror(snapshots.snapshot)
+        self.metrics.describe(version("perilune"), spec.routing.policy)
+        self.admin = Admin(
+            Sources(
+                registry,
+                self.decisions,
+                POLICIES,
+                lambda: self.router.pool.spec.routing.params,
+                snapshots.nodes,
+                snapshots.sessions,
+                lambda: self.index.stats(clock()),
+                lambda: snapshots.health(self.pool_file.last_error),
+                lambda: snapshots.health(self.pool_file.last_error).status is not health.Status.UNREADY,
+            )
+        )
+        self._clock, self._rng = clock, rng
+
+    async def run(self, listen: str, admin: str, grace_s: float, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain. Raises OSError when a port cannot be had."""
+        host, _, port = admin.rpartition(":")
+        try:
+            admin_port = await self.admin.start(host, int(port))
+            ext_proc_port = await self.server.start(listen)
+            async with asyncio.TaskGroup() as tasks:
+                feeds = [tasks.create_task(feed) for feed in self._feeds()]
+                self.events.follow(self.fleet.endpoints())
+                await self.server.set_ready(True)
+                ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
+                print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
+                await stop.wait()
+                log.info("draining in_flight=%d", self.fleet.in_flight)
+                await self.server.stop(grace_s)
+                for feed in feeds:
+                    feed.cancel()
+        finally:
+            await self.events.close()
+            await self.admin.stop()
+            await self.tokenizer.close()
+
+    def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
+        yield endpoints.run(self.pool_file, self.on_pool)
+        yield engine_metrics.run(self.fleet.addresses, self.on_metrics, self._clock, self._rng)
+
+    def on_pool(self, pool: Pool) -> None:
+        """The pool document changed. Raises SpecError for what a running gateway cannot change."""
+        now, new = self.router.pool.spec, pool.spec
+        for field, here, there in (
+            ("model", now.model, new.model),
+            ("engine", now.engine, new.engine),
+        ):
+            if here != there:
+                raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
+        self.router.configure(pool)
+        self.server.limits = new.routing.limits
+        self.metrics.describe(version("perilune"), new.routing.policy)
+        self.events.follow(self.fleet.endpoints())
+
+    def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
+        """A scrape ended."""
+        self.fleet.metrics(address, metrics, now)
+        if metrics is None:
+            self.metrics.scrape_failed(address)
+
+    def _any_endpoint(self) -> str:
+        """Whom to ask for tokens: a ready endpoint, the least busy."""
+        ready = [v for v in self.fleet.view(self._clock()) if v.endpoint.ready]
+        return min(ready, key=lambda v: v.load.in_flight).endpoint.address if ready else ""
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="perilune-gateway",
+        description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
+        epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.router=debug",
+    )
+    parser.add_argument(
+        "--pool", type=Path, required=True, metavar="FILE", help="pool document, read again when it changes"
+    )
+    parser.add_argument(
+        "--listen",
+        type=_address,
+        default="127.0.0.1:9002",
+        metavar="IP:PORT",
+        help="ext_proc and gRPC health (default %(default)s; port 0: any)",
+    )
+    parser.add_argument(
+        "--admin",
+        type=_address,
+        default="127.0.0.1:9003",
+        metavar="IP:PORT",
+        help="metrics and explanations over HTTP; says session ids, so keep it private (default %(default)s)",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="on SIGTERM, how long running answers may take to end (default %(default)s)",
+    )
+    parser.add_argument(
+        "--conformance",
+        action="store_true",
+        help="honour the test header test-epp-endpoint-selection; never in production",
+    )
+    parser.add_argument("--seed", type=int, help="dice of the policies, for repeatable runs")
+    parser.add_argument(
+        "--log-level", default="info", metavar="LEVELS", help="level[,module=level…] (default %(default)s)"
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--version", action="version", version=f"perilune {version('perilune')}")
+    return parser.parse_args(argv)
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdigit() and int(port) < 65_536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
+    return text
+
+
+async def serve(args: argparse.Namespace, pool: Pool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gateway = Gateway(pool, args.pool, conformance=args.conformance, seed=args.seed)
+    await gateway.run(args.listen, args.admin, args.grace_seconds, stop)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a clean stop, 1 when a port cannot be had, 2 for a wrong pool document."""
+    args = arguments(argv)
+    try:
+        logs.configure(args.log_level, args.log_format)
+        pool = load(args.pool)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(args, pool))
+    except SpecError as error:
+        print(f"perilune-gateway: {args.pool}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"perilune-gateway: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The live state as stats rows, built when somebody asks (admin pages, a scrape); reads, never writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+from perilune_gateway import health
+from perilune_gateway.feeds.events import EventFeeds
+from perilune_gateway.parity import ParityCheck
+from perilune_gateway.router import Router
+from perilune_gateway.stats import EndpointBlocks, NodeStats, SessionStats, Snapshot
+
+
+class Snapshots:
+    """Rows of one gateway. Costs O(endpoints) and, for the index, O(claims)."""
+
+    def __init__(
+        self, router: Router, events: EventFeeds, parity: ParityCheck, clock: Callable[[], float]
+    ) -> None:
+        self._router = router
+        self._events = events
+        self._parity = parity
+        self._clock = clock
+        self._started_at = clock()
+
+    def snapshot(self) -> Snapshot:
+        index = self._router.index.stats(self._clock())
+        return Snapshot(self.nodes(), index, len(self._router.sessions))
+
+    def nodes(self) -> tuple[NodeStats, ...]:
+        now, router = self._clock(), self._router
+        held = router.index.stats(now).endpoints
+        rows = []
+        for view in router.fleet.view(now, router.sessions.bound):
+            address = view.endpoint.address
+            said = router.fleet.engine_metrics(address)
+            parity = self._parity.report(address)
+            rows.append(
+                NodeStats(
+                    view.endpoint,
+                    view.load,
+                    held.get(address, EndpointBlocks()),
+                    said.prefix_queries_tokens if said else 0.0,
+                    said.prefix_hits_tokens if said else 0.0,
+                    self._events.stats(address),
+                    parity.parity.value if view.endpoint.events else "",
+                    parity.cause,
+                    parity.cure,
+                    said.block_size if said else 0,
+                    view.seconds_since_move,
+                )
+            )
+        return tuple(rows)
+
+    def sessions(self, session_id: str) -> list[SessionStats]:
+        """Every tenant's session of that id."""
+        now = self._clock()
+        return [
+            SessionStats(
+                s.key.session_id,
+                s.key.tenant,
+                s.host,
+                s.turns,
+                s.context_tokens,
+                s.moves,
+                now - s.moved_at,
+                now - s.seen_at,
+            )
+            for s in self._router.sessions.matching(session_id)
+        ]
+
+    def health(self, pool_error: str) -> health.Health:
+        """`pool_error`: why the newest pool document is not in force."""
+        pool = self._router.pool
+        return health.report(
+            self.nodes(),
+            block_size=pool.spec.engine.block_size,
+            pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
+            policy=pool.spec.routing.policy,
+            version=version("perilune"),
+            uptime_s=self._clock() - self._started_at,
+            pool_error=pool_error,
+        )
