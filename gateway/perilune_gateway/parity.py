@@ -4,7 +4,7 @@ Routing does not need the answer (events are mapped, `state.engine_blocks`), but
 gateway and engine see different prompts: another block size, adapter, salt, seed or algorithm, or another
 chat template. Store keys and engines that share a pool depend on all of them.
 
-1. `stored` recomputes vLLM's hashes from an event's own tokens and compares: the first `first` stores of an
+1. `observe` recomputes vLLM's hashes from an event's own tokens and compares: the first `first` stores of an
    endpoint, then one in `one_in`. A chain can be followed only from a block whose full digest is known: its
    root, or a block that was recomputed before (the newest `max_digests` are kept).
 2. Where they differ, the likely cause is what makes them agree: the same computation with other extra keys,
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
-from perilune_api.pool import Engine, ExtraKeys, HashAlgorithm, Hashing, Model, SpecError
+from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway import blocks
 from perilune_gateway.feeds.kv_events import BlockStored
 from perilune_gateway.state.engine_blocks import mm_of, salt_of
@@ -52,7 +52,7 @@ class Parity(StrEnum):
 class Report:
     """One endpoint's state."""
 
-    state: Parity = Parity.UNKNOWN
+    parity: Parity = Parity.UNKNOWN
     cause: str = ""
     """Where they differ, in a sentence."""
     cure: str = ""
@@ -81,23 +81,24 @@ class ParityCheck:
 
     def __init__(
         self,
-        engine: Engine,
-        model: Model,
+        hashing: Hashing,
+        block_size: int,
         *,
+        lora_paths: Mapping[str, str] | None = None,
         first: int = 64,
         one_in: int = 50,
         max_digests: int = 4096,
     ) -> None:
-        """What the pool says of its engines, and of its adapters, whose paths are part of vLLM's hash."""
-        self._hashing = engine.hashing
-        self._block_size = engine.block_size
-        self._lora_paths = {lora.name: lora.path for lora in model.loras}
+        """`lora_paths`: adapter name → path, which is part of vLLM's hash."""
+        self._hashing = hashing
+        self._block_size = block_size
+        self._lora_paths = lora_paths or {}
         self._first = first
         self._one_in = one_in
         self._max_digests = max_digests
         self._endpoints: dict[str, _Endpoint] = {}
 
-    def stored(self, endpoint: str, event: BlockStored) -> Parity | None:
+    def observe(self, endpoint: str, event: BlockStored) -> Parity | None:
         """Compare one event, if it is due and can be; None: it was not compared."""
         if (event.medium or "GPU").upper() != "GPU" or event.group_idx:
             return None
