@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from perilune_api.pool import PolicyParams
-
 from perilune_gateway.model import Candidate, RequestView, Verdict
 from perilune_gateway.policy.ear import ear
 from perilune_gateway.policy.least_loaded import least_loaded

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_api.pool import PolicyParams
-
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,

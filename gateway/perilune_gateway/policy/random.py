@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_api.pool import PolicyParams
-
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import pending_costs
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_api.pool import PolicyParams
-
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import host_of, least_pending, pending_costs
 
