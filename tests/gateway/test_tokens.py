@@ -1,0 +1,539 @@
+"""Tokens of requests by every source, and what happens when one of them cannot tell."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from perilune_api.pool import Model, SpecError
+from perilune_gateway.model import Tokens, TokenSource
+from perilune_gateway.openai import ParsedRequest, parse
+from perilune_gateway.tokens import MEDIA_TOKENS, Cause, Tokenizer
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
+HI = [{"role": "user", "content": "hi"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}}
+CHATML = """\
+{%- for message in messages %}
+    {%- if message.role == 'pirate' %}{{- raise_exception('no pirates') }}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if tools %}{{- tools | length }}{%- endif %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE of some 300 tokens, ChatML, and <|endoftext|> before a completion's prompt."""
+    path = tmp_path_factory.mktemp("tiny")
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["the user said hi to the assistant and the system said nothing"] * 9, trainer
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.enable_truncation(64)  # a file may say so; prompts are never cut
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+@pytest.fixture
+async def tokenizer(folder):
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+    yield tokenizer
+    await tokenizer.close()
+
+
+def request(path, **body) -> ParsedRequest:
+    parsed = parse(path, json.dumps({"model": "m"} | body).encode())
+    assert isinstance(parsed, ParsedRequest), parsed
+    return parsed
+
+
+class Engine:
+    """/tokenize of an engine: keeps the questions, gives `answer` or what `tokens` says."""
+
+    def __init__(self):
+        self.questions = []
+        self.answer = web.json_response({"count": 3, "max_model_len": 9, "tokens": [7, 8, 9]}).body
+        self.status = 200
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.most_waiting = 0
+        self.arrived = asyncio.Condition()
+
+    async def tokenize(self, http_request):
+        self.questions.append(await http_request.json())
+        self.waiting += 1
+        self.most_waiting = max(self.most_waiting, self.waiting)
+        async with self.arrived:
+            self.arrived.notify_all()
+        await self.gate.wait()
+        self.waiting -= 1
+        return web.Response(status=self.status, body=self.answer)
+
+
+@pytest.fixture
+async def engine():
+    engine = Engine()
+    app = web.Application()
+    app.router.add_post("/tokenize", engine.tokenize)
+    server = TestServer(app, host="127.0.0.1")
+    await server.start_server()
+    engine.address = f"127.0.0.1:{server.port}"
+    yield engine
+    engine.gate.set()
+    await server.close()
+
+
+@pytest.fixture
+async def by_engine(engine):
+    tokenizer = Tokenizer(Model("m"), lambda: engine.address, timeout_s=5.0, max_concurrent=2)
+    yield tokenizer
+    await tokenizer.close()
+
+
+# Given ids
+
+
+@pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        pytest.param([5, 6], Tokens(2, TokenSource.GIVEN, [5, 6]), id="ids"),
+        pytest.param(
+            [[5, 6], [7]], Tokens(3, TokenSource.GIVEN, [5, 6]), id="the first list's ids, everyone's count"
+        ),
+        pytest.param([], Tokens(0, TokenSource.GIVEN, []), id="none"),
+    ],
+)
+async def test_given_ids(mode, prompt, tokens):
+    tokenizer = Tokenizer(Model("m", tokenize=mode), lambda: "127.0.0.1:1")
+    asked = request(COMPLETIONS, prompt=prompt)
+    assert tokenizer.now(asked) == tokens
+    assert await tokenizer.encode(asked) == tokens
+    assert tokenizer.counts == {TokenSource.GIVEN: 2}
+    await tokenizer.close()
+
+
+# Local
+
+
+async def test_a_small_chat_is_encoded_at_once(tokenizer, reference):
+    tokens = tokenizer.now(request(CHAT, messages=HI))
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.ids == reference.encode(text, add_special_tokens=False).ids
+    assert tokens.ids[0] == reference.token_to_id("<|im_start|>")
+    assert (tokens.count, tokens.source) == (len(tokens.ids), TokenSource.LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        pytest.param(
+            CHAT,
+            {"messages": HI, "tools": [{"function": {"name": "f"}}]},
+            "1<|im_start|>assistant\n",
+            id="tools",
+        ),
+        pytest.param(CHAT, {"messages": HI, "add_generation_prompt": False}, "", id="no generation prompt"),
+        pytest.param(RESPONSES, {"input": "hi"}, "<|im_start|>assistant\n", id="responses"),
+        pytest.param(MESSAGES, {"messages": HI}, "<|im_start|>assistant\n", id="Anthropic"),
+    ],
+)
+async def test_every_api_goes_through_the_template(path, body, text, tokenizer, reference):
+    tokens = tokenizer.now(request(path, **body))
+    assert (
+        reference.decode(tokens.ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n" + text
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "begins"),
+    [
+        pytest.param(COMPLETIONS, {"prompt": "hi"}, True, id="completions: yes"),
+        pytest.param(
+            COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, False, id="unless told not to"
+        ),
+        pytest.param(CHAT, {"messages": HI}, False, id="chat: no"),
+        pytest.param(CHAT, {"messages": HI, "add_special_tokens": True}, True, id="unless told to"),
+    ],
+)
+async def test_special_tokens_before_the_prompt(path, body, begins, tokenizer):
+    assert (tokenizer.now(request(path, **body)).ids[0] == 0) is begins
+
+
+async def test_several_texts_count_together(tokenizer):
+    tokens = tokenizer.now(request(COMPLETIONS, prompt=["hi", "the user", ""]))
+    singles = [tokenizer.now(request(COMPLETIONS, prompt=text)) for text in ("hi", "the user", "")]
+    assert tokens.ids == singles[0].ids
+    assert tokens.count == sum(single.count for single in singles)
+
+
+async def test_a_long_text_waits_for_a_thread(tokenizer, reference):
+    messages = [{"role": "user", "content": "the user said hi " * 2000}]
+    asked = request(CHAT, messages=messages)
+    assert tokenizer.now(asked) is None
+    tokens = await tokenizer.encode(asked)
+    assert tokens.source is TokenSource.LOCAL
+    assert reference.decode(tokens.ids).count("the user said hi ") == 2000
+    assert tokenizer.counts == {TokenSource.LOCAL: 1}
+
+
+async def test_what_is_long_is_measured(folder):
+    ticks = iter(range(1000))
+    tokenizer = Tokenizer(
+        Model("m", tokenizer=str(folder)), stopwatch=lambda: next(ticks) * 0.001
+    )  # 1 ms a look
+    text = "hi " * 600
+    before = tokenizer.us_per_char
+    assert tokenizer.now(request(COMPLETIONS, prompt="hi")) is not None
+    assert tokenizer.us_per_char == before, "a short text measures the call"
+    assert tokenizer.now(request(COMPLETIONS, prompt=text)) is not None
+    assert tokenizer.us_per_char == pytest.approx(0.9 * before + 0.1 * 1000 / len(text))
+    for _ in range(30):
+        await tokenizer.encode(request(COMPLETIONS, prompt=text))
+    assert tokenizer.us_per_char == pytest.approx(1000 / len(text), rel=0.05)
+    assert tokenizer.now(request(COMPLETIONS, prompt=text * 2)) is None
+    await tokenizer.close()
+
+
+@given(text=st.text(max_size=60))
+def test_text_survives(text, reference, folder):
+    tokenizer = _shared(folder)
+    ids = tokenizer.now(request(COMPLETIONS, prompt=text, add_special_tokens=False)).ids
+    assert reference.decode(ids, skip_special_tokens=False) == text
+
+
+@given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=5))
+def test_messages_keep_their_order(texts, reference, folder):
+    messages = [{"role": "user", "content": text} for text in texts]
+    ids = _shared(folder).now(request(CHAT, messages=messages, add_generation_prompt=False)).ids
+    told = reference.decode(ids, skip_special_tokens=False)
+    assert told == "".join(f"<|im_start|>user\n{text}<|im_end|>\n" for text in texts)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["role", "user", "content", "text", "type"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner)
+    ),
+)
+
+
+@given(path=st.sampled_from([CHAT, RESPONSES, MESSAGES]), messages=st.lists(JSON, max_size=4))
+def test_any_conversation_has_tokens(path, messages, folder):
+    assert _shared(folder).now(request(path, messages=messages, input=messages)).count >= 1
+
+
+_TOKENIZERS = {}
+
+
+def _shared(folder) -> Tokenizer:
+    """Without threads or connections; hypothesis may not make one an example."""
+    return _TOKENIZERS.setdefault(folder, Tokenizer(Model("m", tokenizer=str(folder))))
+
+
+# What is estimated instead
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "cause", "count"),
+    [
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "pirate", "content": "arr"}]},
+            Cause.TEMPLATE,
+            10,
+            id="refused by the template",
+        ),
+        pytest.param(CHAT, {"messages": [{"content": "x"}]}, Cause.CONVERSATION, 5, id="no role"),
+        pytest.param(CHAT, {"messages": HI, "chat_template": "x"}, Cause.OWN_TEMPLATE, 9, id="own template"),
+        pytest.param(
+            RESPONSES,
+            {"input": "hi", "previous_response_id": "r"},
+            Cause.STORED_CONVERSATION,
+            1,
+            id="stored conversation",
+        ),
+        pytest.param(COMPLETIONS, {"prompt_embeds": "AAAA"}, Cause.NO_TEXT, 1, id="embeddings"),
+    ],
+)
+async def test_what_cannot_be_encoded_is_estimated(path, body, cause, count, tokenizer, caplog):
+    asked = request(path, **body)
+    with caplog.at_level(logging.WARNING):
+        for tokens in (tokenizer.now(asked), await tokenizer.encode(asked), tokenizer.now(asked)):
+            assert tokens == Tokens(count, TokenSource.ESTIMATE)
+    assert tokenizer.causes == {cause: 3}
+    assert tokenizer.counts == {TokenSource.ESTIMATE: 3}
+    assert len(caplog.records) == 1
+    assert f"cause={cause}" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["local", "estimate"])
+async def test_a_picture_is_not_counted_by_its_bytes(mode, folder):
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder), tokenize=mode))
+    asked = request(
+        CHAT, messages=[{"role": "user", "content": [PICTURE, {"type": "text", "text": "hi " * 100}]}]
+    )
+    tokens = await tokenizer.encode(asked)
+    assert tokens.source is TokenSource.ESTIMATE
+    assert MEDIA_TOKENS + 300 / 4 < tokens.count < MEDIA_TOKENS + 500 / 4
+    assert tokenizer.causes == {Cause.MEDIA: 1}
+    await tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        pytest.param(COMPLETIONS, {"prompt": "x" * 400}, 160, id="text"),
+        pytest.param(COMPLETIONS, {"prompt": ["é" * 100, "x" * 200]}, 160, id="texts, in bytes"),
+        pytest.param(COMPLETIONS, {"prompt": ""}, 1, id="nothing"),
+        pytest.param(
+            CHAT, {"messages": [{"role": "user", "content": "x" * 365}]}, 160, id="chat, as written"
+        ),
+        pytest.param(MESSAGES, {"messages": [], "system": "x" * 396}, 160, id="system counts"),
+        pytest.param(CHAT, {"messages": [], "tools": [{"x": "x" * 387}]}, 160, id="tools count"),
+    ],
+)
+async def test_estimates(path, body, count):
+    tokenizer = Tokenizer(Model("m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
+    asked = request(path, **body)
+    assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)
+    assert await tokenizer.encode(asked) == Tokens(count, TokenSource.ESTIMATE)
+    assert not tokenizer.causes
+    await tokenizer.close()
+
+
+# By the engine
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "question"),
+    [
+        pytest.param(
+            CHAT,
+            {"messages": HI, "temperature": 1, "reasoning_effort": "low", "documents": [{}]},
+            {
+                "messages": HI,
+                "chat_template_kwargs": {"reasoning_effort": "low", "documents": [{}]},
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": False,
+            },
+            id="chat, as it was sent",
+        ),
+        pytest.param(
+            CHAT,
+            {"messages": HI, "tools": [{"function": {"name": "f"}}], "chat_template": "t"},
+            {
+                "messages": HI,
+                "tools": [{"function": {"name": "f"}}],
+                "chat_template": "t",
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": False,
+            },
+            id="chat with tools and template",
+        ),
+        pytest.param(
+            MESSAGES,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}],
+                    }
+                ],
+                "tools": [{"name": "f", "input_schema": {}}],
+            },
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [
+                            {
+                                "id": "1",
+                                "type": "function",
+                                "function": {"name": "f", "arguments": '{"a": 1}'},
+                            }
+                        ],
+                    }
+                ],
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "description": None, "parameters": {}}}
+                ],
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": False,
+            },
+            id="Anthropic, as a chat",
+        ),
+        pytest.param(
+            COMPLETIONS, {"prompt": "hi"}, {"prompt": "hi", "add_special_tokens": True}, id="completions"
+        ),
+    ],
+)
+async def test_what_the_engine_is_asked(path, body, question, by_engine, engine):
+    asked = request(path, **body)
+    assert by_engine.now(asked) is None
+    assert await by_engine.encode(asked) == Tokens(3, TokenSource.ENGINE, [7, 8, 9])
+    assert engine.questions == [question | {"model": "m"}]
+    assert by_engine.counts == {TokenSource.ENGINE: 1}
+
+
+async def test_further_texts_are_estimated(by_engine, engine):
+    tokens = await by_engine.encode(request(COMPLETIONS, prompt=["hi", "x" * 40, "y" * 40]))
+    assert tokens == Tokens(3 + 20, TokenSource.ENGINE, [7, 8, 9])
+    assert len(engine.questions) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "cause"),
+    [
+        pytest.param(500, b"{}", Cause.ENGINE_STATUS, id="500"),
+        pytest.param(400, b'{"tokens": [1]}', Cause.ENGINE_STATUS, id="400"),
+        pytest.param(200, b"<html>", Cause.ENGINE_ANSWER, id="no JSON"),
+        pytest.param(200, b'{"count": 3}', Cause.ENGINE_ANSWER, id="no tokens"),
+        pytest.param(200, b'{"tokens": ["a"]}', Cause.ENGINE_ANSWER, id="tokens are texts"),
+        pytest.param(200, b'{"tokens": "\xff"}', Cause.ENGINE_ANSWER, id="no UTF-8"),
+        pytest.param(200, b"[" * 5000, Cause.ENGINE_ANSWER, id="deep"),
+        pytest.param(200, b"", Cause.ENGINE_ANSWER, id="nothing"),
+    ],
+)
+async def test_an_engine_that_fails(status, answer, cause, by_engine, engine):
+    engine.status, engine.answer = status, answer
+    tokens = await by_engine.encode(request(COMPLETIONS, prompt="x" * 40))
+    assert tokens == Tokens(10, TokenSource.ESTIMATE)
+    assert by_engine.causes == {cause: 1}
+
+
+async def test_an_engine_that_does_not_answer_in_time(engine):
+    engine.gate.clear()
+    tokenizer = Tokenizer(Model("m"), lambda: engine.address, timeout_s=0.05)
+    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert tokenizer.causes == {Cause.TIMEOUT: 1}
+    assert len(engine.questions) == 1
+    await tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "cause"),
+    [
+        pytest.param(lambda: f"127.0.0.1:{unused_port()}", Cause.ENGINE_UNREACHABLE, id="nobody listens"),
+        pytest.param(lambda: "", Cause.NO_ENGINE, id="no endpoint is ready"),
+    ],
+)
+async def test_no_engine(address, cause):
+    tokenizer = Tokenizer(Model("m"), address)
+    assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert tokenizer.causes == {cause: 1}
+    await tokenizer.close()
+
+
+async def test_engines_are_not_asked_more_at_once_than_allowed(by_engine, engine):
+    engine.gate.clear()
+    asked = [asyncio.create_task(by_engine.encode(request(COMPLETIONS, prompt="hi"))) for _ in range(6)]
+    async with engine.arrived, asyncio.timeout(5):
+        await engine.arrived.wait_for(lambda: engine.waiting == 2)
+    engine.gate.set()
+    assert {tokens.source for tokens in await asyncio.gather(*asked)} == {TokenSource.ENGINE}
+    assert (engine.most_waiting, len(engine.questions)) == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "body", "cause"),
+    [
+        pytest.param(
+            {"chat_template": CHATML}, {"chat_template": "x"}, Cause.OWN_TEMPLATE, id="own template"
+        ),
+        pytest.param({}, {}, Cause.NO_TEMPLATE, id="the folder has no template"),
+    ],
+)
+async def test_the_engine_is_asked_where_local_cannot_tell(config, body, cause, folder, tmp_path, engine):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)), lambda: engine.address)
+    asked = request(CHAT, messages=HI, **body)
+    assert tokenizer.now(asked) is None
+    assert (await tokenizer.encode(asked)).source is TokenSource.ENGINE
+    assert tokenizer.causes == {cause: 1}
+    assert tokenizer.now(request(COMPLETIONS, prompt="hi")).source is TokenSource.LOCAL
+    await tokenizer.close()
+
+
+async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), lambda: engine.address)
+    tokens = tokenizer.now(request(CHAT, messages=[{"role": "pirate", "content": "arr"}]))
+    assert tokens.source is TokenSource.ESTIMATE
+    assert not engine.questions
+    await tokenizer.close()
+
+
+# Construction
+
+
+def broken(path):
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def bad_template(path, folder):
+    (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (path / "chat_template.jinja").write_text("{% if %}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(
+            lambda path, _: path / "nowhere", "There is no .*nowhere/tokenizer.json: name the", id="no folder"
+        ),
+        pytest.param(lambda path, _: path, "There is no .*leave it empty", id="empty folder"),
+        pytest.param(lambda path, _: broken(path), "does not load", id="broken file"),
+        pytest.param(bad_template, "does not load: TemplateSyntaxError", id="broken template"),
+        pytest.param(lambda *_: "", "needs the folder", id="local without folder"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there(make, message, tmp_path, folder):
+    model = Model("m", tokenizer=str(make(tmp_path, folder)), tokenize="local")
+    with pytest.raises(SpecError, match=message + r"(.|\n)*at `\$\.spec\.model\.tokenizer`"):
+        Tokenizer(model)
+
+
+@pytest.mark.parametrize("mode", ["engine", "estimate"])
+def test_a_tokenizer_that_is_not_used_need_not_be_there(mode):
+    Tokenizer(Model("m", tokenizer="/nowhere", tokenize=mode))
