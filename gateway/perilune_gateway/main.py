@@ -65,7 +65,11 @@ class Gateway:
         self.sessions = Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds)
         max_blocks = max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * kv_blocks * len(spec.endpoints))
         self.index = PrefixIndex(max_blocks, SPECULATIVE_TTL_S, claims_per_endpoint=kv_blocks)
-        self.parity = ParityCheck(spec.engine, spec.model)
+        self.parity = ParityCheck(
+            spec.engine.hashing,
+            spec.engine.block_size,
+            lora_paths={lora.name: lora.path for lora in spec.model.loras},
+        )
         self.tokenizer = Tokenizer(
             spec.model, self._any_endpoint, timeout_s=spec.routing.limits.decision_seconds
         )

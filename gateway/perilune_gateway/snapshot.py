@@ -44,7 +44,7 @@ class Snapshots:
                     said.prefix_queries_tokens if said else 0.0,
                     said.prefix_hits_tokens if said else 0.0,
                     self._events.stats(address),
-                    parity.state.value if view.endpoint.events else "",
+                    parity.parity.value if view.endpoint.events else "",
                     parity.cause,
                     parity.cure,
                     said.block_size if said else 0,

@@ -48,7 +48,7 @@ class EventSink:
         now = self._clock()
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._parity.stored(endpoint, event)
+                self._parity.observe(endpoint, event)
             self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
