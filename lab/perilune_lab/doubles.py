@@ -22,6 +22,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
+from perilune_gateway import wire
+from perilune_gateway.messages import Outbound
 from perilune_gateway.model import (
     NEED_BODY,
     Encode,
@@ -42,6 +44,8 @@ PHASE = "x-test-phase"
 """headers (default), body or tokens: when ScriptedRouter decides."""
 REFUSE = "x-test-refuse"
 """A RefuseReason instead of a route."""
+ILL = "x-test-ill"
+"""`a=503,b=die`: what endpoints of these names do instead of answering."""
 DO = "x-test-do"
 """What StubProcessor does, see its `acts`."""
 
@@ -167,13 +171,16 @@ class StubEndpoint:
             "content_length": request.headers.get("content-length"),
             "transfer_encoding": request.headers.get("transfer-encoding"),
         }
-        if kind == "die":
+        ills = dict(entry.split("=") for entry in request.headers.get(ILL, "").split(",") if entry)
+        ill = ills.get(self.name, "")
+        if kind == "die" or ill == "die":
             _abort(request.protocol)
         if kind == "hang":
             await self._let_go[test_id].wait()
         if kind == "sse":
             return await self._stream(request, test_id, broken=detail == "break")
-        return web.json_response(received, status=int(detail) if kind == "status" else 200)
+        status = detail if kind == "status" else ill
+        return web.json_response(received, status=int(status) if status.isdigit() else 200)
 
     async def _stream(self, request: web.Request, test_id: str, broken: bool) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -205,7 +212,7 @@ class Call:
 
     def __init__(self, context: grpc.aio.ServicerContext[bytes, bytes], first: pb.ProcessingRequest) -> None:
         self.context = context
-        self.first = first
+        self.duplex = first.protocol_config.request_body_mode == pb.ProcessingMode.FULL_DUPLEX_STREAMED
         headers = {h.key: h.raw_value.decode() for h in first.request_headers.headers.headers}
         self.test_id, self.do, self.route = (headers.get(name, "") for name in (ID, DO, ROUTE))
 
@@ -214,8 +221,14 @@ class Call:
         raw = await self.context.read()
         return pb.ProcessingRequest.FromString(raw) if isinstance(raw, bytes) else None
 
-    async def write(self, **fields: Any) -> None:
-        await self.context.write(pb.ProcessingResponse(**fields).SerializeToString())
+    async def write(self, *messages: Outbound) -> None:
+        for message in messages:
+            await self.context.write(wire.encode(message))
+
+    async def until_end(self) -> None:
+        """Read, and answer nothing, until the stream ends."""
+        while await self.read() is not None:
+            pass
 
 
 class StubProcessor:

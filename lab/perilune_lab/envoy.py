@@ -31,12 +31,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+
 from perilune_api.names import (
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
 )
-
 from perilune_lab import tether
 
 Json = dict[str, Any]
@@ -90,14 +90,16 @@ def config(
     connect_timeout_s: float = 1.0,
     retry_on: str = "connect-failure,refused-stream,reset-before-request",
     grpc_retries: int = 8,
+    keepalive_s: float = 0.0,
     filters_before: Sequence[Json] = (),
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
 ) -> Json:
     """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
 
-    `status_on_error` 0 keeps Envoy's own 500. `filters_before` run before ours. `processing_mode` and
-    `ext_proc` replace fields of that message and of the filter, for tests of Envoy itself.
+    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
+    ours. `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
+    Envoy itself.
     """
     return {
         "admin": {"address": _address(admin)},
@@ -145,7 +147,7 @@ def config(
             ],
             "clusters": [
                 _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s),
-                _processor_cluster(processors, buffer_bytes, connect_timeout_s),
+                _processor_cluster(processors, buffer_bytes, connect_timeout_s, keepalive_s),
             ],
         },
     }
@@ -317,8 +319,12 @@ def _endpoint_cluster(
     }
 
 
-def _processor_cluster(processors: Sequence[str], buffer_bytes: int, connect_timeout_s: float) -> Json:
-    windows = {"initial_stream_window_size": 16 * MIB, "initial_connection_window_size": 16 * MIB}
+def _processor_cluster(
+    processors: Sequence[str], buffer_bytes: int, connect_timeout_s: float, keepalive_s: float
+) -> Json:
+    http2: Json = {"initial_stream_window_size": 16 * MIB, "initial_connection_window_size": 16 * MIB}
+    if keepalive_s:
+        http2["connection_keepalive"] = {"interval": f"{keepalive_s}s", "timeout": "5s"}
     return {
         "name": "processors",
         "type": "STATIC",
@@ -326,7 +332,7 @@ def _processor_cluster(processors: Sequence[str], buffer_bytes: int, connect_tim
         "per_connection_buffer_limit_bytes": buffer_bytes,
         "circuit_breakers": _breaker(),
         "load_assignment": _load_assignment("processors", processors),
-        "typed_extension_protocol_options": _http("http2_protocol_options", windows),
+        "typed_extension_protocol_options": _http("http2_protocol_options", http2),
     }
 
 
