@@ -110,8 +110,8 @@ def diagnose(nodes: Sequence[NodeStats], block_size: int, pool_error: str = "") 
             )
         )
     for node in nodes:
-        for check in CHECKS:
-            found.extend(check(node, block_size))
+        checks = CHECKS if node.endpoint.ready else (_not_ready,)
+        found.extend(problem for check in checks for problem in check(node, block_size))
     return tuple(found)
 
 
@@ -119,15 +119,15 @@ Check = Callable[[NodeStats, int], Iterator[Problem]]
 
 
 def _not_ready(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    if not node.endpoint.ready:
-        yield Problem(
-            ProblemKind.NOT_READY,
-            node.endpoint.address,
-            "not ready",
-            "it gets no requests",
-            "it does not answer, or answered with errors",
-            "look at the engine's log; it is taken back by itself with its next good answer",
-        )
+    address = node.endpoint.address
+    yield Problem(
+        ProblemKind.NOT_READY,
+        address,
+        "not ready",
+        "it gets no requests",
+        "it is down, still loading, or answered with errors",
+        f"see its log and curl http://{address}/metrics; with its next good answer it is taken back",
+    )
 
 
 def _stale_metrics(node: NodeStats, block_size: int) -> Iterator[Problem]:
@@ -147,16 +147,16 @@ def _events(node: NodeStats, block_size: int) -> Iterator[Problem]:
     events, address = node.events, node.endpoint.address
     if events is None:
         return
-    if not events.connected:
+    if not events.connected and node.prefix_queries_tokens:  # an engine that served nothing says nothing
         yield Problem(
             ProblemKind.NO_EVENTS,
             address,
-            "no KV event has arrived since the feed (re)connected",
+            "it has served prompts, and no KV event has arrived",
             "its cache is known only by what was routed there",
-            "it has not served anything yet, or its publisher is off or unreachable",
+            "its publisher is off, or not reachable at the address of the pool document",
             "start vLLM with --kv-events-config enabling zmq, and check `events` of the pool document",
         )
-    elif events.lag_s > LATE_EVENTS_S:
+    if events.lag_s > LATE_EVENTS_S:
         yield Problem(
             ProblemKind.LATE_EVENTS,
             address,
@@ -200,4 +200,5 @@ def _block_size(node: NodeStats, block_size: int) -> Iterator[Problem]:
         )
 
 
-CHECKS: tuple[Check, ...] = (_not_ready, _stale_metrics, _events, _parity, _block_size)
+CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size)
+"""Of a ready endpoint; of another one, being down explains the rest."""

@@ -133,6 +133,7 @@ class Metrics:
         self._chosen: dict[tuple[str, str, str], Counter] = {}
         self._tokens: dict[str, tuple[Counter, Counter]] = {}
         self._ended: dict[tuple[str, str], Counter] = {}
+        self._unread: dict[str, Counter] = {}
         registry.register(_Mirror(self))
 
     # What happens
@@ -192,7 +193,9 @@ class Metrics:
         self._streams.dec()
 
     def scrape_failed(self, endpoint: str) -> None:
-        self._scrape_errors.labels(endpoint).inc()
+        if endpoint not in self._unread:
+            self._unread[endpoint] = self._scrape_errors.labels(endpoint)
+        self._unread[endpoint].inc()
 
     # What is
 
@@ -212,6 +215,8 @@ class Metrics:
         if self._tokens.pop(endpoint, None):
             self._prompt.remove(endpoint)
             self._cached.remove(endpoint)
+        if self._unread.pop(endpoint, None):
+            self._scrape_errors.remove(endpoint)
         for key in [key for key in self._ended if key[0] == endpoint]:
             del self._ended[key]
             self._requests.remove(*key)

@@ -144,7 +144,7 @@ class TestState:
                 prefix_queries_tokens=100,
                 prefix_hits_tokens=80,
                 events=EventStats(connected=True, lag_s=0.01, gaps=1),
-                parity="equal",
+                parity="ok",
             ),
             NodeStats(Endpoint("b", ready=False)),
         )
@@ -161,7 +161,7 @@ class TestState:
         assert a["index"] == {"device": 7, "host": 0, "speculative": 0}
         assert a["engine"]["hit_ratio"] == 0.8
         assert (a["events"]["gaps"], a["events"]["lag_s"]) == (1, 0.01)
-        assert a["parity"]["state"] == "equal"
+        assert a["parity"]["state"] == "ok"
         assert (b["ready"], b["events"], b["parity"]) == (False, None, None)
         assert (b["load"]["metrics_age_s"], b["engine"]["hit_ratio"]) == (None, None)
 

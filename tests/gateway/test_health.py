@@ -19,7 +19,13 @@ def node(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **change
         pytest.param(node(age_s=15.1), [ProblemKind.STALE_METRICS], id="metrics old"),
         pytest.param(node(age_s=15.0), [], id="metrics just fresh"),
         pytest.param(node(age_s=float("inf")), [ProblemKind.STALE_METRICS], id="metrics never read"),
-        pytest.param(node(events=EventStats()), [ProblemKind.NO_EVENTS], id="no events yet"),
+        pytest.param(node(events=EventStats()), [], id="no events, nothing served yet"),
+        pytest.param(
+            node(events=EventStats(), prefix_queries_tokens=9.0), [ProblemKind.NO_EVENTS], id="no events"
+        ),
+        pytest.param(
+            node(ready=False, age_s=99.0, block_size=32), [ProblemKind.NOT_READY], id="down explains the rest"
+        ),
         pytest.param(node(events=EventStats(True, 0.1)), [], id="events flow"),
         pytest.param(node(events=EventStats(True)), [], id="connected, no batch yet"),
         pytest.param(node(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
@@ -27,9 +33,9 @@ def node(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **change
         pytest.param(
             node(events=EventStats(True, 0.1, gaps=2, rebuilds=1)), [ProblemKind.LOST_EVENTS], id="rebuilt"
         ),
-        pytest.param(node(parity="equal"), [], id="hashes equal"),
+        pytest.param(node(parity="ok"), [], id="hashes equal"),
         pytest.param(
-            node(parity="differs", parity_cause="seed", parity_cure="set it"),
+            node(parity="seed", parity_cause="seed", parity_cure="set it"),
             [ProblemKind.PARITY],
             id="hashes differ",
         ),
@@ -44,7 +50,7 @@ def test_one_endpoint(row, expected):
 
 
 def test_parity_says_its_own_cause_and_cure():
-    (problem,) = diagnose([node(parity="differs", parity_cause="the seed", parity_cure="set it")], 16)
+    (problem,) = diagnose([node(parity="seed", parity_cause="the seed", parity_cure="set it")], 16)
     assert (problem.cause, problem.cure) == ("the seed", "set it")
 
 

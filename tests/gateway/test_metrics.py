@@ -173,7 +173,7 @@ class TestMirror:
             Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
             index=EndpointBlocks(40, 2, 6),
             events=EventStats(True, 0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1),
-            parity="equal",
+            parity="ok",
         )
         return Snapshot(
             (node, NodeStats(Endpoint("b"))),
@@ -205,7 +205,7 @@ class TestMirror:
             ("endpoint_metrics_age_seconds", {"endpoint": "b", "role": "both"}, float("inf")),
             ("index_blocks", {"endpoint": "a", "tier": "device"}, 40),
             ("index_blocks", {"endpoint": "a", "tier": "host"}, 2),
-            ("parity", {"endpoint": "a", "state": "equal"}, 1),
+            ("parity", {"endpoint": "a", "state": "ok"}, 1),
             ("events_lag_seconds", {"endpoint": "a"}, 0.01),
             ("events_batches_total", {"endpoint": "a"}, 9),
             ("events_gaps_total", {"endpoint": "a"}, 2),
@@ -236,6 +236,7 @@ class TestMirror:
     def test_what_left_the_pool_leaves_the_page(self, metrics):
         metrics.decided(record())
         metrics.ended("a", Outcome.COMPLETED)
+        metrics.scrape_failed("a")
         metrics.forget("a")
         metrics.forget("never seen")
         assert b'endpoint="a"' not in generate_latest(metrics.registry)

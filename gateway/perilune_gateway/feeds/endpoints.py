@@ -53,7 +53,8 @@ class PoolFile:
             self.refuse(str(error))
             return None
         if pool == self.current:
-            self._accept("pool file as in force again")
+            if self.last_error:
+                self._accept("pool file as in force again")
             return None
         return pool
 

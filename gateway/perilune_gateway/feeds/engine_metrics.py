@@ -227,7 +227,8 @@ class _Watch:
 
     def _unreadable(self, error: Exception) -> None:
         if not self._failing:
-            log.warning("engine metrics unreadable endpoint=%s cause=%r", self._address, error)
+            cause = f"{type(error).__name__} {error}".strip()
+            log.warning("engine metrics unreadable endpoint=%s cause=%s", self._address, cause)
         self._failing = True
         self._sink(self._address, None, self._clock())
 
