@@ -21,13 +21,11 @@ from typing import Any
 
 import msgspec
 
-from perilune_gateway.openai import Api, ChatPrompt
+from perilune_gateway.openai import BILLING_MARK, Api, ChatPrompt
 
 Message = dict[str, Any]
 
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinking"))
-_BILLING_MARK = "x-anthropic-billing-header"
-"""vLLM drops this per-request system block of one client: it would defeat every prefix cache."""
 
 
 class ConversationError(ValueError):
@@ -188,7 +186,7 @@ def _system_texts(system: Any) -> list[str]:
     if isinstance(system, str):
         return [system] if system else []
     texts = [block["text"] for block in system or () if block["type"] == "text" and block.get("text")]
-    return [text for text in texts if not text.startswith(_BILLING_MARK)]
+    return [text for text in texts if not text.startswith(BILLING_MARK)]
 
 
 def _anthropic_turn(role: str, content: Any) -> list[Message]:

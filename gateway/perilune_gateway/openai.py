@@ -42,6 +42,11 @@ PATHS: Mapping[str, Api] = {
 }
 
 
+BILLING_MARK = "x-anthropic-billing-header"
+"""Begins a system block that one client writes anew for every request. vLLM drops that block, because it
+would defeat every prefix cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Completions: one or more texts, each an engine request of its own."""
@@ -102,12 +107,15 @@ class ParsedRequest:
     def prefix_text(self) -> bytes:
         """Text whose common leading bytes stand for common leading tokens: what a byte estimate hashes.
 
-        System, tools, then messages, as the body writes them: a conversation that grew by a turn extends
-        it. Empty for ids.
+        System (unless BILLING_MARK spoils it), tools, then messages, as the body writes them: a
+        conversation that grew by a turn extends it. Empty for ids.
         """
         match self.prompt:
             case ChatPrompt() as chat:
-                return bytes(chat.system) + bytes(chat.tools) + bytes(chat.messages).removesuffix(b"]")
+                system = bytes(chat.system)
+                if BILLING_MARK.encode() in system:
+                    system = b""
+                return system + bytes(chat.tools) + bytes(chat.messages).removesuffix(b"]")
             case TextPrompt(texts=texts):
                 return texts[0].encode() if texts else b""
             case TokenPrompt():

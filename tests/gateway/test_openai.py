@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from perilune_gateway.model import Refusal, RefuseReason
 from perilune_gateway.openai import (
     Api,
@@ -322,6 +323,16 @@ def test_a_grown_conversation_extends_its_prefix_text():
         second = accepted(path, messages=turns, tools=[{"name": "t"}], **system).prefix_text()
         assert second.startswith(first)
         assert len(second) > len(first) > 40
+
+
+def test_a_billing_header_does_not_spoil_the_prefix_text():
+    def prefix(n):
+        header = {"type": "text", "text": f"x-anthropic-billing-header: {n}"}
+        return accepted(
+            MESSAGES, messages=HELLO, system=[header, {"type": "text", "text": "s"}]
+        ).prefix_text()
+
+    assert prefix(1) == prefix(2) != b""
 
 
 def test_prefix_text_of_completions():
