@@ -29,9 +29,9 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from perilune_api.pool import Model, SpecError
 from tokenizers import Tokenizer as HfTokenizer
 
+from perilune_api.pool import Model, SpecError
 from perilune_gateway import chat_template
 from perilune_gateway.chat_template import ChatTemplates, TemplateError
 from perilune_gateway.conversation import Conversation, ConversationError, as_sent, read

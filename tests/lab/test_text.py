@@ -5,6 +5,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
 from perilune_gateway import chat_template, openai
 from perilune_gateway.conversation import read
 from perilune_lab.text import (
@@ -16,7 +18,6 @@ from perilune_lab.text import (
     render_chat,
     write_tokenizer,
 )
-from tokenizers import Tokenizer
 
 VOCABULARY = Vocabulary()
 LAB = LabTokenizer(VOCABULARY)
