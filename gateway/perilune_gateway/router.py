@@ -224,7 +224,7 @@ class Router:
             TokenSource.ESTIMATE,
             body_bytes=head.content_length,
         )
-        held = min(session.tail_tokens, self._whole_blocks(prompt.tokens))
+        held = min(self._held(session, now), self._whole_blocks(prompt.tokens))
         candidates = self._candidates(eligible, prompt, {host: Overlap(held, held, held)})
         laps.lap(Step.INDEX)
         return self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
@@ -465,7 +465,7 @@ class Router:
         if prompt.model:
             self.sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
         else:
-            session.context_tokens = prompt.tokens
+            self.sessions.unread(session, prompt.tokens, prompt.body_bytes)
         if prompt.blocks:
             self.sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
         elif not self._publishes_events(target):
@@ -593,6 +593,14 @@ class Router:
     def _whole_blocks(self, prompt_tokens: int) -> int:
         """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""
         return (prompt_tokens - 1) // self._block_size * self._block_size
+
+    def _held(self, session: Session, now: float) -> int:
+        """Tokens of the session's context that its host still holds, as far as one look tells: all up to the
+        tail, or nothing once the tail was evicted."""
+        if not self._publishes_events(session.host):
+            return session.tail_tokens
+        found = self.index.find_matches((session.tail,), now)
+        return session.tail_tokens if session.host in found.device else 0
 
     def _publishes_events(self, address: str) -> bool:
         endpoint = self.fleet.get(address)

@@ -175,6 +175,17 @@ def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> No
     assert rig.pending()[second.target] == 40
 
 
+def test_an_unread_turn_after_an_eviction_counts_as_uncached(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    routed = rig.route(range(40), h)
+    host = routed.destinations[0]
+    rig.stored(host, range(40))
+    assert rig.record(rig.route(h=h)).cached_tokens == 40
+    rig.router.index.removed(host, Tier.DEVICE, blocks.chain(range(40), BLOCK, 0)[-2:])
+    rig.now += 60.0
+    assert rig.record(rig.route(h=h)).cached_tokens == 0
+
+
 def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     first = rig.route(range(40), h)

@@ -34,7 +34,9 @@ class Session:
     moved_at: float = -inf
     moves: int = 0
     context_tokens: int = 0
-    """Prompt tokens of the last turn, as counted or estimated."""
+    """Tokens of its context: the last prompt as counted or estimated, then what events say."""
+    body_bytes: int = 0
+    """Of its last body, read or not."""
     bytes_per_token: float = 0.0
     """Of its last read body; 0: none was read."""
     tail: int = 0
@@ -42,14 +44,20 @@ class Session:
     tail_tokens: int = 0
     """Tokens up to the tail's end."""
     prompt_tail: int = 0
+    prompt_tokens: int = 0
+    """Of the prompt that ends in `prompt_tail`."""
     ticket: int = -1
     """Its latest request."""
 
     def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
-        """Tokens of an unread body; without a length, as many as last time."""
+        """Tokens of an unread body: the known context, and its growth at the session's own ratio. A body
+        that shrank is a rewritten one; one without a length is taken to be as long as the context."""
+        ratio = self.bytes_per_token or default_bytes_per_token
         if not body_bytes:
             return self.context_tokens
-        return int(body_bytes / (self.bytes_per_token or default_bytes_per_token))
+        if body_bytes < self.body_bytes or not self.context_tokens:
+            return int(body_bytes / ratio)
+        return self.context_tokens + int((body_bytes - self.body_bytes) / ratio)
 
 
 class Sessions:
@@ -95,7 +103,7 @@ class Sessions:
         of it, in whole blocks, and shorter."""
         for block in reversed(blocks):
             session = self._by_prompt_tail.get((tenant, block))
-            if session and session.context_tokens < tokens:
+            if session and session.prompt_tokens < tokens:
                 return self.find(session.key, now)
         return None
 
@@ -122,14 +130,18 @@ class Sessions:
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
-        session.context_tokens = tokens
+        self.unread(session, tokens, body_bytes)
         if tokens and body_bytes:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:
             return
         self._drop_prompt_tail(session)
-        session.prompt_tail = blocks[-1]
+        session.prompt_tail, session.prompt_tokens = blocks[-1], tokens
         self._by_prompt_tail[session.key.tenant, blocks[-1]] = session
+
+    def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
+        """A turn's body was not read; `tokens` is an estimate."""
+        session.context_tokens, session.body_bytes = tokens, body_bytes
 
     def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
         """The host holds the session's chain up to block `tail`, `tail_tokens` from the start."""
@@ -145,6 +157,7 @@ class Sessions:
             return None
         grown = len(blocks) * block_size
         self._set_tail(session, blocks[-1], session.tail_tokens + grown)
+        session.context_tokens = session.tail_tokens
         return session, grown
 
     def forget_host(self, host: str) -> None:

@@ -80,12 +80,29 @@ def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: S
     assert sessions.blocks_stored("h", 3, [4], 16) is None
 
 
-def test_estimate_from_the_sessions_own_ratio(sessions: Sessions) -> None:
+@pytest.mark.parametrize(
+    ("body_bytes", "tokens"),
+    [
+        pytest.param(500, 100, id="as long as last time"),
+        pytest.param(600, 120, id="growth at its own ratio"),
+        pytest.param(250, 50, id="rewritten: all at its own ratio"),
+        pytest.param(0, 100, id="no length: as last time"),
+    ],
+)
+def test_estimate_of_an_unread_body(sessions: Sessions, body_bytes: int, tokens: int) -> None:
     session = bound(sessions)
     assert session.estimate_tokens(400, 4.0) == 100
     sessions.read(session, 100, 500, [])
-    assert session.estimate_tokens(1_000, 4.0) == 200
-    assert session.estimate_tokens(0, 4.0) == 100
+    assert session.estimate_tokens(body_bytes, 4.0) == tokens
+
+
+def test_events_correct_the_estimate(sessions: Sessions) -> None:
+    session = bound(sessions)
+    sessions.read(session, 48, 240, [1, 2, 3])
+    sessions.cached(session, 3, 48)
+    sessions.unread(session, 100, 500)
+    sessions.blocks_stored("h", 3, [4, 5], 16)
+    assert session.estimate_tokens(600, 4.0) == 80 + 20
 
 
 def test_free_leaves_nothing(sessions: Sessions) -> None:
