@@ -25,12 +25,14 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
 )
 HI = [{"role": "user", "content": "hi"}]
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 4000}}
+HALF_EMOJI = {"name": "f", "arguments": '{"a": "\\ud83d"}'}
 CHATML = """\
 {%- for message in messages %}
     {%- if message.role == 'pirate' %}{{- raise_exception('no pirates') }}{%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if tools %}{{- tools | length }}{%- endif %}
+{%- for call in messages[-1].tool_calls or [] %}{{- call.function.arguments | tojson }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
@@ -288,6 +290,13 @@ def _shared(folder) -> Tokenizer:
             id="stored conversation",
         ),
         pytest.param(COMPLETIONS, {"prompt_embeds": "AAAA"}, Cause.NO_TEXT, 1, id="embeddings"),
+        pytest.param(
+            CHAT,
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": HALF_EMOJI}]}]},
+            Cause.TOKENIZER,
+            27,
+            id="half an emoji in an argument",
+        ),
     ],
 )
 async def test_what_cannot_be_encoded_is_estimated(path, body, cause, count, tokenizer, caplog):
