@@ -210,16 +210,13 @@ def _ext_proc(
     duplex = mode is Mode.FULL_DUPLEX
     fields: Json = {
         "grpc_service": {
-            "envoy_grpc": {
-                "cluster_name": "processors",
-                "authority": "processors",
-                "retry_policy": {
-                    "retry_on": "connect-failure,refused-stream,reset,unavailable",
-                    "num_retries": grpc_retries,
-                    "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.5s"},
-                },
-            },
+            "envoy_grpc": {"cluster_name": "processors", "authority": "processors"},
             "timeout": "10s",
+            "retry_policy": {  # here, not in envoy_grpc, whose policy concerns xDS only
+                "retry_on": "connect-failure,refused-stream,reset,unavailable",
+                "num_retries": grpc_retries,
+                "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.5s"},
+            },
         },
         "failure_mode_allow": fail_open and not duplex,  # refused by Envoy Gateway in full duplex
         "message_timeout": f"{message_timeout_s}s",
