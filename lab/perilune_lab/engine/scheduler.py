@@ -5,18 +5,19 @@ says. One step:
 
 1. Running sequences first: one token each for those that decode, the next chunk for those still in prefill.
    No block left → the last (or least urgent) sequence is preempted and recomputed later.
-2. Then waiting ones, in order of arrival (or priority), while token budget, sequence slots and blocks last. Each
-   looks up its prefix: cached blocks are attached (*hit*), what is left is prefilled with the chunks of all others
-   in the same forward (*misses*, batched). Blocks register as they are scheduled, so of equal prompts in one batch
-   the first is computed and the others share its blocks.
-3. A prefix that the shared store holds beyond the device's is loaded first, at the store's speed and outside the
-   step; the sequence joins when its blocks are there.
-4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's order, so
-   results do not depend on how the batch was split.
+2. Then waiting ones, in order of arrival (or priority), while token budget, sequence slots and blocks
+   last. Each looks up its prefix: cached blocks are attached (*hit*), what is left is prefilled with the
+   chunks of all others in the same forward (*misses*, batched). Blocks register as they are scheduled, so
+   of equal prompts in one batch the first is computed and the others share its blocks.
+3. A prefix that the shared store holds beyond the device's is loaded first, at the store's speed and
+   outside the step; the sequence joins when its blocks are there.
+4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's
+   order, so results do not depend on how the batch was split.
 
-`serial_misses` models an engine without batched misses: a step is either one prompt's prefill, alone, or decode.
-Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves. Not modelled:
-speculative decoding, several ranks, sampling (the caller brings the tokens that will come out).
+`serial_misses` models an engine without batched misses: a step is either one prompt's prefill, alone, or
+decode. Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves.
+Not modelled: speculative decoding, several ranks, sampling (the caller brings the tokens that will come
+out).
 """
 
 import heapq
@@ -76,7 +77,8 @@ class Request:
         priority: int = 0,
         report_full: bool = False,
     ) -> None:
-        """`output`: the tokens that this request will produce, at least one; `natural_end`: it ends because the
+        """`output`: the tokens that this request will produce, at least one; `natural_end`: it ends
+        because the
         model stops, not because of its limit."""
         if not output:
             raise ValueError("a request produces at least one token")
@@ -101,7 +103,8 @@ class Request:
         """Leading blocks that were offered to the store."""
         self.arrived_s = self.scheduled_s = inf
         self.ready_s = inf
-        """When it can run: arrival + request overhead; then, if it loads from the store, when that is done."""
+        """When it can run: arrival + request overhead; then, if it loads from the store, when that is
+        done."""
         self.first_token_s = self.last_token_s = self.finished_s = inf
         self.finish: Finish | None = None
 
@@ -302,7 +305,8 @@ class Scheduler:
         return budget
 
     def _schedule(self, step: Step, request: Request, budget: int) -> int:
-        """Next chunk or token of a running sequence, with blocks, by preempting others if need be. Returns its
+        """Next chunk or token of a running sequence, with blocks, by preempting others if need be.
+        Returns its
         tokens, 0 when it had to give way itself."""
         table, before = request.table, request.computed
         new = min(len(table.tokens) - before, budget)
@@ -412,7 +416,8 @@ class Scheduler:
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Puts the prompt's new full blocks into the store; announces those that it did not have, one by one."""
+        """Puts the prompt's new full blocks into the store; announces those that it did not have, one by
+        one."""
         table, size = request.table, self.cache.block_size
         first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size
         if self.store is None or end <= first:

@@ -1,0 +1,168 @@
+"""KV events in vLLM 0.32's wire format, and the ZMQ sockets that carry them.
+
+    live:    [topic, seq, payload]                        on a PUB socket
+    replay:  DEALER sends [empty, first seq]; ROUTER answers [empty, topic, seq, payload] …,
+             then [empty, empty, eight 0xff, empty]
+    seq      u64 big-endian, from 0 per process
+    payload  msgpack [ts, [event, …], data_parallel_rank]; an event is a map, defaults left out
+
+One batch per engine step that changed the cache, sent when the step ends. A store event holds all blocks
+that one sequence filled in one step; a removal is one event per block. Blocks in the shared pool are
+announced with medium `cpu`, one by one, without extra keys, and never removed, as Mooncake's connector
+does it.
+
+Cost: about 0.15 µs per token id and 0.5 µs per removal. Not done: full-digest hashes, several ranks.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from perilune_lab.engine.hashing import low64
+from perilune_lab.engine.kv_cache import Change, Cleared, Removed, Stored
+
+END_OF_REPLAY = (b"", b"", b"\xff" * 8, b"")
+_HIGH_WATER_MARK = 100_000
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    """Fields and their order are vLLM's; those without a default are always written."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def to_event(change: Change, block_size: int) -> Event:
+    match change:
+        case Stored():
+            space = change.namespace
+            return BlockStored(
+                block_hashes=[low64(digest) for digest in change.digests],
+                parent_block_hash=None if change.parent is None else low64(change.parent),
+                token_ids=change.tokens,
+                block_size=block_size,
+                lora_id=None if change.shared else space.lora_id or None,
+                medium="cpu" if change.shared else "GPU",
+                lora_name=None if change.shared else space.lora_name or None,
+                extra_keys=None if change.shared else _extra_keys(change),
+                group_idx=0,
+                kv_cache_spec_kind=None if change.shared else "full_attention",
+                session_id=None if change.shared else change.session_id or None,
+            )
+        case Removed():
+            return BlockRemoved(block_hashes=[low64(change.digest)], medium="GPU", group_idx=0)
+        case Cleared():
+            return AllBlocksCleared()
+
+
+def _extra_keys(change: Stored) -> list[list[str] | None]:
+    first = change.first_block
+    return [change.namespace.announced(block) for block in range(first, first + len(change.digests))]
+
+
+def encode_batch(changes: Sequence[Change], block_size: int, ts: float, rank: int = 0) -> bytes:
+    """One payload. `ts`: Unix seconds."""
+    return _encode((ts, [to_event(change, block_size) for change in changes], rank))
+
+
+class ReplayBuffer:
+    """The last `steps` batches, numbered from 0."""
+
+    def __init__(self, steps: int) -> None:
+        self.next_seq = 0
+        self._batches: deque[tuple[int, bytes]] = deque(maxlen=steps)
+
+    def append(self, payload: bytes) -> int:
+        seq = self.next_seq
+        self.next_seq += 1
+        self._batches.append((seq, payload))
+        return seq
+
+    def since(self, first: int) -> list[tuple[int, bytes]]:
+        """Batches from `first` on that are still held."""
+        return [batch for batch in self._batches if batch[0] >= first]
+
+
+class Publisher:
+    """The sockets. `events` and `replay` in the constructor may end in `:*`, for a free port; afterwards
+    they are
+    the real addresses. Raises zmq.ZMQError where a socket cannot be bound."""
+
+    def __init__(
+        self,
+        events: str,
+        replay: str,
+        topic: str,
+        block_size: int,
+        buffer_steps: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.topic = topic
+        self.buffer_steps = buffer_steps
+        self._block_size = block_size
+        self._clock = clock
+        self._buffer = ReplayBuffer(buffer_steps)
+        self._context = zmq.Context()
+        self._sync = zmq.asyncio.Context(self._context)
+        try:
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(_HIGH_WATER_MARK)
+            self._pub.bind(events)
+            self._router = self._sync.socket(zmq.ROUTER)
+            self._router.bind(replay)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self.events = self._pub.get_string(zmq.LAST_ENDPOINT)
+        self.replay = self._router.get_string(zmq.LAST_ENDPOINT)
+        self.high_water_mark = _HIGH_WATER_MARK
+
+    def publish(self, changes: Sequence[Change]) -> None:
+        """Numbers and sends one batch; without a subscriber it is only kept for replay."""
+        payload = encode_batch(changes, self._block_size, self._clock())
+        seq = self._buffer.append(payload)
+        self._pub.send_multipart((self.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
+
+    async def serve_replay(self) -> None:
+        """Answers replay requests until cancelled; ignores what is none."""
+        while True:
+            frames = await self._router.recv_multipart()
+            if len(frames) != 3 or frames[1] != b"" or len(frames[2]) != 8:
+                continue
+            peer, first = frames[0], int.from_bytes(frames[2], "big")
+            for seq, payload in self._buffer.since(first):
+                answer = (peer, b"", self.topic.encode(), seq.to_bytes(8, "big"), payload)
+                await self._router.send_multipart(answer)
+                await asyncio.sleep(0)
+            await self._router.send_multipart((peer, *END_OF_REPLAY))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)

@@ -1,0 +1,316 @@
+"""vLLM's HTTP surface on aiohttp.
+
+Generating requests: parse → check model and length → open a table (the prompt's block hashes) → submit →
+the service writes the stream, or the handler writes the whole answer. A client that leaves cancels its
+handler, which aborts the request and frees its blocks. Errors have OpenAI's form.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from perilune_lab.engine.answers import error_body, form_for
+from perilune_lab.engine.hashing import BASE, Namespace
+from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, parse
+from perilune_lab.engine.scheduler import Request
+from perilune_lab.engine.service import Answer, Service
+from perilune_lab.engine.words import key_of
+
+VERSION = "0.32.0"
+"""The vLLM whose behaviour this is."""
+NAME_HEADER = "x-perilune-endpoint"
+"""Response header: the address that answered."""
+_MOST_BODY_BYTES = 64 * 1024 * 1024
+_ID_PREFIX = {
+    Api.CHAT: "chatcmpl-",
+    Api.COMPLETIONS: "cmpl-",
+    Api.RESPONSES: "resp_",
+    Api.MESSAGES: "chatcmpl-",
+}
+
+_json = msgspec.json.Encoder().encode
+_T = TypeVar("_T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the server says of itself."""
+
+    model: str
+    max_model_len: int
+    adapters: Mapping[str, Namespace]
+    """LoRA adapters by the name that requests use."""
+    topic: str = ""
+    events: str = ""
+    replay: str = ""
+    buffer_steps: int = 0
+    high_water_mark: int = 0
+
+
+class _ResponseSink:
+    """A streamed response as a `Sink`."""
+
+    __slots__ = ("_response", "_transport")
+
+    def __init__(self, response: web.StreamResponse, transport: asyncio.Transport | None) -> None:
+        self._response = response
+        self._transport = transport
+
+    async def write(self, data: bytes) -> None:
+        await self._response.write(data)
+
+    def unsent_bytes(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+
+class Server:
+    def __init__(
+        self, service: Service, served: Served, clear_store: Callable[[], None] | None = None
+    ) -> None:
+        self._service = service
+        self._served = served
+        self._clear_store = clear_store
+        self.address = ""
+        """`ip:port`, set once it listens."""
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_answer_errors(self)], client_max_size=_MOST_BODY_BYTES)
+        for api in Api:
+            app.router.add_post(api, self._generate_handler(api))
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_post("/reset_prefix_cache", self._reset)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._ok)
+        app.router.add_route("*", "/ping", self._ok)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/load", self._load)
+        app.router.add_get("/kv_event_sources", self._sources)
+        return app
+
+    # generation
+
+    def _generate_handler(self, api: Api) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return await self._generate(api, request)
+
+        return handler
+
+    async def _generate(self, api: Api, http: web.Request) -> web.StreamResponse:
+        service = self._service
+        inbound = parse(api, await http.read(), service.text)
+        namespace = self._namespace(inbound)
+        if http.headers.get("x-data-parallel-rank", "0") != "0":
+            raise BadRequestError("data_parallel_rank is out of range [0, 1)", param="data_parallel_rank")
+        n_tokens, natural = self._output_tokens(inbound)
+        given = http.headers.get("x-request-id") or inbound.request_id or uuid.uuid4().hex
+        answer_id = _ID_PREFIX[api] + given
+        session = http.headers.get("x-session-id") or inbound.session_id
+        table = service.scheduler.cache.open(inbound.prompt[:], namespace, session)
+        request = Request(
+            given,
+            table,
+            service.text.answer(inbound.prompt, n_tokens),
+            natural_end=natural,
+            priority=inbound.priority,
+            report_full=inbound.report_full,
+        )
+        headers = {NAME_HEADER: self.address, "x-request-id": given}
+        form = form_for(inbound, answer_id)
+        done = asyncio.get_running_loop().create_future()
+        if not inbound.stream:
+            answer = Answer(request, form, None, done)
+            await self._answered(answer)
+            text = service.text.decode(request.output)
+            body = form.whole(text, request.output, answer.usage(), str(request.finish))
+            return web.Response(body=body, content_type="application/json", headers=headers)
+        response = web.StreamResponse(headers=headers)
+        response.content_type = "text/event-stream"
+        response.charset = "utf-8"
+        response.enable_chunked_encoding()
+        await response.prepare(http)
+        first = form.begin()
+        if first:
+            await response.write(first)
+        await self._answered(Answer(request, form, _ResponseSink(response, http.transport), done))
+        await response.write_eof()
+        return response
+
+    async def _answered(self, answer: Answer) -> None:
+        """Until the answer is complete; a cancelled handler (the client left) aborts."""
+        self._service.submit(answer)
+        try:
+            await answer.done
+        finally:
+            self._service.abort(answer.request)
+
+    def _namespace(self, inbound: Inbound) -> Namespace:
+        served = self._served
+        adapter = served.adapters.get(inbound.model)
+        if adapter is None and inbound.model != served.model:
+            message = f"The model `{inbound.model}` does not exist."
+            raise BadRequestError(message, 404, "NotFoundError", "model")
+        if not inbound.cache_salt:
+            return adapter or BASE
+        base = adapter or BASE
+        return Namespace(inbound.cache_salt, base.lora_name, base.lora_path, base.lora_id)
+
+    def _output_tokens(self, inbound: Inbound) -> tuple[int, bool]:
+        """How long the answer will be, and whether the model ends it. Raises BadRequestError."""
+        room, prompt = self._served.max_model_len, len(inbound.prompt)
+        if prompt >= room:
+            self._service.metrics.rejections += 1
+            raise BadRequestError(
+                f"This model's maximum context length is {room} tokens. However, your request has {prompt}"
+                " input tokens. Please reduce the length of the input messages.",
+                param="input_tokens",
+            )
+        wanted = inbound.max_tokens
+        if wanted is not None and wanted < 1:
+            raise BadRequestError(f"max_tokens must be at least 1, got {wanted}.", param="max_tokens")
+        if wanted is not None and prompt + wanted > room:
+            raise BadRequestError(
+                f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's maximum"
+                f" context length is {room} tokens and your request has {prompt} input tokens"
+                f" ({wanted} > {room} - {prompt}).",
+                param="max_tokens",
+            )
+        if wanted is not None:
+            return wanted, False
+        if inbound.ignore_eos:
+            return room - prompt, False
+        natural = 16 + key_of(inbound.prompt) % 113
+        return min(natural, room - prompt), natural <= room - prompt
+
+    # the rest
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        fields = _decode(await http.read(), _Tokenize)
+        text = self._service.text
+        try:
+            if fields.messages is not None:
+                tokens = text.chat(fields.messages, fields.tools or ())
+            else:
+                tokens = completion_prompt(fields.prompt, text)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadRequestError(f"the conversation has not the API's form: {error!r}") from None
+        answer = {
+            "count": len(tokens),
+            "max_model_len": self._served.max_model_len,
+            "tokens": tokens,
+            "token_strs": text.pieces(tokens) if fields.return_token_strs else None,
+        }
+        return _answer(answer)
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        fields = _decode(await http.read(), _Detokenize)
+        try:
+            return _answer({"prompt": self._service.text.decode(fields.tokens)})
+        except (IndexError, OverflowError, ValueError):
+            raise BadRequestError("a token id is not in the vocabulary", param="tokens") from None
+
+    async def _count_tokens(self, http: web.Request) -> web.Response:
+        inbound = parse(Api.MESSAGES, await http.read(), self._service.text)
+        return _answer({"input_tokens": len(inbound.prompt)})
+
+    async def _reset(self, http: web.Request) -> web.Response:
+        done = self._service.reset_prefix_cache()
+        if http.query.get("reset_external", "").lower() == "true" and self._clear_store is not None:
+            self._clear_store()
+        return web.Response(status=200 if done else 409)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        served = self._served
+        card = {
+            "id": served.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "vllm",
+            "root": served.model,
+            "parent": None,
+            "max_model_len": served.max_model_len,
+        }
+        adapters = [
+            {**card, "id": name, "root": space.lora_path, "parent": served.model, "max_model_len": None}
+            for name, space in served.adapters.items()
+        ]
+        return _answer({"object": "list", "data": [card, *adapters]})
+
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _answer({"version": VERSION})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = self._service.metrics.render(self._service.scheduler)
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=text.encode(), headers={"content-type": kind})
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return _answer({"server_load": self._service.open_requests})
+
+    async def _sources(self, _: web.Request) -> web.Response:
+        served = self._served
+        if not served.events:
+            return _answer({"sources": []})
+        source = {
+            "data_parallel_rank": 0,
+            "endpoint": served.events,
+            "replay_endpoint": served.replay,
+            "topic": served.topic,
+            "buffer_steps": served.buffer_steps,
+            "hwm": served.high_water_mark,
+        }
+        return _answer({"sources": [source]})
+
+    def error(self, message: str, status: int, kind: str, param: str | None) -> web.Response:
+        body = error_body(message, status, kind, param)
+        headers = {NAME_HEADER: self.address}
+        return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _answer_errors(server: Server) -> Middleware:
+    @web.middleware
+    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(http)
+        except BadRequestError as error:
+            return server.error(str(error), error.status, error.kind, error.param)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return server.error(error.reason, error.status, error.reason.replace(" ", "") + "Error", None)
+
+    return middleware
+
+
+class _Tokenize(msgspec.Struct):
+    prompt: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+
+
+class _Detokenize(msgspec.Struct):
+    tokens: Sequence[int]
+
+
+def _decode(body: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequestError(str(error)) from None
+
+
+def _answer(value: object) -> web.Response:
+    return web.Response(body=_json(value), content_type="application/json")

@@ -1,0 +1,184 @@
+"""Text ↔ token ids of one engine, and the answers that it gives.
+
+Without a model nobody knows what it would say; so the answer is a function of the prompt: words chosen by
+its hash, the same on every engine and at every temperature. Words are single tokens wherever they stand,
+so a later prompt that quotes the answer tokenizes to the very ids that were generated, and finds their
+blocks.
+
+`LabText` speaks the lab's generated vocabulary, fast; `ModelText` a model's own tokenizer.json with its
+chat template. `load` looks which one a folder holds.
+"""
+
+import json
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from perilune_lab.text import BYTES, CHAT_TEMPLATE, LabTokenizer, Vocabulary
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Text(Protocol):
+    """What the server needs of a tokenizer. `chat` raises TypeError, KeyError or ValueError for messages
+    that have
+    not the API's form."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def chat(self, messages: Messages, tools: Messages) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Each token's own text; together they are `decode(ids)`."""
+
+    def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
+        """What the model says to this prompt; a longer answer extends a shorter one."""
+
+
+def key_of(prompt: Sequence[int]) -> int:
+    """A number that stands for a prompt."""
+    return xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
+
+
+class LabText:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = LabTokenizer(vocabulary)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def chat(self, messages: Messages, tools: Messages) -> list[int]:
+        return self._tokenizer.encode_chat(messages, tools)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        tokens = self._vocabulary.tokens
+        return [tokens[i] for i in ids]
+
+    def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
+        return self._vocabulary.ids_for(key_of(prompt), n_tokens)
+
+
+class ModelText:
+    """A folder with tokenizer.json and tokenizer_config.json. Raises ValueError where they do not serve."""
+
+    def __init__(self, folder: Path) -> None:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # only this class needs these two
+        from tokenizers import Tokenizer
+
+        self._tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        environment.globals["raise_exception"] = _refuse
+        self._template = environment.from_string(_template(folder))
+        self._words = self._find_words()
+        self.decode_one = lru_cache(maxsize=65_536)(lambda i: self.decode([i]))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def chat(self, messages: Messages, tools: Messages) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._template.render(
+                messages=[_plain(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses: {error}") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [self.decode_one(i) for i in ids]
+
+    def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
+        first, following = self._words
+        rng = random.Random(key_of(prompt))
+        return [rng.choice(first), *rng.choices(following, k=n_tokens - 1)]
+
+    def _find_words(self) -> tuple[list[int], list[int]]:
+        """Tokens that stay themselves when their text is tokenized again: words to begin with, and words
+        with the
+        space before them."""
+        first: list[int] = []
+        following: list[int] = []
+        for token in range(self._tokenizer.get_vocab_size()):
+            text = self.decode([token])
+            word = text.strip()
+            if not (word.isascii() and word.isalpha() and word.islower() and len(word) > 2):
+                continue
+            group = first if text == word else following if text == " " + word else None
+            before = "\n" if group is first else "a"
+            if group is not None and len(group) < 1024 and token in self.encode(f"{before}{text} a"):
+                group.append(token)
+        if not first or not following:
+            raise ValueError("no words in this vocabulary survive being tokenized again")
+        return first, following
+
+
+def load(folder: Path | None) -> Text:
+    """The tokenizer in `folder`; None: the lab's own. Raises OSError and ValueError."""
+    vocabulary = Vocabulary()
+    if folder is None or _is_lab(folder, vocabulary):
+        return LabText(vocabulary)
+    return ModelText(folder)
+
+
+def _is_lab(folder: Path, vocabulary: Vocabulary) -> bool:
+    """Whether the folder was written from this vocabulary."""
+    model = json.loads((folder / "tokenizer.json").read_bytes()).get("model", {})
+    names = {f"<0x{i:02X}>": i for i in range(BYTES)} | dict(vocabulary.ids)
+    return bool(model.get("vocab") == names) and _template(folder) == CHAT_TEMPLATE
+
+
+def _template(folder: Path) -> str:
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    template = config.get("chat_template")
+    file = folder / "chat_template.jinja"
+    if template is None and file.exists():
+        template = file.read_text()
+    if not isinstance(template, str):
+        raise ValueError(f"{folder}: no chat template in tokenizer_config.json or chat_template.jinja")
+    return template
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content parts become one text, tool calls' arguments objects, as vLLM does it before the template."""
+    plain = dict(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(part["text"] for part in content)
+    calls = message.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if isinstance(arguments, str | None):
+        function["arguments"] = json.loads(arguments or "{}")
+    return {**call, "function": function}
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
