@@ -1,0 +1,69 @@
+"""The recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md)."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune_api.pool import HashAlgorithm, Hashing
+from perilune_gateway.feeds import kv_events
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One engine's run."""
+
+    name: str
+    hashing: Hashing
+    messages: list[list[bytes]]
+    """Frames: topic, seq, payload (of a replay: empty, topic, seq, payload)."""
+    requests: list[dict[str, Any]]
+
+    @property
+    def events(self) -> list[kv_events.Event]:
+        return [event for frames in self.messages for event in kv_events.decode(frames[-1]).events]
+
+
+def _records(path: Path) -> list[list[bytes]]:
+    data, at, records = path.read_bytes(), 0, []
+    while at < len(data):
+        count, at = data[at + 1], at + 2
+        frames = []
+        for _ in range(count):
+            size = int.from_bytes(data[at : at + 4], "big")
+            frames.append(data[at + 4 : at + 4 + size])
+            at += 4 + size
+        records.append(frames)
+    return records
+
+
+def _capture(name: str, suffix: str, algorithm: HashAlgorithm) -> Capture:
+    folder = FIXTURES / "vllm-kv-events"
+    lines = (folder / f"kv_events_requests{suffix}.jsonl").read_text().splitlines()
+    messages = _records(folder / f"kv_events_capture{suffix}.bin")
+    return Capture(name, Hashing(algorithm), messages, [json.loads(line) for line in lines])
+
+
+@pytest.fixture(scope="session")
+def captures() -> dict[str, Capture]:
+    return {
+        "main": _capture("main", "", HashAlgorithm.SHA256_CBOR),
+        "H": _capture("H", "_mooncake_H", HashAlgorithm.SHA256),
+        "T": _capture("T", "_mooncake_T", HashAlgorithm.SHA256),
+    }
+
+
+@pytest.fixture(scope="session")
+def replay_frames() -> list[list[bytes]]:
+    """The answer of the main capture's replay address from seq 240 on, its end included."""
+    return _records(FIXTURES / "vllm-kv-events" / "kv_events_replay_capture.bin")
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    return FIXTURES

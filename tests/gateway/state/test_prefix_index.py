@@ -1,0 +1,451 @@
+import json
+import random
+from math import sqrt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from perilune_gateway import blocks
+from perilune_gateway.model import Tier
+from perilune_gateway.state.prefix_index import PrefixIndex
+
+DEVICE, HOST, STORE = Tier
+A, B, C, D, E = blocks.chain(range(5), 1, 0)
+PROMPT = [A, B, C, D, E]
+
+
+def index(max_blocks=1000, ttl_s=10.0, **options) -> PrefixIndex:
+    return PrefixIndex(max_blocks, ttl_s, **options)
+
+
+def test_the_example_of_three_holders():
+    """A held by 1, 2, 3; B by 1, 2; C by 1."""
+    it = index()
+    it.stored("1", DEVICE, [A, B, C], 0)
+    it.stored("2", DEVICE, [A, B], 0)
+    it.stored("3", DEVICE, [A], 0)
+    matches = it.find_matches([A, B, C, D], 0)
+    assert matches.device == {"1": 3, "2": 2, "3": 1}
+    assert it.find_matches([A, B, C, D], 0, early_exit=True).device == {"1": 3, "2": 2, "3": 1}
+    assert (matches.blocks, matches.longest, matches.store) == (4, 3, 0)
+
+
+def test_a_match_ends_at_any_block_boundary():
+    it = index()
+    it.stored("1", DEVICE, PROMPT, 0)
+    assert [it.find_matches(PROMPT[:n], 0).device for n in (0, 1, 3)] == [{}, {"1": 1}, {"1": 3}]
+
+
+def test_a_match_is_leading_and_contiguous():
+    it = index()
+    it.stored("1", DEVICE, PROMPT, 0)
+    it.stored("2", DEVICE, PROMPT, 0)
+    it.removed("1", DEVICE, [B])
+    it.removed("2", DEVICE, [A])
+    assert it.find_matches(PROMPT, 0).device == {"1": 1}
+    it.stored("1", DEVICE, [B], 0)
+    assert it.find_matches(PROMPT, 0).device == {"1": 5}
+
+
+def test_tiers_are_cumulative():
+    it = index()
+    it.stored("1", DEVICE, [A], 0)
+    it.stored("1", HOST, [B, C], 0)
+    it.stored("2", HOST, [A], 0)
+    it.stored("whoever", STORE, [A, B, C, D], 0)
+    matches = it.find_matches(PROMPT, 0)
+    assert matches.device == {"1": 1}
+    assert matches.host == {"1": 3, "2": 1}
+    assert matches.store == 4
+    assert matches.of("1") == (1, 3, 4)
+    assert matches.of("2") == (0, 1, 4)
+    assert matches.of("never seen") == (0, 0, 4)
+
+
+def test_store_and_own_blocks_make_one_prefix():
+    """The store lacks the head, which one endpoint has: only that one reaches the rest."""
+    it = index()
+    it.stored("1", DEVICE, [A], 0)
+    it.stored("2", DEVICE, [B], 0)
+    it.stored("1", STORE, [B, C], 0)
+    matches = it.find_matches(PROMPT, 0)
+    assert matches.reach == {"1": 3}
+    assert matches.store == 0
+
+
+def test_a_removal_is_of_one_tier():
+    it = index()
+    it.stored("1", DEVICE, [A], 0)
+    it.stored("1", HOST, [A], 0)
+    it.removed("1", DEVICE, [A])
+    assert it.find_matches([A], 0).of("1") == (0, 1, 1)
+    it.removed("1", HOST, [A])
+    assert len(it) == 0
+
+
+def test_store_entries_age():
+    it = index(store_ttl_s=60.0)
+    it.stored("1", STORE, [A], 0)
+    it.stored("1", STORE, [B], 30)
+    assert [it.find_matches([A, B], t).store for t in (59, 60, 90)] == [2, 0, 0]
+    it.expire(60)
+    assert A not in it
+    assert B in it
+
+
+def test_ranks_are_holders_of_their_own():
+    it = index()
+    it.stored("1", DEVICE, [A, B], 0, rank=0)
+    it.stored("1", DEVICE, [A, B, C], 0, rank=1)
+    assert it.find_matches(PROMPT, 0).device == {"1": 3}
+    it.removed("1", DEVICE, [B], rank=1)
+    assert it.find_matches(PROMPT, 0).device == {"1": 2}
+    it.cleared("1", rank=0)
+    assert it.find_matches(PROMPT, 0).device == {"1": 1}
+    it.cleared("1")
+    assert len(it) == 0
+
+
+def test_clearing_and_removing_leave_no_credit():
+    it = index()
+    for endpoint in ("1", "2"):
+        it.stored(endpoint, DEVICE, [A, B], 0)
+        it.speculate(endpoint, [A, B, C], 0)
+    it.cleared("1")
+    assert it.find_matches(PROMPT, 0).device == {"2": 3}
+    it.remove_endpoint("2")
+    assert len(it) == 0
+    it.stored("3", DEVICE, [A], 0)
+    it.stored("2", DEVICE, [A, B], 0)
+    assert it.find_matches(PROMPT, 0).device == {"2": 2, "3": 1}
+
+
+# -- claims ---------------------------------------------------------------------------------------------
+
+
+def test_a_claim_counts_until_its_time_is_over():
+    it = index(ttl_s=10)
+    it.speculate("1", [A, B], 0)
+    assert it.find_matches(PROMPT, 9.9).device == {"1": 2}
+    assert it.find_matches(PROMPT, 10).device == {}
+    assert it.stats(9.9).speculative == 2
+    assert it.stats(10).speculative == 0
+    assert len(it) == 2, "a question changes nothing"
+    it.expire(10)
+    assert len(it) == 0
+
+
+def test_an_event_confirms_a_claim():
+    it = index(ttl_s=10)
+    it.speculate("1", [A, B], 0)
+    it.stored("1", DEVICE, [A], 5)
+    assert it.find_matches(PROMPT, 20).device == {"1": 1}
+    assert it.announced("1", A)
+    assert not it.announced("1", B)
+
+
+def test_a_repeated_prompt_renews_its_claim():
+    it = index(ttl_s=10)
+    it.speculate("1", [A, B], 0)
+    it.speculate("1", [A], 5)
+    assert it.find_matches(PROMPT, 12).device == {"1": 1}
+    it.expire(12)
+    assert len(it) == 1
+
+
+def test_an_endpoint_without_events_keeps_its_latest_prompts():
+    it = index(claims_per_endpoint=3)
+    other = blocks.chain([9, 9], 1, 0)
+    it.speculate("1", [A, B, C], 0, ttl_s=600)
+    it.speculate("1", other, 1, ttl_s=600)
+    assert it.find_matches([A, B, C], 1).device == {"1": 1}, "the tail goes first"
+    assert it.find_matches(other, 1).device == {"1": 2}
+    assert it.stats(1).endpoints["1"].speculative == 3
+    assert it.find_matches(other, 599).device == {"1": 2}
+
+
+# -- statistics -----------------------------------------------------------------------------------------
+
+
+def test_statistics_are_written_by_record_match_only():
+    it = index()
+    it.stored("1", DEVICE, [A, B], 0)
+    for now in (4, 16):
+        before = it.find_matches(PROMPT, now)
+        assert it.find_matches(PROMPT, now) == before
+        it.record_match(PROMPT, before, now)
+    matches = it.find_matches(PROMPT, 25)
+    assert (matches.hits, matches.last_access_s) == (2, 16)
+    assert matches.frequency_score == 2 / sqrt(25)
+    assert it.frequency_score(B, 25) == matches.frequency_score
+    assert it.frequency_score(A, 25) == 0, "one write per match, at its deepest block"
+
+
+def test_an_entry_of_age_0_counts_as_one_second_old():
+    it = index()
+    it.stored("1", DEVICE, [A], 7)
+    it.record_match([A], it.find_matches([A], 7), 7)
+    assert it.frequency_score(A, 7) == 1
+
+
+def test_recent_outcomes():
+    it = index()
+    it.stored("1", DEVICE, [A, B], 0)
+    for prompt in ([A, B], [A, B, C, D], [E]):
+        it.record_match(prompt, it.find_matches(prompt, 0), 0)
+    stats = it.stats(0)
+    assert (stats.recent_full, stats.recent_partial, stats.recent_missed) == (1, 1, 1)
+    assert stats.recent_hit_ratio == 4 / 7
+    assert (stats.entries, stats.depth_blocks) == (2, 2)
+
+
+def test_frequencies_count_uses_before_this_one():
+    it = index(window_s=10)
+    it.stored("1", DEVICE, [A, B], 0)
+    it.record_match([A], it.find_matches([A], 1), 1)
+    it.record_match([A, B], it.find_matches([A, B], 5), 5)
+    assert it.find_matches([A, B, C], 6).frequencies == (2, 1)
+    assert it.find_matches([A, B, C], 11).frequencies == (1, 1)
+    assert index().find_matches([A], 0).frequencies == ()
+
+
+# -- memory ---------------------------------------------------------------------------------------------
+
+
+def test_the_coldest_go_first():
+    it = index(max_blocks=6)
+    old, hot, new = (blocks.chain([n] * 3, 1, 0) for n in (1, 2, 3))
+    it.stored("1", DEVICE, old, 0)
+    it.stored("1", DEVICE, hot, 1)
+    it.speculate("1", old, 2)
+    it.stored("1", DEVICE, new[:2], 3)
+    assert len(it) == 6
+    assert it.stats(3).evicted == 2
+    assert it.find_matches(old, 3).device == {"1": 3}, "just used"
+    assert it.find_matches(hot, 3).device == {"1": 1}, "its tail is gone"
+    assert it.find_matches(new, 3).device == {"1": 2}
+
+
+def test_memory_is_bounded_whatever_comes():
+    dice = random.Random(1)
+    it = index(max_blocks=500, window_s=5.0, edges=True)
+    for step in range(2_000):
+        prompt = blocks.chain([dice.randrange(50) for _ in range(dice.randrange(1, 40))], 1, 0)
+        match dice.randrange(4):
+            case 0:
+                it.stored(str(dice.randrange(5)), dice.choice(list(Tier)), prompt, step)
+            case 1:
+                it.speculate(str(dice.randrange(5)), prompt, step)
+            case 2:
+                it.removed(str(dice.randrange(5)), DEVICE, prompt)
+            case 3:
+                it.record_match(prompt, it.find_matches(prompt, step), step)
+        assert len(it) <= 500
+    assert len(it._born) == len(it)
+    assert len(it._hits) <= len(it)
+    assert len(it._uses) <= len(it)
+    assert len(it._edges._next) <= 2 * len(it) + 1024 + 40
+    assert it.stats(2_000).evicted > 0
+
+
+# -- Dynamo's answers -----------------------------------------------------------------------------------
+
+
+def radix_cases():
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "fixtures" / "dynamo-radix" / "radix_tree.jsonl"
+    return [json.loads(line)["steps"] for line in path.read_text().splitlines()]
+
+
+class Adapter:
+    """Dynamo's events (engine hashes, tokens hashes) → the index."""
+
+    def __init__(self) -> None:
+        self.index = index(10_000, edges=True)
+        self.names: dict[str, dict[int, int]] = {}
+
+    def apply(self, worker: str, data) -> None:
+        names = self.names.setdefault(worker, {})
+        if data == "cleared":
+            self.index.cleared(worker)
+            names.clear()
+        elif "removed" in data:
+            hashes = data["removed"]["block_hashes"]
+            self.index.removed(worker, DEVICE, [names.pop(h) for h in hashes if h in names])
+        else:
+            parent = data["stored"]["parent_hash"]
+            before = None if parent is None else names[parent]
+            news = data["stored"]["blocks"]
+            chain = blocks.dynamo_sequence_hashes([b["tokens_hash"] for b in news], before)
+            names.update(zip([b["block_hash"] for b in news], chain, strict=True))
+            self.index.stored(worker, DEVICE, chain, 0, parent=before)
+
+
+def test_find_matches_equals_dynamos_answers():
+    asked = 0
+    for number, steps in enumerate(radix_cases()):
+        adapter = Adapter()
+        for step in steps:
+            if "event" in step:
+                adapter.apply(str(step["worker"]), step["event"]["data"])
+            elif "remove_worker" in step:
+                adapter.index.remove_endpoint(str(step["remove_worker"]))
+                adapter.names.pop(str(step["remove_worker"]), None)
+            else:
+                chain = blocks.dynamo_sequence_hashes(step["find"])
+                where = (number, steps.index(step))
+                assert adapter.index.find_matches(chain, 0).device == step["all"], where
+                assert adapter.index.find_matches(chain, 0, early_exit=True).device == step["early"], where
+                asked += 1
+    assert asked == 284
+
+
+def test_early_exit_without_edges_stops_at_the_block_where_one_is_left():
+    it = index()
+    it.stored("1", DEVICE, PROMPT, 0)
+    it.stored("2", DEVICE, [A, B], 0)
+    assert it.find_matches(PROMPT, 0, early_exit=True).device == {"1": 3, "2": 2}
+    assert it.find_matches(PROMPT, 0).device == {"1": 5, "2": 2}
+
+
+# -- against a naive model ------------------------------------------------------------------------------
+
+ENDPOINTS = st.sampled_from(["1", "2", "3"])
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(lambda t: blocks.chain(t, 1, 0))
+TTL_S = 10.0
+
+
+class AgainstSets(RuleBasedStateMachine):
+    """Sets of (endpoint, block) per tier, claims as a dict with expiry, the store as a dict with expiry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.it = index(100_000, TTL_S, store_ttl_s=25.0)
+        self.device: set[tuple[str, int]] = set()
+        self.host: set[tuple[str, int]] = set()
+        self.claims: dict[tuple[str, int], float] = {}
+        self.store: dict[int, float] = {}
+
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS, tier=st.sampled_from(list(Tier)))
+    def stored(self, endpoint, prompt, tier):
+        self.it.stored(endpoint, tier, prompt, self.now)
+        if tier is STORE:
+            self.store |= dict.fromkeys(prompt, self.now + 25.0)
+        else:
+            (self.device if tier is DEVICE else self.host).update((endpoint, b) for b in prompt)
+        if tier is DEVICE:
+            for block in prompt:
+                self.claims.pop((endpoint, block), None)
+
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS, tier=st.sampled_from([DEVICE, HOST]), at=st.integers(0, 5))
+    def removed(self, endpoint, prompt, tier, at):
+        self.it.removed(endpoint, tier, prompt[at:])
+        (self.device if tier is DEVICE else self.host).difference_update((endpoint, b) for b in prompt[at:])
+
+    @rule(endpoint=ENDPOINTS)
+    def cleared(self, endpoint):
+        self.it.cleared(endpoint)
+        self._forget(endpoint)
+
+    @rule(endpoint=ENDPOINTS)
+    def removed_endpoint(self, endpoint):
+        self.it.remove_endpoint(endpoint)
+        self._forget(endpoint)
+
+    def _forget(self, endpoint):
+        self.device = {held for held in self.device if held[0] != endpoint}
+        self.host = {held for held in self.host if held[0] != endpoint}
+        self.claims = {held: t for held, t in self.claims.items() if held[0] != endpoint}
+
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS)
+    def speculate(self, endpoint, prompt):
+        self.it.speculate(endpoint, prompt, self.now)
+        for block in prompt:
+            if (endpoint, block) not in self.device:
+                self.claims[endpoint, block] = self.now + TTL_S
+
+    @rule(by_s=st.floats(0.1, 12))
+    def time_passes(self, by_s):
+        self.now += by_s
+
+    @rule()
+    def expire(self):
+        self.it.expire(self.now)
+
+    @rule(prompt=PROMPTS)
+    def record(self, prompt):
+        self.it.record_match(prompt, self.it.find_matches(prompt, self.now), self.now)
+
+    @rule(prompt=PROMPTS)
+    def find(self, prompt):
+        matches = self.it.find_matches(prompt, self.now)
+        device, host, reach = {}, {}, {}
+        for endpoint in ("1", "2", "3"):
+            for found, holds in ((device, self._device), (host, self._host), (reach, self._reach)):
+                n = leading(prompt, lambda block, holds=holds, endpoint=endpoint: holds(endpoint, block))
+                if n:
+                    found[endpoint] = n
+        assert matches.device == device
+        assert matches.host == host
+        store = leading(prompt, self._in_store)
+        assert matches.store == store
+        assert [matches.of(e)[2] for e in "123"] == [reach.get(e, store) for e in "123"]
+
+    def _device(self, endpoint, block):
+        held = (endpoint, block)
+        return held in self.device or self.claims.get(held, -1.0) > self.now
+
+    def _host(self, endpoint, block):
+        return self._device(endpoint, block) or (endpoint, block) in self.host
+
+    def _in_store(self, block):
+        return self.store.get(block, -1.0) > self.now
+
+    def _reach(self, endpoint, block):
+        return self._host(endpoint, block) or self._in_store(block)
+
+    @invariant()
+    def counts_agree(self):
+        stats = self.it.stats(self.now)
+        assert sum(e.device for e in stats.endpoints.values()) == len(self.device)
+        assert sum(e.host for e in stats.endpoints.values()) == len(self.host)
+        assert stats.speculative == sum(t > self.now for t in self.claims.values())
+        assert stats.store == sum(t > self.now for t in self.store.values())
+
+
+def leading(prompt, holds) -> int:
+    for n, block in enumerate(prompt):
+        if not holds(block):
+            return n
+    return len(prompt)
+
+
+TestAgainstSets = AgainstSets.TestCase
+TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.tuples(ENDPOINTS, PROMPTS), max_size=30), st.integers(1, 12))
+def test_bounded_and_never_wrong(stores, max_blocks):
+    """Eviction loses knowledge; what is left is true."""
+    it, truth = index(max_blocks), set()
+    for now, (endpoint, prompt) in enumerate(stores):
+        it.stored(endpoint, DEVICE, prompt, now)
+        truth |= {(endpoint, block) for block in prompt}
+        assert len(it) <= max_blocks
+        for address, n in it.find_matches(prompt, now).device.items():
+            assert all((address, block) in truth for block in prompt[:n])
+
+
+@pytest.mark.parametrize("prompt", [[], [A]])
+def test_an_empty_index_and_an_empty_prompt(prompt):
+    matches = index().find_matches(prompt, 0)
+    assert (matches.device, matches.host, matches.reach, matches.store) == ({}, {}, {}, 0)
+    it = index()
+    it.stored("1", DEVICE, [A], 0)
+    assert it.find_matches([], 0).device == {}
+    it.record_match([], it.find_matches([], 0), 0)
+    assert it.stats(0).recent_missed == 0
