@@ -131,15 +131,14 @@ class Publisher:
         self._clock = clock
         self._buffer = ReplayBuffer(buffer_steps)
         self._context = zmq.Context()
-        self._sync = zmq.asyncio.Context(self._context)
+        self._pub = self._context.socket(zmq.PUB)
+        self._router: zmq.asyncio.Socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
         try:
-            self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(_HIGH_WATER_MARK)
             self._pub.bind(events)
-            self._router = self._sync.socket(zmq.ROUTER)
             self._router.bind(replay)
         except zmq.ZMQError:
-            self._context.destroy(linger=0)
+            self.close()
             raise
         self.events = self._pub.get_string(zmq.LAST_ENDPOINT)
         self.replay = self._router.get_string(zmq.LAST_ENDPOINT)
@@ -165,4 +164,6 @@ class Publisher:
             await self._router.send_multipart((peer, *END_OF_REPLAY))
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._router.close(linger=0)
+        self._pub.close(linger=0)
+        self._context.term()

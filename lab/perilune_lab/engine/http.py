@@ -281,9 +281,9 @@ class Server:
 
 def _answer_errors(server: Server) -> Middleware:
     @web.middleware
-    async def middleware(http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            return await handler(http)
+            return await handler(request)
         except BadRequestError as error:
             return server.error(str(error), error.status, error.kind, error.param)
         except web.HTTPException as error:

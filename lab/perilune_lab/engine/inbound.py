@@ -155,7 +155,7 @@ def _prompt(api: Api, fields: Any, text: Text) -> tuple[list[int], int | None]:
             return text.chat(messages, tools), fields.max_tokens
 
 
-def completion_prompt(prompt: object, text: Text) -> list[int]:
+def completion_prompt(prompt: Any, text: Text) -> list[int]:
     """A text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
     match prompt:
         case str():
