@@ -171,13 +171,17 @@ class EngineBlocks:
         return Applied(endpoint, rank=rank, unused=len(event.block_hashes))
 
     def _forget_names(self) -> None:
-        """In batches, oldest first; those of blocks that somebody holds go to the end."""
-        if len(self._names) <= self._max_names:
-            return
-        for name in list(islice(self._names, len(self._names) - self._max_names + self._max_names // 256)):
-            block = self._names.pop(name)
-            if block in self._index:
-                self._names[name] = block
+        """In batches, oldest first. Names of blocks that somebody holds go to the end instead, unless there
+        are hardly others (engines with random roots have names of their own for everything)."""
+        names = self._names
+        for spare_held in (True, True, True, False):
+            surplus = len(names) - self._max_names
+            if surplus <= 0:
+                return
+            for name in list(islice(names, surplus + self._max_names // 256 + 16)):
+                block = names.pop(name)
+                if spare_held and block in self._index:
+                    names[name] = block
 
 
 def lora_of(event: BlockStored) -> str:
