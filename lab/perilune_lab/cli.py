@@ -41,7 +41,7 @@ COMMANDS = {
         "perilune explain REQUEST_ID --gateway http://127.0.0.1:9003",
     ),
     "trace": Command(
-        "perilune_lab.traces.stats",
+        "perilune_lab.traces.cli",
         "what a trace is made of: lengths, sessions, reuse, best possible hit rate",
         "perilune trace stats mooncake_conversation.jsonl.gz",
     ),

@@ -33,14 +33,16 @@ from typing import TypeVar
 
 import aiohttp
 import uvloop
-from msgspec import UnsetType
-from perilune_api import names, pool
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.policy import POLICIES
+from msgspec import UNSET, UnsetType
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from perilune_api import names, pool
+from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.policy import POLICIES
 from perilune_lab import live, report
 from perilune_lab.client import SESSION_HEADER, Load, run_load
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
@@ -229,9 +231,9 @@ class Demo:
         """Table, gains, files."""
         document = self.report()
         self.console.print()
-        self.console.print(report.table(document, "simulated engines"))
-        for text in gains(document.runs):
-            self.console.print(text, highlight=False)
+        self.console.print(report.table(document))
+        self.console.print(gains(document.runs))
+        self.console.print("Simulated engines: times come from a model of an H20, not from one.", style="dim")
         busiest = max(ran.cpu_share for ran in self.ran.values())
         if busiest > BUSY:
             self.console.print(
@@ -261,7 +263,7 @@ class Demo:
             "load", f"agentic, closed loop: {len(self.sessions)} sessions, up to {requests} requests"
         )
         values = [f"{name} {value}" for name, value in self.load.describe().items() if name != "kv_tokens"]
-        grid.add_row("", ", ".join(values))
+        grid.add_row("", Text(", ".join(values), style="dim"))
         self.console.print(grid, highlight=False)
 
     def _print_end(self, ran: Ran) -> None:
@@ -300,24 +302,31 @@ and ask the gateway why (the request id is in the answer's header {names.DECISIO
         )
 
 
-def gains(runs: Sequence[report.Run]) -> list[str]:
-    """The first run against each other, a line each."""
+GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
+    ("APC", lambda run: run.apc),
+    ("TTFT p50", lambda run: run.ttft_s.p50 if run.ttft_s else UNSET),
+    ("TTFT p90", lambda run: run.ttft_s.p90 if run.ttft_s else UNSET),
+    ("TTFT p99", lambda run: run.ttft_s.p99 if run.ttft_s else UNSET),
+    ("TPOT p90", lambda run: run.tpot_s.p90 if run.tpot_s else UNSET),
+    ("E2E p50", lambda run: run.e2e_s.p50 if run.e2e_s else UNSET),
+    ("E2E p90", lambda run: run.e2e_s.p90 if run.e2e_s else UNSET),
+)
+"""Of APC more is better, of times less."""
+
+
+def gains(runs: Sequence[report.Run]) -> Table:
+    """The first run's numbers over each other's, a row each."""
     first, *others = runs
-    return [line for other in others if (line := _gain(first, other))]
-
-
-def _gain(first: report.Run, other: report.Run) -> str:
-    parts = []
-    if first.apc and other.apc:
-        parts.append(f"APC × {first.apc / other.apc:.2f}")
-    for name, a, b in (
-        ("TTFT", first.ttft_s, other.ttft_s),
-        ("TPOT", first.tpot_s, other.tpot_s),
-        ("E2E", first.e2e_s, other.e2e_s),
-    ):
-        if not isinstance(a, UnsetType) and not isinstance(b, UnsetType):
-            parts += [f"{name} {q} × {getattr(a, q) / getattr(b, q):.2f}" for q in ("p50", "p90")]
-    return f"{first.policy} / {other.policy}: " + ", ".join(parts) if parts else ""
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_header=bool(others))
+    table.add_column("")
+    for name, _ in GAINS:
+        table.add_column(name, justify="right")
+    for other in others:
+        pairs = ((value(first), value(other)) for _, value in GAINS)
+        table.add_row(
+            f"{first.policy} / {other.policy}", *(f"{a / b:.2f} ×" if a and b else "" for a, b in pairs)
+        )
+    return table
 
 
 def _cpu_s(stack: Stack) -> float:
@@ -351,8 +360,8 @@ def parse(argv: Sequence[str]) -> Options:
         "--seed", type=int, default=0, help="of the load; equal seeds, equal sessions; default 0"
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards, until Ctrl-C")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the comparison")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the report (docs/report.md)")
+    parser.add_argument("--png", type=_file, metavar="FILE", help="draw the comparison")
     parser.add_argument("--no-live", dest="live", action="store_false", help="lines instead of the live view")
     args = parser.parse_args(argv)
     compare = tuple(policy for policy in args.compare if policy != args.policy)
@@ -369,6 +378,14 @@ def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], N
 
     convert.__name__ = kind.__name__
     return convert
+
+
+def _file(text: str) -> Path:
+    """Better now than after the last run."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
 
 
 def _policies(text: str) -> tuple[str, ...]:
