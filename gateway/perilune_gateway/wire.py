@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
+
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import (
     DESTINATION_HEADER,
@@ -28,7 +29,6 @@ from perilune_api.names import (
     SUBSET_KEY,
     SUBSET_NAMESPACE,
 )
-
 from perilune_gateway.messages import (
     Body,
     BodyMode,
@@ -112,7 +112,8 @@ def _headers(found: pb.HeaderMap) -> dict[str, str]:
     for header in found.headers:
         value = header.raw_value.decode("utf-8", "replace") or header.value
         name = header.key.lower()
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        separator = "; " if name == "cookie" else ", "
+        headers[name] = f"{headers[name]}{separator}{value}" if name in headers else value
     return headers
 
 
