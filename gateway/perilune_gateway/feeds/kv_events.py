@@ -277,7 +277,7 @@ class Counters:
     """One feed in numbers, for metrics."""
 
     connected: bool = False
-    """Something was received since the last (re)connection."""
+    """The publisher has shaken hands and has not gone since."""
     lag_s: float = nan
     """Of the last live batch."""
     batches: int = 0
@@ -323,6 +323,7 @@ async def run(
         await feed.follow(socket, monitor)
     finally:
         socket.disable_monitor()
+        monitor.close(linger=0)
         socket.close(linger=0)
 
 
@@ -359,8 +360,9 @@ class _Feed:
             for ready, _ in await poller.poll():
                 if ready is monitor:
                     happened = parse_monitor_message(await monitor.recv_multipart())["event"]
-                    if happened == zmq.EVENT_DISCONNECTED:
-                        lost, self._counters.connected = True, False
+                    self._counters.connected = happened != zmq.EVENT_DISCONNECTED
+                    if not self._counters.connected:
+                        lost = True
                     elif lost:
                         lost = False
                         await self.catch_up()
@@ -391,7 +393,6 @@ class _Feed:
 
     async def _live(self, frames: list[bytes]) -> None:
         received_s = self._clock()
-        self._counters.connected = True
         if len(frames) != 3 or len(frames[1]) != 8:
             self._counters.malformed += 1
             log.warning("Not a KV event message endpoint=%s rank=%d", self._endpoint, self._rank)
