@@ -39,7 +39,6 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 from perilune_api.names import CONFORMANCE_SERVED_HEADER, DECISION_HEADER
-
 from perilune_gateway.messages import (
     Body,
     BodyMode,

@@ -25,9 +25,9 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
-
 from perilune_gateway import wire
 from perilune_gateway.exchange import Abort, Effect, Exchange, Router, Send, Wait
 from perilune_gateway.messages import Body, BodyMode, Kind, ProtocolError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.exchange import ECHO_BYTES, TABLE, TOKENS, Abort, Exchange, Send, State, Wait, diagram
+from perilune_gateway.exchange import ECHO_BYTES, TABLE, Abort, Exchange, Send, State, Wait, diagram
 from perilune_gateway.messages import (
     Body,
     BodyMode,
@@ -601,4 +601,3 @@ def test_buffered_answers_each_message_at_most_once(router, events):
             assert len(exchange.receive(event)) <= 1
         except ProtocolError:
             pass
-    assert TOKENS not in {kind.value for kind in Kind}
