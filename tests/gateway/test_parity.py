@@ -1,0 +1,191 @@
+from itertools import pairwise
+
+import pytest
+
+from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing
+from perilune_gateway import blocks
+from perilune_gateway.feeds.kv_events import BlockStored
+from perilune_gateway.parity import CURES, Parity, ParityCheck, Report
+
+ENGINE = "10.0.0.1:8000"
+SIZE = 4
+TOKENS = tuple(range(12))
+POOL = Hashing(HashAlgorithm.SHA256, "")
+
+
+def announced(hashing=POOL, *, whole=False, size=SIZE, tokens=TOKENS, **how) -> BlockStored:
+    """What an engine with these settings says of a prompt."""
+    digests = blocks.vllm_hashes(tokens, size, hashing, **how)
+    lora = [how["lora_name"]] if "lora_name" in how else []
+    first = [*lora, how["salt"]] if "salt" in how else lora
+    return BlockStored(
+        tuple(digests) if whole else tuple(map(blocks.low64, digests)),
+        None,
+        tuple(tokens),
+        size,
+        medium="GPU",
+        lora_name=how.get("lora_name"),
+        extra_keys=(first, *([lora] * (len(digests) - 1))) if first else None,
+    )
+
+
+def check(**options) -> ParityCheck:
+    return ParityCheck(POOL, SIZE, **options)
+
+
+@pytest.mark.parametrize("name", ["main", "H", "T"])
+def test_a_real_engine_agrees(captures, name):
+    capture = captures[name]
+    it = ParityCheck(capture.hashing, 32, first=10_000)
+    stores = [e for e in capture.events if isinstance(e, BlockStored)]
+    results = [it.observe(ENGINE, event) for event in stores]
+    on_device = sum(event.medium == "GPU" for event in stores)
+    assert results.count(Parity.OK) == on_device
+    assert results.count(None) == len(stores) - on_device
+    assert it.report(ENGINE) == Report(Parity.OK, compared=on_device, results={Parity.OK: on_device})
+
+
+@pytest.mark.parametrize(
+    ("event", "parity", "says"),
+    [
+        pytest.param(announced(), Parity.OK, "", id="equal"),
+        pytest.param(announced(whole=True), Parity.OK, "", id="equal, whole digests"),
+        pytest.param(announced(salt="s"), Parity.OK, "", id="equal, salted"),
+        pytest.param(announced(lora_name="l", lora_path="/l"), Parity.OK, "", id="equal, LoRA"),
+        pytest.param(announced(Hashing(seed="0")), Parity.SEED, "PYTHONHASHSEED '0'", id="another seed"),
+        pytest.param(
+            announced(Hashing(HashAlgorithm.SHA256_CBOR)), Parity.ALGORITHM, "'sha256_cbor'", id="algorithm"
+        ),
+        pytest.param(
+            announced(Hashing(HashAlgorithm.XXHASH, "0")),
+            Parity.ALGORITHM,
+            "'xxhash'",
+            id="algorithm and seed",
+        ),
+        pytest.param(
+            announced(Hashing(extra_keys=ExtraKeys.BARE), salt="s"),
+            Parity.EXTRA_KEYS,
+            "'bare'",
+            id="bare keys",
+        ),
+        pytest.param(
+            announced(lora_name="l", lora_path="/elsewhere"),
+            Parity.EXTRA_KEYS,
+            "adapter 'l'",
+            id="adapter path",
+        ),
+        pytest.param(announced(size=2), Parity.BLOCK_SIZE, "hold 2 tokens", id="block size"),
+        pytest.param(announced(Hashing(seed="77")), Parity.UNEXPLAINED, "random", id="a seed nobody knows"),
+        pytest.param(
+            announced(Hashing(seed="77"), whole=True),
+            Parity.SEED,
+            "root",
+            id="a seed nobody knows, whole digests",
+        ),
+    ],
+)
+def test_likely_causes(event, parity, says):
+    it = check(lora_paths={"l": "/l"})
+    assert it.observe(ENGINE, event) is parity
+    report = it.report(ENGINE)
+    assert report.parity is parity
+    assert says in report.cause
+    assert bool(report.cause) == (parity is not Parity.OK)
+    assert report.cure == CURES[parity]
+
+
+def test_every_disagreement_has_a_cure():
+    assert CURES.keys() == set(Parity)
+    assert {parity for parity, cure in CURES.items() if not cure} == {Parity.UNKNOWN, Parity.OK}
+
+
+def test_a_chain_is_followed_only_from_a_known_digest():
+    it = check()
+    names = announced().block_hashes
+    tail = BlockStored(names[1:], names[0], TOKENS[4:], SIZE)
+    assert it.observe(ENGINE, tail) is None
+    assert it.report(ENGINE).parity is Parity.UNKNOWN
+    assert it.observe(ENGINE, announced()) is Parity.OK
+    assert it.observe(ENGINE, tail) is Parity.OK
+
+
+def test_a_whole_digest_as_parent_is_enough():
+    names = announced(whole=True).block_hashes
+    assert check().observe(ENGINE, BlockStored(names[1:], names[0], TOKENS[4:], SIZE)) is Parity.OK
+
+
+def test_the_first_ones_then_one_in_k():
+    it = check(first=3, one_in=10)
+    compared = [n for n in range(1, 31) if it.observe(ENGINE, announced()) is not None]
+    assert compared == [1, 2, 3, 10, 20, 30]
+    assert all(b > a for a, b in pairwise(compared))
+
+
+def test_digests_are_bounded():
+    it = check(max_digests=10, first=1000)
+    for n in range(50):
+        it.observe(ENGINE, announced(tokens=tuple(range(n, n + 12))))
+    assert len(it._endpoints[ENGINE].digests) == 10
+
+
+def test_drift_shows_and_passes():
+    it = check(first=1000)
+    it.observe(ENGINE, announced())
+    it.observe(ENGINE, announced(Hashing(seed="0")))
+    assert it.report(ENGINE).parity is Parity.SEED
+    for _ in range(32):
+        it.observe(ENGINE, announced())
+    report = it.report(ENGINE)
+    assert report.parity is Parity.OK
+    assert report.results == {Parity.OK: 33, Parity.SEED: 1}
+
+
+def test_endpoints_are_judged_apart_and_forgotten():
+    it = check()
+    it.observe("a", announced())
+    it.observe("b", announced(Hashing(seed="0")))
+    assert [it.report(e).parity for e in "abc"] == [Parity.OK, Parity.SEED, Parity.UNKNOWN]
+    it.forget("b")
+    assert it.report("b") == Report()
+
+
+@pytest.mark.parametrize(
+    ("seen", "parity"),
+    [
+        pytest.param([False] * 7, Parity.OK, id="too few to say"),
+        pytest.param([False] * 8, Parity.TEMPLATE, id="none of ours showed up"),
+        pytest.param([True] * 2 + [False] * 7, Parity.TEMPLATE, id="hardly any"),
+        pytest.param([True] * 4 + [False] * 4, Parity.OK, id="half of them"),
+        pytest.param([False] * 8 + [True] * 32, Parity.OK, id="long ago"),
+    ],
+)
+def test_prompts_that_never_show_up_mean_another_template(seen, parity):
+    it = check()
+    it.observe(ENGINE, announced())
+    for one in seen:
+        it.request_blocks_seen(ENGINE, one)
+    report = it.report(ENGINE)
+    assert report.parity is parity
+    assert (report.requests, report.requests_seen) == (len(seen), sum(seen))
+
+
+def test_a_hash_disagreement_outranks_the_template():
+    it = check()
+    it.observe(ENGINE, announced(Hashing(seed="0")))
+    for _ in range(20):
+        it.request_blocks_seen(ENGINE, False)
+    assert it.report(ENGINE).parity is Parity.SEED
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, medium="cpu"), id="store copy"),
+        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, medium="CPU"), id="host copy"),
+        pytest.param(BlockStored((1,), None, TOKENS[:4], SIZE, group_idx=1), id="another group"),
+        pytest.param(BlockStored((1,), None, (), 0), id="no tokens"),
+        pytest.param(BlockStored((), None, (), 4), id="no blocks"),
+    ],
+)
+def test_what_is_not_compared(event):
+    assert check().observe(ENGINE, event) is None
