@@ -142,11 +142,13 @@ class KvCache:
             self._announce(table, 0, blocks)
 
     def release(self, table: Table) -> None:
-        """Free the table's blocks, tail first."""
+        """Free the table's blocks, tail first; those that hold nothing reusable are taken again first."""
         for block in reversed(table.blocks):
             self._refs[block] -= 1
             if not self._refs[block]:
                 self._free[block] = None
+                if self._digest[block] is None:
+                    self._free.move_to_end(block, last=False)
         table.blocks.clear()
         table.registered = 0
 
