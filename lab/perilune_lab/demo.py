@@ -93,6 +93,8 @@ class Ran:
     cpu_share: float
     """Of all cores, 0–1."""
     notes: tuple[str, ...]
+    ttft_s: tuple[float, ...]
+    """Of every request that succeeded, engine seconds."""
 
 
 class Demo:
@@ -169,14 +171,14 @@ class Demo:
             busy_s, took_s = _cpu_s(stack) - cpu_s, time.monotonic() - began
             await watch.ask_scheduling(http)
         share = busy_s / took_s / len(os.sched_getaffinity(0))
-        self.ran[policy] = Ran(self._measured(watch), share, watch.notes())
+        self.ran[policy] = Ran(self._measured(watch), share, watch.notes(), tuple(watch.ttft_s()))
         self._print_end(self.ran[policy])
 
     async def _show(self, watch: Watch, http: aiohttp.ClientSession) -> None:
         """The live view, or a line now and then, until cancelled."""
         if not (self.console.is_terminal and self.options.live):
             every_s = max(1.0, min(5.0, self.options.seconds / 4))
-            told = 0.0
+            told = 1.0 - every_s  # the first line soon
             while True:
                 await watch.poll(http)
                 frame = watch.frame()
@@ -232,7 +234,8 @@ class Demo:
         document = self.report()
         self.console.print()
         self.console.print(report.table(document))
-        self.console.print(gains(document.runs))
+        if len(document.runs) > 1:
+            self.console.print(gains(document.runs))
         self.console.print("Simulated engines: times come from a model of an H20, not from one.", style="dim")
         busiest = max(ran.cpu_share for ran in self.ran.values())
         if busiest > BUSY:
@@ -246,7 +249,7 @@ class Demo:
         if self.options.png:
             from perilune_lab import figures  # matplotlib takes half a second
 
-            figures.draw(document, self.options.png)
+            figures.draw(document, self.options.png, {policy: ran.ttft_s for policy, ran in self.ran.items()})
             self.console.print(f"figure: {self.options.png}")
 
     def _print_parameters(self) -> None:
@@ -262,7 +265,11 @@ class Demo:
         grid.add_row(
             "load", f"agentic, closed loop: {len(self.sessions)} sessions, up to {requests} requests"
         )
-        values = [f"{name} {value}" for name, value in self.load.describe().items() if name != "kv_tokens"]
+        values = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in self.load.describe().items()
+            if name != "kv_tokens"
+        ]
         grid.add_row("", Text(", ".join(values), style="dim"))
         self.console.print(grid, highlight=False)
 
@@ -291,7 +298,7 @@ Everything stays up until Ctrl-C. Send requests through Envoy:
 
 and ask the gateway why (the request id is in the answer's header {names.DECISION_HEADER}):
 
-  perilune explain REQUEST_ID --gateway {stack.admin_url}
+  {_command()} explain REQUEST_ID --gateway {stack.admin_url}
   {stack.admin_url}/api/decisions?n=5
   {stack.admin_url}/api/nodes/stats
   {stack.admin_url}/api/health
@@ -317,7 +324,7 @@ GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
 def gains(runs: Sequence[report.Run]) -> Table:
     """The first run's numbers over each other's, a row each."""
     first, *others = runs
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_header=bool(others))
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim")
     table.add_column("")
     for name, _ in GAINS:
         table.add_column(name, justify="right")
@@ -327,6 +334,11 @@ def gains(runs: Sequence[report.Run]) -> Table:
             f"{first.policy} / {other.policy}", *(f"{a / b:.2f} ×" if a and b else "" for a, b in pairs)
         )
     return table
+
+
+def _command() -> str:
+    """How this program was called, so that the hint can be pasted."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "perilune" else "perilune"
 
 
 def _cpu_s(stack: Stack) -> float:

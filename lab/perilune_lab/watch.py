@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
-from perilune_gateway.model import Reason
 
+from perilune_gateway.model import Reason
 from perilune_lab import live, report
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
@@ -61,7 +61,7 @@ class Watch:
     def frame(self) -> live.Frame:
         scale = self.stack.options.time_scale
         good = [result for result in self.results if result.succeeded]
-        ttfts = sorted(result.ttft_s * scale for result in good if result.ttft_s is not None)
+        ttfts = sorted(self.ttft_s())
         rows = [self._row(address) for address in self.stack.endpoints]
         return live.Frame(
             policy=self.policy,
@@ -78,6 +78,11 @@ class Watch:
             endpoints=rows,
             decisions=[self._decision(row) for row in self._decisions],
         )
+
+    def ttft_s(self) -> list[float]:
+        """Engine seconds to the first token of every request that succeeded."""
+        scale = self.stack.options.time_scale
+        return [r.ttft_s * scale for r in self.results if r.succeeded and r.ttft_s is not None]
 
     def notes(self) -> tuple[str, ...]:
         """What else is worth a line."""

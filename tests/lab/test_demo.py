@@ -227,7 +227,7 @@ def child(run: str, name: str) -> int:
 
 
 def test_runs_compares_and_reports(start, tmp_path):
-    status, out, errors = start("--seconds", "3", "--json", str(tmp_path / "demo.json")).end()
+    status, out, errors = start("--seconds", "2", "--json", str(tmp_path / "demo.json")).end()
     assert (status, errors) == (0, "")
     assert "Simulated engines" in out
     assert "ear / round_robin" in out
@@ -262,7 +262,7 @@ def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run, victim):
 
 
 def test_a_killed_engine_is_routed_around(start, run):
-    running = start("--seconds", "5", "--compare", "")
+    running = start("--seconds", "3", "--compare", "")
     running.until(UNDER_LOAD)
     os.kill(child(run, "engine-1"), signal.SIGKILL)
     status, out, _ = running.end()
