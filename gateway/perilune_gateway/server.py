@@ -116,6 +116,7 @@ class Server:
         try:
             port = server.add_insecure_port(listen)
         except RuntimeError as error:
+            await server.stop(None)
             raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
         await self.set_ready(False)
         await self._health.set(LIVENESS, SERVING)

@@ -1,0 +1,94 @@
+"""Envoy's configuration in Envoy Gateway's shape, and the process."""
+
+import asyncio
+import json
+
+import pytest
+
+from perilune_api.names import DESTINATION_HEADER
+from perilune_lab import envoy
+from perilune_lab.envoy import Cluster, Envoy, Mode, config
+
+ENDPOINTS, GATEWAY = ["127.0.0.1:1", "[::1]:2"], ["127.0.0.1:3"]
+
+
+def parts(bootstrap: dict) -> tuple[dict, dict, dict, dict]:
+    """HTTP connection manager, ext_proc filter, cluster of endpoints, cluster of gateways."""
+    listener = bootstrap["static_resources"]["listeners"][0]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    endpoints, gateways = bootstrap["static_resources"]["clusters"]
+    return manager, manager["http_filters"][-2]["typed_config"], endpoints, gateways
+
+
+def test_header_of_a_client_is_removed_before_any_filter():
+    manager, *_ = parts(config(ENDPOINTS, GATEWAY))
+    [mutation] = manager["early_header_mutation_extensions"]
+    assert mutation["typed_config"]["mutations"] == [{"remove": DESTINATION_HEADER}]
+
+
+def test_route_has_no_timeout_and_retries_what_never_arrived():
+    manager, *_ = parts(config(ENDPOINTS, GATEWAY))
+    route = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
+    assert route["timeout"] == "0s"
+    assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset-before-request"
+
+
+def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
+    _, ext_proc, _, gateways = parts(config(ENDPOINTS, GATEWAY))
+    policy = ext_proc["grpc_service"]["retry_policy"]
+    assert (policy["num_retries"], policy["retry_back_off"]["base_interval"]) == (8, "0.025s")
+    assert gateways["circuit_breakers"]["thresholds"][0]["max_requests"] == 65_536
+
+
+@pytest.mark.parametrize(
+    ("mode", "fail_open", "allows"),
+    [(Mode.BUFFERED, True, True), (Mode.BUFFERED, False, False), (Mode.FULL_DUPLEX, True, False)],
+    ids=["buffered, open", "buffered, closed", "full duplex is never open"],
+)
+def test_failure_mode(mode, fail_open, allows):
+    _, ext_proc, *_ = parts(config(ENDPOINTS, GATEWAY, mode=mode, fail_open=fail_open))
+    assert ext_proc["failure_mode_allow"] is allows
+
+
+def test_addresses_are_split():
+    _, _, endpoints, _ = parts(config(ENDPOINTS, GATEWAY))
+    hosts = endpoints["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert [host["endpoint"]["address"]["socket_address"] for host in hosts] == [
+        {"address": "127.0.0.1", "port_value": 1},
+        {"address": "::1", "port_value": 2},
+    ]
+
+
+@pytest.mark.parametrize("cluster", Cluster)
+@pytest.mark.parametrize("mode", Mode)
+async def test_envoy_accepts_it(mode, cluster, tmp_path):
+    bootstrap = config(ENDPOINTS, GATEWAY, mode=mode, cluster=cluster, access_log=tmp_path / "log")
+    (tmp_path / "envoy.json").write_text(json.dumps(bootstrap))
+    process = await asyncio.create_subprocess_exec(
+        envoy.binary(),
+        *("--mode", "validate", "-c", tmp_path / "envoy.json"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+
+
+async def test_process_serves_and_leaves_nothing():
+    async with Envoy(config(ENDPOINTS, GATEWAY)) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.close()
+        await writer.wait_closed()
+        assert running.admin_url.startswith("http://127.0.0.1:")
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection(host, int(port))
+    await running.stop()
+
+
+async def test_envoy_that_cannot_start_says_why():
+    bootstrap = config(ENDPOINTS, GATEWAY)
+    bootstrap["static_resources"]["listeners"][0]["name"] = 7.5
+    with pytest.raises(RuntimeError, match=r"Envoy ended with 1:(?s:.*)name"):
+        async with Envoy(bootstrap):
+            pass
