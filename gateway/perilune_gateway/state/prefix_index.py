@@ -7,7 +7,7 @@ boundary. Conductor's trie over tokens matches only whole inserted entries; Dyna
 this one, and `find_matches` gives its answers (early exit too, see `_Edges`).
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
-   holders; it counts with its best rank.
+   holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
 2. *speculate*: a prompt was just routed there, so it will be cached there: a claim, until the engine's event
    confirms it or its time is over. Equal prompts of one burst meet that way. For an endpoint without events
    claims are all there is: a longer time, and no more claims than its KV pool has blocks, least recent out.
@@ -147,8 +147,8 @@ class PrefixIndex:
                 bit, mine = (holder.device << _HOST, holder.on_host)
             mine.update(blocks)
             self._put(reversed(blocks), bit, now)
-            if tier is Tier.DEVICE:
-                self._drop_claims(holder, blocks)
+            if tier is Tier.DEVICE and (claimant := self._holders.get((endpoint, 0))):
+                self._drop_claims(claimant, blocks)  # whichever rank took the prompt
         self._make_room()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], rank: int = 0) -> None:

@@ -146,6 +146,14 @@ def test_an_event_confirms_a_claim():
     assert not it.announced("1", B)
 
 
+def test_any_ranks_event_confirms_a_claim():
+    it = index(ttl_s=10)
+    it.speculate("1", [A, B], 0)
+    it.stored("1", DEVICE, [A, B], 5, rank=1)
+    assert it.stats(5).speculative == 0
+    assert it.find_matches(PROMPT, 20).device == {"1": 2}
+
+
 def test_a_repeated_prompt_renews_its_claim():
     it = index(ttl_s=10)
     it.speculate("1", [A, B], 0)
