@@ -46,6 +46,8 @@ class EngineModel:
     """Token budget of one step (chunked prefill)."""
     kv_pool_tokens: int = 281_600
     transfer_fixed_s: float = 0.0025
+    host_bytes_per_s: float = 54e9
+    """From the host's memory to the device."""
     store_bytes_per_s: float = 3.0e9
     """A shared KV store pool, as one engine reads it."""
     scale: float = 1.0
@@ -95,6 +97,10 @@ class EngineModel:
         if tokens <= 0:
             return 0.0
         return self.transfer_fixed_s + self.kv_bytes(tokens) / bandwidth_bytes_per_s
+
+    def host_s(self, tokens: int) -> float:
+        """Seconds to load the KV of `tokens` from the host's memory."""
+        return self.transfer_s(tokens, self.host_bytes_per_s)
 
     def store_s(self, tokens: int) -> float:
         """Seconds to load the KV of `tokens` from the shared store pool."""

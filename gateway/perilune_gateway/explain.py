@@ -357,6 +357,15 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.HOT_NOWHERE: "it is the session's host (hot: yes, but no endpoint with KV room has less pending)",
     Reason.PASS_THROUGH: "the request is not one for the model, so any ready endpoint may take it",
     Reason.FORCED: "the conformance header names it",
+    Reason.LOWEST_COST: "its cost is the lowest",
+    Reason.SAMPLED: "the dice, weighted by cost, fell so",
+    Reason.CACHE_NODE: "it holds the prefix and has the shortest queue of those that do",
+    Reason.NEAR_CACHE: "no holder of the prefix will do and it is near one, by distance and queue",
+    Reason.NO_CACHE: "nothing worth using is cached and it is the least loaded",
+    Reason.CACHE_AWARE: "its predicted time to the first token is the lowest",
+    Reason.CACHE_BALANCING: "its predicted time to the first token is the lowest with the prefix pulled",
+    Reason.NOT_WORTH: "it is the session's host; another is cheaper, but not by enough to move",
+    Reason.SPLIT: "it decodes, and the prefill runs elsewhere",
 }
 
 

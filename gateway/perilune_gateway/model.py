@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
+from perilune_gateway.engine_model import H20_30B, EngineModel
 
 if TYPE_CHECKING:
     from perilune_gateway.openai import ParsedRequest
@@ -44,6 +45,24 @@ class Reason(StrEnum):
     """Not a request for the model: any ready endpoint."""
     FORCED = "forced"
     """Named by the conformance header (only with --conformance)."""
+    LOWEST_COST = "lowest_cost"
+    """The policy's formula gives it the lowest cost."""
+    SAMPLED = "sampled"
+    """Drawn; the lower the cost, the likelier."""
+    CACHE_NODE = "cache_node"
+    """It holds the prefix, has KV room and a short queue: the shortest of such queues."""
+    NEAR_CACHE = "near_cache"
+    """No holder of the prefix will do; it is near one, by distance and queue."""
+    NO_CACHE = "no_cache"
+    """Nothing worth using is cached: the least loaded."""
+    CACHE_AWARE = "cache_aware"
+    """Lowest predicted TTFT with what it holds itself."""
+    CACHE_BALANCING = "cache_balancing"
+    """Lowest predicted TTFT with the best holder's prefix transferred to it."""
+    NOT_WORTH = "not_worth"
+    """Another endpoint is cheaper than the session's host, but not by enough to move the session."""
+    SPLIT = "split"
+    """Prefill on one endpoint, decode on another."""
 
 
 class RefuseReason(StrEnum):
@@ -154,6 +173,34 @@ class SessionView:
     """Host of the session that started this one: they share a prefix."""
 
 
+class Location(NamedTuple):
+    """An endpoint that holds leading prompt tokens."""
+
+    address: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What is known of the longest prefix of a prompt that any endpoint itself holds."""
+
+    locations: tuple[Location, ...] = ()
+    """Who holds most of it on device or host, most first: a few, not all. They need not be candidates."""
+    hits: int = 0
+    """Times that a match ended here."""
+    frequency_score: float = 0.0
+    """hits / sqrt(seconds since it was first known): Conductor's hotness."""
+    pullable: bool = False
+    """An endpoint can pull KV from another."""
+
+    @property
+    def tokens(self) -> int:
+        return self.locations[0].tokens if self.locations else 0
+
+
+NO_PREFIX = Prefix()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as a policy sees it."""
@@ -169,6 +216,17 @@ class RequestView:
     """Upper bound from the request, 0: unknown."""
     token_source: TokenSource = TokenSource.LOCAL
     priority: int = 0
+    """Of the body, for the engine: lower is served first."""
+    level: int = 0
+    """For admission: below 0 is refused earlier, above 0 later."""
+    slo_ttft_s: float = 0.0
+    """The request's or else the pool's; 0: none."""
+    slo_tpot_s: float = 0.0
+    prefix: Prefix = NO_PREFIX
+    block_size: int = 16
+    """Tokens per KV block, for formulas that count blocks."""
+    prefill_queue: int = 0
+    """Requests in the pool's prefill queue, where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +259,20 @@ class Load:
     sessions: int = 0
     metrics_age_s: float = inf
     """Seconds since its metrics were read; inf: never."""
+    prefilling: int = 0
+    """Of the requests in flight, those whose prefill has not ended."""
+    active_kv_tokens: int = 0
+    """Context tokens of the requests in flight."""
+    kv_pool_tokens: int = 0
+    """Tokens that its device KV pool holds; 0: unknown."""
+
+    @property
+    def decoding(self) -> int:
+        return max(0, self.in_flight - self.prefilling)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.in_flight or self.pending_prefill_s or self.running or self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +297,11 @@ class Candidate:
     seconds_since_move: float = inf
     """Since a session last moved in or out."""
     links: Mapping[str, Link] = field(default_factory=dict)
-    """To the endpoints that hold the prefix, by address."""
+    """To the endpoints that hold the prefix (at least to the prefix's locations), by address."""
+    engine: EngineModel = H20_30B
+    """How fast it is, as believed and corrected by what was observed."""
+    decode_s: float = 0.0
+    """Seconds that a request decodes there, as observed; 0: unknown."""
 
     @property
     def address(self) -> str:
@@ -255,6 +331,23 @@ class Decision:
     """Of every candidate, in the candidates' order."""
     moved_from: str = ""
     """The host that the session leaves, if it moves."""
+    prefill: str = ""
+    """Where the prefill runs, if not on the target; the target then decodes."""
+    prefill_queued: bool = False
+    """The prefill goes into the pool's prefill queue: whichever prefill endpoint is free takes it."""
+    replicate_from: str = ""
+    """Whom the prefilling endpoint pulls the prefix from, before or while it prefills the rest. A pull that
+    fails means recompute. Empty: it uses what it holds itself or the shared store."""
+    cached_tokens: int = 0
+    """Prompt tokens that the policy counts on not having to prefill; 0 where it does not look."""
+    estimated_ttft_s: float = 0.0
+    """Queue, fetching and prefill as the policy reckoned; 0: it did not."""
+    estimated_tpot_s: float = 0.0
+
+    @property
+    def prefill_endpoint(self) -> str:
+        """Empty while the prefill is queued."""
+        return "" if self.prefill_queued else self.prefill or self.target
 
 
 @dataclass(frozen=True, slots=True)

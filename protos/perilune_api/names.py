@@ -46,3 +46,9 @@ PARENT_SESSION_HEADERS = (
 )
 FINAL_TURN_HEADERS = ("x-perilune-session-final", "x-dynamo-session-final")
 """`true`: the session ends with this request; its binding is freed when the answer ends."""
+
+# What a request asks of latency, as users of llm-d's and GIE's endpoint picker send it.
+SLO_TTFT_HEADER = "x-slo-ttft-ms"
+SLO_TPOT_HEADER = "x-slo-tpot-ms"
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+"""Name of an InferenceObjective, which stands for a priority; the second is the older spelling."""

@@ -97,6 +97,8 @@ class Engine(_Struct, frozen=True):
     """Seconds of prefill here / seconds on one H20 with a 30B-A3B model, as a first belief."""
     store: bool = False
     """The engines share a KV store pool, so that a moved session's KV follows it."""
+    peer_transfer: bool = False
+    """An engine can pull a prefix's KV from another engine."""
 
 
 class SessionKeys(_Struct, frozen=True):
@@ -115,19 +117,97 @@ class SessionKeys(_Struct, frozen=True):
     max_sessions: Positive = 100_000
 
 
+class ConductorArm(StrEnum):
+    """The three arms of Conductor's experiment."""
+
+    NO_SCHEDULING = "no_scheduling"
+    """Any endpoint, drawn."""
+    CACHE_AWARE = "cache_aware"
+    CACHE_AWARE_MIGRATION = "cache_aware_migration"
+    """And a hot prefix is copied to the chosen endpoint."""
+
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Weight = Annotated[float, Meta(ge=0)]
+
+
 class PolicyParams(_Struct, frozen=True):
     """Every policy's parameters; each reads the ones that it names."""
 
     hot_pending_tokens: Positive = 16_384
     """ear: T_hot, pending prefill tokens above which a host is hot."""
-    cooldown_seconds: Annotated[float, Meta(ge=0)] = 30.0
-    """ear: T_cool, seconds between two moves of one session."""
+    cooldown_seconds: Weight = 30.0
+    """ear, perilune, migration: T_cool, seconds between two moves of one session."""
+
+    conductor_arm: ConductorArm = ConductorArm.CACHE_AWARE_MIGRATION
+    max_queue_length: Positive = 10
+    """conductor: a holder of the prefix with a longer queue is passed over."""
+    min_hit_ratio: Share = 0.1
+    """conductor: a prefix that covers less of the prompt is not used. (None is published.)"""
+    hot_cache_threshold: Weight = 0.3
+    """conductor: a prefix with a lower frequency score is not migrated; published as migration_threshold."""
+
+    kvcache_balancing_threshold: Annotated[float, Meta(ge=1)] = 2.0
+    """mooncake: best holder's prefix / an endpoint's own, above which the prefix is transferred. (Tuned by
+    hand in the paper, no value is published.)"""
+
+    dynamo_temperature: Weight = 0.0
+    """dynamo: 0: lowest cost; above: softmax over the normalised costs. Dynamo's router_temperature."""
+    dynamo_prefill_load_scale: Weight = 1.0
+    """dynamo: weight of prefill against decode blocks. Dynamo's prefill_load_scale."""
+    dynamo_device_credit: Weight = 1.0
+    """dynamo: blocks credited for each block on the device. Dynamo's overlap_score_credit."""
+    dynamo_host_credit: Weight = 0.75
+    """dynamo: the same for blocks that only the host's memory holds. Dynamo's host_cache_hit_weight."""
+    dynamo_disk_credit: Weight = 0.25
+    """dynamo: the same for blocks that only the store holds. Dynamo's disk_cache_hit_weight."""
+    dynamo_v1_overlap_weight: Weight = 2.0
+    """dynamo_v1: weight of the overlap against usage and waiting."""
+    max_local_prefill_tokens: Positive = 1_000
+    """dynamo_disagg: a longer uncached prompt is prefilled remotely. Dynamo's max_local_prefill_length."""
+    max_prefill_queue: Positive = 2
+    """dynamo_disagg: unless the prefill queue is this long. Dynamo's max_prefill_queue_size."""
+
+    kv_linear_hit_weight: Weight = 1.0
+    """kv_linear: a."""
+    kv_linear_load_weight: Weight = 1.0
+    """kv_linear: b."""
+
+    migration_worth: Annotated[float, Meta(ge=1)] = 1.5
+    """perilune, migration: a move must bring this many times its cost."""
+    hot_pending_seconds: Weight = 1.5
+    """migration: queued prefill above which a host is hot."""
+    rack_pressure: Annotated[float, Meta(ge=1)] = 2.0
+    """migration: mean queue of a rack / of the fleet, above which sessions leave the rack."""
+    load_persistence: Share = 0.5
+    """perilune, migration: how much of the difference between two queues is left a turn later."""
+    max_remaining_turns: Weight = 20.0
+    """perilune, migration: a session is never expected to have more turns left."""
+    migrations_per_minute: Annotated[int, Meta(ge=0)] = 50
+    """migration: of the pool."""
+    migration_link_bytes: Annotated[int, Meta(ge=0)] = 16_000_000_000
+    """migration: most bytes on their way between two endpoints."""
+    expected_output_tokens: Positive = 128
+    """perilune: of a request that sets no bound, or a higher one."""
+    interference_weight: Weight = 0.0
+    """perilune: what a second of prefill costs each request that decodes beside it."""
+    ageing_weight: Weight = 0.0
+    """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first
+    served."""
 
 
 class Limits(_Struct, frozen=True):
     max_body_bytes: Positive = 32 * 1024 * 1024
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuse with 429 when every endpoint has more queued prefill than this; 0: never."""
+    ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """Refuse with 429 when no endpoint is predicted to give the first token in time; 0: none. A request may
+    set its own (names.SLO_TTFT_HEADER)."""
+    tpot_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
+    """The same for the mean time per further token (names.SLO_TPOT_HEADER)."""
+    objectives: dict[str, Annotated[int, Meta(ge=-8, le=8)]] = {}
+    """Priority level by the objective that a request names (names.OBJECTIVE_HEADERS): each level doubles the
+    backlog at which it is refused, each below 0 halves it."""
     decision_seconds: Seconds = 1.5
     """A slower tokenizer is given up for this request, which is then routed by estimate."""
 
