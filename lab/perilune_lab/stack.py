@@ -12,7 +12,7 @@ Death of a vital part (gateway, Envoy) interrupts the body with `StackError`; de
 `stack.deaths` and logged, since routing around it is the gateway's work. Children die with this process, even
 after kill -9 (see `tether`). Every child carries the environment variable PERILUNE_RUN.
 
-Cost: about 0.5 s of CPU per engine at the start. Not done: several gateways, TLS, other machines.
+Cost: about 0.3 s of CPU per engine at the start. Not done: several gateways, TLS, other machines.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from typing import Any, Self
 from uuid import uuid4
 
 import aiohttp
-from perilune_api import pool as spec
 
+from perilune_api import pool as spec
 from perilune_lab import envoy
 from perilune_lab.child import Child, StackError, start
 
@@ -60,6 +60,14 @@ class EngineOptions:
     """Engine seconds per wall second."""
     tokenizer: str = ""
     """Folder of tokenizer.json and chat template; empty: a generated one, written to the run folder."""
+    hashing: spec.Hashing = spec.Hashing()
+    """Of block hashes, for engines and gateway alike."""
+    store_tokens: int = 0
+    """Size of a KV store pool that all engines share, in the run folder; 0: none."""
+    request_log: bool = False
+    """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of `perilune engine`."""
 
 
 def _python(module: str) -> tuple[str, ...]:
@@ -97,16 +105,27 @@ def places(engines: int) -> spec.Topology:
     return spec.Topology(nodes=nodes)
 
 
-def engine_arguments(options: EngineOptions, i: int) -> list[str]:
+def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
+    """Of `perilune engine`, for engine number `i` of a stack with that run folder."""
+    o = options
     return [
         *("--listen", "127.0.0.1:0"),
         *("--name", f"engine-{i}"),
-        *("--model", options.model),
-        *("--block-size", str(options.block_size)),
-        *("--kv-tokens", str(options.kv_tokens)),
-        *("--context-tokens", str(options.context_tokens)),
-        *("--time-scale", str(options.time_scale)),
-        *(("--tokenizer", options.tokenizer) if options.tokenizer else ()),
+        *("--model", o.model),
+        *("--block-size", str(o.block_size)),
+        *("--kv-tokens", str(o.kv_tokens)),
+        *("--context-tokens", str(o.context_tokens)),
+        *("--time-scale", str(o.time_scale)),
+        *("--tokenizer", o.tokenizer),
+        *("--hash-algorithm", o.hashing.algorithm.value),
+        *("--hash-seed", o.hashing.seed),
+        *(
+            ("--store", str(folder / "store"), "--store-tokens", str(o.store_tokens))
+            if o.store_tokens
+            else ()
+        ),
+        *(("--request-log", str(folder / f"engine-{i}.requests.jsonl")) if o.request_log else ()),
+        *o.arguments,
     ]
 
 
@@ -120,8 +139,10 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
             ),
             engine=spec.Engine(
                 block_size=options.block_size,
+                hashing=options.hashing,
                 kv_pool_tokens=options.kv_tokens,
                 prefill_scale=1.0 / options.time_scale,
+                store=options.store_tokens > 0,
             ),
             routing=routing,
             topology=places(len(engines)),
@@ -237,7 +258,7 @@ class Stack:
             self.options = replace(self.options, tokenizer=str(folder))
         names = [f"engine-{i}" for i in range(self.engines)]
         for i, name in enumerate(names):
-            await self._run(name, [*self.programs.engine, *engine_arguments(self.options, i)])
+            await self._run(name, [*self.programs.engine, *engine_arguments(self.options, i, self.folder)])
         facts = [await self.children[name].until_ready(self.ready_timeout_s) for name in names]
         self.pool = pool_of(self.options, self.routing, facts)
         self.endpoints = tuple(endpoint.address for endpoint in self.pool.spec.endpoints)

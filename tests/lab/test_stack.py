@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+
 from perilune_api import pool as spec
 from perilune_lab import envoy
 from perilune_lab.child import ready_facts
@@ -96,6 +98,35 @@ async def test_writes_a_pool_document_that_names_the_engines(run, parts):
     assert [endpoint.address for endpoint in pool.spec.endpoints] == list(stack.endpoints)
     assert all(endpoint.events and endpoint.replay for endpoint in pool.spec.endpoints)
     assert [endpoint.node for endpoint in pool.spec.endpoints] == ["node-0", "node-1"]
+
+
+async def test_engine_options_reach_a_real_engine(run):
+    options = EngineOptions(
+        model="m",
+        block_size=32,
+        kv_tokens=3200,
+        time_scale=100.0,
+        hashing=spec.Hashing(algorithm=spec.HashAlgorithm.SHA256_CBOR, seed="7"),
+        store_tokens=6400,
+        request_log=True,
+        arguments=("--max-num-seqs", "8"),
+    )
+    async with Stack(engines=1, options=options, with_gateway=False, keep_folder=True) as stack:
+        url = f"http://{stack.endpoints[0]}"
+        body = {"model": "m", "prompt": "ba be bi", "max_tokens": 2}
+        async with aiohttp.ClientSession() as http:
+            async with http.post(f"{url}/v1/completions", json=body) as answer:
+                assert answer.status == 200
+            async with http.get(f"{url}/metrics") as answer:
+                metrics = await answer.text()
+    assert 'block_size="32"' in metrics
+    assert 'prefix_caching_hash_algo="sha256_cbor"' in metrics
+    assert len((stack.folder / "engine-0.requests.jsonl").read_bytes().splitlines()) == 1
+    assert (stack.folder / "store").exists()
+    engine = stack.pool.spec.engine
+    assert (engine.block_size, engine.kv_pool_tokens, engine.store) == (32, 3200, True)
+    assert engine.hashing == options.hashing
+    shutil.rmtree(stack.folder)
 
 
 @pytest.mark.parametrize(
