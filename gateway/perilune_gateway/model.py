@@ -170,7 +170,8 @@ class SessionView:
     """Tokens of its last prompt and answer, as far as known."""
     turns: int = 0
     parent_host: str = ""
-    """Host of the session that started this one: they share a prefix."""
+    """Host of the session that started this one, else of the last with its `prompt_cache_key`: they share a
+    prefix, probably."""
 
 
 class Location(NamedTuple):

@@ -88,6 +88,8 @@ class _Prompt:
     output_tokens: int = 0
     priority: int = 0
     body_bytes: int = 0
+    hint: str = ""
+    """Its prompt_cache_key."""
 
 
 @dataclass(slots=True)
@@ -267,6 +269,7 @@ class Router:
             request.max_output_tokens,
             request.priority,
             body_bytes,
+            request.prompt_cache_key,
         )
         laps.lap(Step.HASH)
         identity = with_body(from_headers(head.headers, keys), request.session_id, request.user, keys)
@@ -311,7 +314,7 @@ class Router:
             self._ordinal,
             prompt.tokens,
             phase,
-            self._session_view(identity, session, now),
+            self._session_view(identity, session, prompt.hint, now),
             prompt.model or self.pool.spec.model.name,
             prompt.output_tokens,
             prompt.source,
@@ -438,6 +441,8 @@ class Router:
         )
         if session:
             session.ticket = ticket
+        if prompt.hint:
+            self.sessions.hint(identity.tenant, prompt.hint, target)
         if decision.moved_from:
             self.fleet.moved(decision.moved_from, target, now)
         self._speculate(chosen.endpoint, prompt.blocks, now)
@@ -606,13 +611,14 @@ class Router:
         endpoint = self.fleet.get(address)
         return bool(endpoint and endpoint.events)
 
-    def _session_view(self, identity: Identity, session: Session | None, now: float) -> SessionView | None:
+    def _session_view(
+        self, identity: Identity, session: Session | None, hint: str, now: float
+    ) -> SessionView | None:
         if session:
             return self.sessions.view(session, now)
         if identity.key is None:
             return None
-        parent = self.sessions.find(identity.parent_key, now)
-        return SessionView(identity.session_id, parent_host=parent.host if parent else "")
+        return SessionView(identity.session_id, parent_host=self.sessions.near_host(identity, hint, now))
 
     def _policy_name(self, head: RequestHead) -> str | Refusal:
         asked = head.headers.get(names.POLICY_HEADER, "")

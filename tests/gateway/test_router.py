@@ -225,6 +225,22 @@ def test_another_tenant_cannot_steer_a_session(rig: Rig) -> None:
     assert isinstance(rig.router.on_headers(stranger), NeedBody)
 
 
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        pytest.param({"x_session_id": "child", "x_parent_session_id": "s"}, {}, id="its parent's host"),
+        pytest.param({"x_session_id": "x"}, {"prompt_cache_key": "k"}, id="where its cache key went last"),
+    ],
+)
+def test_a_new_session_prefers_among_equals(headers: dict[str, str], body: dict[str, str]) -> None:
+    rig = Rig(pool(endpoints=[f"10.0.0.{i}:8000" for i in range(8)]))
+    first = rig.route(range(20), head("/v1/completions", x_session_id="s"), prompt_cache_key="k")
+    rig.router.finished(first.ticket, Outcome.COMPLETED)
+    rig.now += 1.0
+    child = rig.route(range(40, 60), head("/v1/completions", **headers), **body)
+    assert child.destinations[0] == first.destinations[0]
+
+
 def test_the_last_turn_frees_the_binding(rig: Rig) -> None:
     h = head("/v1/completions", x_session_id="s")
     rig.route(h=h)

@@ -6,10 +6,13 @@ from random import Random
 from perilune_gateway.model import Candidate, Cost, RequestView
 
 
-def least_pending(candidates: Sequence[Candidate], rng: Random) -> Candidate:
-    """Fewest pending prefill tokens, then fewest requests in flight, then fewest sessions; the rest
-    is a draw, so that equal endpoints share the work."""
+def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:
+    """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
+    fewest sessions; the rest is a draw, so that equal endpoints share the work."""
     best = min(map(_load_key, candidates))
+    for c in candidates:
+        if c.address == near and c.load.pending_prefill_tokens == best[0]:
+            return c
     return rng.choice([c for c in candidates if _load_key(c) == best])
 
 
@@ -42,6 +45,11 @@ def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate 
     if request.session is None or not request.session.host:
         return None
     return next((c for c in candidates if c.address == request.session.host), None)
+
+
+def near(request: RequestView) -> str:
+    """An endpoint that likely holds a new session's prefix: its parent's host."""
+    return request.session.parent_host if request.session else ""
 
 
 def _load_key(candidate: Candidate) -> tuple[int, int, int]:

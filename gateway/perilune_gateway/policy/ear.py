@@ -1,6 +1,7 @@
 """ear: elastic affinity routing, for sessions whose turns follow each other without a human between.
 
-1. Cold (no host, or its host is gone): the endpoint with the fewest pending prefill tokens.
+1. Cold (no host, or its host is gone): the endpoint with the fewest pending prefill tokens; among equals
+   the host of the session that started this one, since they share a prefix.
 2. Warm: always the host, unless it is *hot*: more than T_hot (`hot_pending_tokens`) uncached prompt
    tokens wait or run there.
 3. Hot host, and the session last moved more than T_cool (`cooldown_seconds`) ago: of the endpoints
@@ -26,7 +27,7 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import has_kv_room, host_of, least_pending, pending_costs
+from perilune_gateway.policy.cost import has_kv_room, host_of, least_pending, near, pending_costs
 
 
 def ear(
@@ -40,7 +41,7 @@ def ear(
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     if host is None or request.session is None:
-        return Decision(least_pending(candidates, rng).address, Reason.COLD, costs)
+        return Decision(least_pending(candidates, rng, near(request)).address, Reason.COLD, costs)
     if request.session.seconds_since_move <= params.cooldown_seconds:
         return Decision(host.address, Reason.HOT_COOLDOWN, costs)
     cooler = [

@@ -8,7 +8,7 @@ from random import Random
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
-from perilune_gateway.policy.cost import host_of, least_pending, pending_costs
+from perilune_gateway.policy.cost import host_of, least_pending, near, pending_costs
 
 
 def sticky(
@@ -18,4 +18,4 @@ def sticky(
     costs = pending_costs(candidates)
     if host := host_of(request, candidates):
         return Decision(host.address, Reason.HOST, costs)
-    return Decision(least_pending(candidates, rng).address, Reason.COLD, costs)
+    return Decision(least_pending(candidates, rng, near(request)).address, Reason.COLD, costs)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from perilune_gateway.identity import SessionKey
+from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.model import SessionView
 
 
@@ -71,6 +71,7 @@ class Sessions:
         """Least recently used first."""
         self._by_tail: dict[int, Session] = {}
         self._by_prompt_tail: dict[tuple[str, int], Session] = {}
+        self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
 
@@ -97,6 +98,12 @@ class Sessions:
             session.turns,
             parent.host if parent else "",
         )
+
+    def near_host(self, identity: Identity, hint: str, now: float) -> str:
+        """Where a new session's prefix probably lies: its parent's host, else where the last request with
+        this `hint` (a prompt_cache_key, which many sessions may share) went."""
+        parent = self.find(identity.parent_key, now)
+        return parent.host if parent else self._hints.get((identity.tenant, hint), "")
 
     def infer(self, tenant: str, blocks: Sequence[int], tokens: int, now: float) -> Session | None:
         """The session that a prompt of `tokens` goes on from: the deepest one whose last prompt is a prefix
@@ -159,6 +166,13 @@ class Sessions:
         self._set_tail(session, blocks[-1], session.tail_tokens + grown)
         session.context_tokens = session.tail_tokens
         return session, grown
+
+    def hint(self, tenant: str, hint: str, host: str) -> None:
+        """Remember where a request with this hint went."""
+        self._hints[tenant, hint] = host
+        self._hints.move_to_end((tenant, hint))
+        if len(self._hints) > self.max_sessions:
+            self._hints.popitem(last=False)
 
     def forget_host(self, host: str) -> None:
         """The host is gone, or lost its cache: bindings stay, but nothing is held there."""

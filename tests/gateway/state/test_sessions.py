@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_gateway.identity import SessionKey
+from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.state.sessions import Session, Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")
@@ -129,3 +129,15 @@ def test_a_childs_parent_host(sessions: Sessions) -> None:
     bound(sessions, A, "h")
     child = sessions.touch(B, 0.0, parent=A)
     assert sessions.view(child, 0.0).parent_host == "h"
+
+
+def test_a_hint_is_scoped_and_bounded_and_weaker_than_a_parent(sessions: Sessions) -> None:
+    sessions.hint("t", "k", "h")
+    child = Identity("t", "new", parent_id="a")
+    assert sessions.near_host(child, "k", 0.0) == "h"
+    assert sessions.near_host(Identity("other", "new"), "k", 0.0) == ""
+    bound(sessions, A, "parent's")
+    assert sessions.near_host(child, "k", 0.0) == "parent's"
+    sessions.hint("t", "k2", "h")
+    sessions.hint("t", "k3", "h")
+    assert sessions.near_host(Identity("t", "new"), "k", 0.0) == ""
