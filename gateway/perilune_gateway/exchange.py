@@ -278,7 +278,8 @@ class Exchange:
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, tuple(headers)))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
-        """Envoy answers by itself (an error), or did not send the body that we asked for."""
+        """Envoy or another filter answers by itself, or the body that we asked for was not sent."""
+        self._response_mode = event.response_mode or self._response_mode
         if event.status < 400 and self.state is State.BODY:
             log.warning("body_never_came path=%s: does the filter allow mode_override?", self._head.path)
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS))]

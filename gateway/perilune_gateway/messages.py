@@ -54,6 +54,8 @@ class ResponseHeaders:
     served: str = ""
     """The endpoint that really answered; empty: Envoy did not say, or nobody did."""
     end_of_stream: bool = False
+    response_mode: BodyMode | None = None
+    """Only where these headers open the stream, another filter having answered."""
 
     @property
     def kind(self) -> Kind:

@@ -4,7 +4,7 @@
 
 - The body modes of both directions come in `protocol_config` of a stream's first message. Envoy 1.40 always
   sends it there, also when both are NONE (then as an empty message). An Envoy that does not is believed to
-  send what `default_mode` says.
+  send what `default_mode` says, full duplex then both ways.
 - The endpoints to choose from are `envoy.lb.subset_hint` metadata: a list, or one comma-separated string
   (what a header-to-metadata filter makes of it).
 - The endpoint that served is `envoy.lb` metadata of the response, else attribute `upstream.address`.
@@ -84,11 +84,18 @@ def _request_headers(message: pb.ProcessingRequest, default_mode: BodyMode) -> R
         subset=_subset(message.metadata_context),
         has_body=not message.request_headers.end_of_stream,
     )
+    duplex = BodyMode.FULL_DUPLEX_STREAMED
+    default = (default_mode, duplex if default_mode is duplex else BodyMode.NONE)
+    return RequestHeaders(head, *(_modes(message) or default))
+
+
+def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
+    """Request's and response's; None: not said."""
     if not message.HasField("protocol_config"):
-        return RequestHeaders(head, default_mode)
+        return None
     told = message.protocol_config
     try:
-        return RequestHeaders(head, _MODES[told.request_body_mode], _MODES[told.response_body_mode])
+        return _MODES[told.request_body_mode], _MODES[told.response_body_mode]
     except KeyError as mode:
         raise ProtocolError(f"unknown body mode {mode}") from None
 
@@ -98,11 +105,13 @@ def _response_headers(message: pb.ProcessingRequest) -> ResponseHeaders:
     status = headers.get(":status", "")
     if not (status.isascii() and status.isdigit()):
         raise ProtocolError(f"response status {status!r}")
+    modes = _modes(message)
     return ResponseHeaders(
         status=int(status),
         content_type=headers.get("content-type", ""),
         served=_served(message),
         end_of_stream=message.response_headers.end_of_stream,
+        response_mode=modes[1] if modes else None,
     )
 
 

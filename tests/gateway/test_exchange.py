@@ -301,6 +301,12 @@ def echo(text: bytes, end: bool = False) -> Echo:
             ],
             id="response bodies are echoed",
         ),
+        pytest.param(
+            {},
+            [ResponseHeaders(401, response_mode=DUPLEX), Body(Kind.RESPONSE_BODY, b"x", True)],
+            [[Continue(Kind.RESPONSE_HEADERS)], [Echo(Kind.RESPONSE_BODY, b"x", True)]],
+            id="so is the answer of another filter",
+        ),
     ],
 )
 def test_full_duplex(router, events, answers):

@@ -97,7 +97,14 @@ def test_body_modes_are_those_of_the_protocol_config(mode):
 def test_without_protocol_config_the_setting_counts():
     raw = pb.ProcessingRequest(request_headers=headers(POST)).SerializeToString()
     assert wire.decode(raw).request_mode is BodyMode.BUFFERED
-    assert wire.decode(raw, BodyMode.FULL_DUPLEX_STREAMED).request_mode is BodyMode.FULL_DUPLEX_STREAMED
+    both_ways = wire.decode(raw, BodyMode.FULL_DUPLEX_STREAMED)
+    assert both_ways.request_mode is both_ways.response_mode is BodyMode.FULL_DUPLEX_STREAMED
+
+
+def test_response_headers_that_open_the_stream_tell_its_mode():
+    told = pb.ProtocolConfiguration(response_body_mode=pb.ProcessingMode.FULL_DUPLEX_STREAMED)
+    inbound = decoded(response_headers=headers({":status": "401"}), protocol_config=told)
+    assert inbound == ResponseHeaders(401, response_mode=BodyMode.FULL_DUPLEX_STREAMED)
 
 
 @pytest.mark.parametrize(

@@ -245,3 +245,22 @@ async def test_response_headers_tell_decision_and_served_endpoint(rig, mode):
     async with rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=headers) as reply:
         assert reply.headers[DECISION_HEADER] == f"{rig.addresses[1]}; scripted"
         assert reply.headers[CONFORMANCE_SERVED_HEADER] == rig.addresses[1]
+
+
+FAULT = {
+    "name": "envoy.filters.http.fault",
+    "typed_config": {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.fault.v3.HTTPFault",
+        "abort": {"http_status": 418, "percentage": {"numerator": 100}},
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_answer_of_an_earlier_filter_passes(rig, mode):
+    """The stream then begins with response headers."""
+    envoy, streams = await getattr(rig, mode)(filters_before=[FAULT]), rig.server.streams_total
+    async with rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=rig.headers("")) as reply:
+        assert (reply.status, await reply.text()) == (418, "fault filter abort")
+    assert rig.server.streams_total == streams + 1
+    assert rig.server.protocol_errors == 0

@@ -29,11 +29,28 @@ async def test_sse_holds_its_ticket_until_its_end(rig, mode, phase):
     async with rig.http.post(f"{envoy.url}/sse", data=b"{}" * 65_000, headers=headers) as reply:
         assert await reply.content.readline() == b"data: first\n"
         assert rig.router.responses[test_id] == (200, rig.addresses[0], True)
+        other = rig.new_id()
+        async with rig.http.get(f"{envoy.url}/x", headers=rig.headers(other)):
+            await rig.router.outcome(other)  # time passes
         assert test_id in rig.router.tickets.values()
         rig.endpoints[0].let_go(test_id)
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
     assert await rig.router.outcome(test_id) is Outcome.COMPLETED
     assert test_id not in rig.router.tickets.values()
+
+
+@pytest.mark.parametrize("mode", ["buffered", "duplex"])
+async def test_request_without_body_holds_its_ticket_too(rig, mode):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    async with rig.http.get(f"{envoy.url}/sse", headers=rig.headers(test_id)) as reply:
+        assert await reply.content.readline() == b"data: first\n"
+        other = rig.new_id()
+        async with rig.http.get(f"{envoy.url}/x", headers=rig.headers(other)):
+            await rig.router.outcome(other)  # time passes
+        assert test_id in rig.router.tickets.values()
+        rig.endpoints[0].let_go(test_id)
+        await reply.read()
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
 
 
 @by_every_path

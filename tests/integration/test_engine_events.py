@@ -1,0 +1,105 @@
+"""A simulated engine's events over real sockets: hashes agree, and the index predicts its cache hits."""
+
+import asyncio
+import random
+import re
+import sys
+import time
+
+import aiohttp
+import pytest
+import zmq.asyncio
+
+from perilune_api.pool import HashAlgorithm, Hashing
+from perilune_gateway import blocks
+from perilune_gateway.feeds import kv_events
+from perilune_gateway.feeds.kv_events import BlockStored
+from perilune_gateway.parity import Parity, ParityCheck
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.prefix_index import PrefixIndex
+
+ENGINE = "engine"
+SIZE = 16
+START = "import sys; from perilune_lab.engine.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+class Sink:
+    """What a gateway does with events, and a way to wait for them."""
+
+    def __init__(self, hashing: Hashing) -> None:
+        self.index = PrefixIndex(100_000, 5.0)
+        self.blocks = EngineBlocks(self.index, SIZE, store=False)
+        self.parity = ParityCheck(hashing, SIZE, lora_paths={"adapter": "/models/adapter"}, first=10_000)
+        self.removed = 0
+        self.resets: list[kv_events.ResetCause] = []
+        self._changed = asyncio.Event()
+
+    def batch(self, endpoint, rank, batch, lag_s) -> None:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self.parity.observe(endpoint, event)
+            self.removed += self.blocks.apply(endpoint, event, 0.0, rank).removed
+        self._changed.set()
+
+    def reset(self, endpoint, rank, cause) -> None:
+        self.resets.append(cause)
+
+    async def announced(self, block: int) -> None:
+        async with asyncio.timeout(10):
+            while not self.index.announced(ENGINE, block):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.mark.parametrize("algorithm", list(HashAlgorithm))
+async def test_predicted_hits_equal_the_engines(algorithm):
+    """Conversations that outgrow its cache, plain, salted and with an adapter, one after the other."""
+    hashing = Hashing(algorithm, "7")
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", START, "--listen", "127.0.0.1:0", "--time-scale", "200"),
+        *("--kv-tokens", "8000", "--block-size", str(SIZE), "--lora", "adapter=/models/adapter"),
+        *("--hash-algorithm", algorithm, "--hash-seed", "7"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    context = zmq.asyncio.Context()
+    sink, counters = Sink(hashing), kv_events.Counters()
+    feed = None
+    try:
+        assert engine.stdout
+        line = (await asyncio.wait_for(engine.stdout.readline(), 30)).decode()
+        said = dict(re.findall(r"(\w+)=(\S+)", line))
+        feed = asyncio.create_task(
+            kv_events.run(ENGINE, said["events"], said["replay"], 0, sink, time.time, context, counters, 10.0)
+        )
+        dice = random.Random(1)
+        kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]
+        talks = [(kinds[n % 4], [dice.randrange(300) for _ in range(200)]) for n in range(12)]
+        predicted, cached = [], []
+        async with aiohttp.ClientSession(
+            said["http"] if "://" in said["http"] else f"http://{said['http']}"
+        ) as http:
+            for _ in range(50):
+                (model, salt), talk = dice.choice(talks)
+                talk += [dice.randrange(300) for _ in range(100)]
+                root = blocks.prefix_root("adapter" if model == "adapter" else "", salt)
+                chain = blocks.chain(talk, SIZE, root)
+                held = sink.index.find_matches(chain, 0.0).device.get(ENGINE, 0)
+                predicted.append(min(held, (len(talk) - 1) // SIZE) * SIZE)
+                body = {"model": model, "prompt": talk, "max_tokens": 1, "cache_salt": salt or None}
+                async with http.post("/v1/completions", json=body) as answer:
+                    usage = (await answer.json())["usage"]
+                cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+                await sink.announced(chain[-1])
+        assert predicted == cached
+        assert any(cached)
+        assert sink.removed > 0, "nothing was evicted: the case is too easy"
+        assert sink.parity.report(ENGINE).parity is Parity.OK
+        assert not sink.blocks.unused
+        assert (counters.gaps, sink.resets) == (0, [])
+    finally:
+        if feed:
+            feed.cancel()
+            await asyncio.gather(feed, return_exceptions=True)
+        context.destroy(linger=0)
+        engine.terminate()
+        await asyncio.wait_for(engine.wait(), 10)
