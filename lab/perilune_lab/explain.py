@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(answer, indent=2))
     else:
-        console.print(render_list(answer) if listing else render(answer))
+        shown = printable(answer)
+        console.print(render_list(shown) if listing else render(shown))
     return 0
 
 
@@ -106,6 +107,15 @@ def _told(error: HTTPError, url: str) -> str:
     if error.code == 404:
         return f"{message}; older ones are gone, `perilune explain --last 20` lists the newest"
     return str(message)
+
+
+def printable(value: Any) -> Any:
+    """The same with control characters escaped: what clients send must not steer a terminal."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+    if isinstance(value, dict):
+        return {printable(name): printable(item) for name, item in value.items()}
+    return [printable(item) for item in value] if isinstance(value, list) else value
 
 
 def render(decision: Json) -> RenderableType:

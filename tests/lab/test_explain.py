@@ -157,8 +157,30 @@ async def test_an_unknown_request_is_1_with_a_hint(capsys):
     )
 
 
-async def test_no_gateway_is_1_with_a_clear_line(capsys, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # must not be asked
+async def test_a_proxy_is_not_asked(capsys, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    async with gateway(decided(1)) as url:
+        assert await explain("r1", "--gateway", url) == 0
+
+
+async def test_what_clients_send_is_printed_as_it_is(capsys):
+    async with gateway(decided(1, of="[bold]s[/] :smile:")) as url:
+        assert await explain("--last", "1", "--gateway", url) == 0
+    assert "[bold]s[/] :smile:" in capsys.readouterr().out
+
+
+async def test_what_clients_send_cannot_steer_the_terminal(capsys):
+    async with gateway(decided(1, of="a\x1b[2Jb\nc")) as url:
+        assert await explain("r1", "--gateway", url) == 0
+        assert await explain("--last", "1", "--gateway", url) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count(r"a\x1b[2Jb\nc") == 2
+
+
+async def test_no_gateway_is_1_with_a_clear_line(capsys):
     async with gateway() as url:
         pass
     assert await explain("r1", "--gateway", url) == 1
