@@ -57,7 +57,7 @@ async def test_predicted_hits_equal_the_engines(algorithm):
     hashing = Hashing(algorithm, "7")
     engine = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", START, "--listen", "127.0.0.1:0", "--time-scale", "200"),
-        *("--kv-tokens", "8000", "--block-size", str(SIZE), "--lora", "adapter=/models/adapter"),
+        *("--kv-tokens", "3200", "--block-size", str(SIZE), "--lora", "adapter=/models/adapter"),
         *("--hash-algorithm", algorithm, "--hash-seed", "7"),
         stdout=asyncio.subprocess.PIPE,
     )
@@ -75,10 +75,8 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]
         talks = [(kinds[n % 4], [dice.randrange(300) for _ in range(200)]) for n in range(12)]
         predicted, cached = [], []
-        async with aiohttp.ClientSession(
-            said["http"] if "://" in said["http"] else f"http://{said['http']}"
-        ) as http:
-            for _ in range(50):
+        async with aiohttp.ClientSession(f"http://{said['http']}") as http:
+            for _ in range(60):
                 (model, salt), talk = dice.choice(talks)
                 talk += [dice.randrange(300) for _ in range(100)]
                 root = blocks.prefix_root("adapter" if model == "adapter" else "", salt)
