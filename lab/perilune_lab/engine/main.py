@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         help="[%(default)s]",
     )
     add("--scheduling", default="fcfs", choices=("fcfs", "priority"), help="order of waiting [%(default)s]")
-    add("--serial-misses", action="store_true", help="prefill one prompt at a time, decode waiting")
+    add("--serial-misses", action="store_true", help="one forward per missed prompt, decode waiting")
     return parser
 
 

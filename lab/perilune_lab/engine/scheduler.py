@@ -14,8 +14,10 @@ says. One step:
 4. When the step ends, each sequence whose tokens are all computed gets its next token, in the batch's
    order, so results do not depend on how the batch was split.
 
-`serial_misses` models an engine without batched misses: a step is either one prompt's prefill, alone, or
-decode. Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves.
+`serial_misses` models an engine without batched misses: a step's misses are prefilled one after the other,
+each a forward of its own, while the step's decode waits.
+
+Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves.
 Not modelled: speculative decoding, several ranks, sampling (the caller brings the tokens that will come
 out).
 """
@@ -131,7 +133,7 @@ class Step:
     """Admitted with nothing but their tail to compute."""
     misses: int = 0
     prefill_forwards: int = 0
-    """Forwards with a miss in them: 1 for all misses of a step, however many."""
+    """Forwards with a miss in them: 1 for all misses of a step, or one each with `serial_misses`."""
     preempted: int = 0
     emitted: list[Request] = field(default_factory=list)
     """Got a token at `ends_s`."""
@@ -151,6 +153,7 @@ class Limits:
     by_priority: bool = False
     """Waiting requests by (priority, arrival), lower first, instead of by arrival."""
     serial_misses: bool = False
+    """One forward per missed prompt instead of one for all."""
 
 
 class Scheduler:
@@ -244,13 +247,9 @@ class Scheduler:
             self._queue(heapq.heappop(self._arriving)[2])
         step = Step(now)
         self._join_loaded(step, now)
-        if self.limits.serial_misses:
-            self._fill_serial(step, now)
-        else:
-            budget = self._continue(step, self.limits.tokens_per_step)
-            if not step.preempted:
-                self._admit(step, now, budget)
-            step.prefill_forwards = int(any(self._is_miss(new) for _, new, _ in step.prefilled))
+        budget = self._continue(step, self.limits.tokens_per_step)
+        if not step.preempted:
+            self._admit(step, now, budget)
         if not step.batch:
             self._blocked = True
             return None
@@ -258,38 +257,21 @@ class Scheduler:
         return step
 
     def _duration(self, step: Step) -> float:
+        """Also counts the forwards."""
         chunks = [(new, before) for _, new, before in step.prefilled]
-        if self.limits.serial_misses and step.prefill_forwards:
-            return sum(self.model.prefill_s(new, before) for new, before in chunks)
+        misses = [chunk for chunk in chunks if self._is_miss(chunk[0])]
         context = sum([request.computed for request in step.decoded])
-        return self.model.mixed_step_s(chunks, len(step.decoded), context)
-
-    def _fill_serial(self, step: Step, now: float) -> None:
-        """A prompt that the cache does not hold goes alone; otherwise decode, hits beside it."""
-        for request in self.running:
-            if self._is_miss(len(request.table.tokens) - request.computed):
-                self._schedule(step, request, self.limits.tokens_per_step)
-                step.prefill_forwards = 1
-                return
-        if self._waiting and self._missing(self._waiting[0][2]):
-            self._admit(step, now, self.limits.tokens_per_step, at_most=1)
-            step.prefill_forwards = 1
-            if step.batch:
-                return
-        budget = self._continue(step, self.limits.tokens_per_step)
-        while budget and not step.preempted and self._waiting and not self._missing(self._waiting[0][2]):
-            left = self._admit(step, now, budget, at_most=1)
-            if left == budget:
-                break
-            budget = left
+        if not self.limits.serial_misses:
+            step.prefill_forwards = 1 if misses else 0
+            return self.model.mixed_step_s(chunks, len(step.decoded), context)
+        step.prefill_forwards = len(misses)
+        tails = [chunk for chunk in chunks if not self._is_miss(chunk[0])]
+        alone_s = sum(self.model.prefill_s(new, before) for new, before in misses)
+        return alone_s + self.model.mixed_step_s(tails, len(step.decoded), context)
 
     def _is_miss(self, new_tokens: int) -> bool:
         """More to compute than the tail that a hit leaves."""
         return new_tokens > self.cache.block_size
-
-    def _missing(self, request: Request) -> bool:
-        table = request.table
-        return self._is_miss(len(table.tokens) - len(self.cache.match(table)) * self.cache.block_size)
 
     def _continue(self, step: Step, budget: int) -> int:
         """Schedules what runs already; returns the tokens left."""
@@ -349,10 +331,10 @@ class Scheduler:
         heapq.heappush(self._waiting, (self._urgency(request), next(self._sequence), request))
         self._blocked = False
 
-    def _admit(self, step: Step, now: float, budget: int, at_most: int = 1 << 30) -> int:
+    def _admit(self, step: Step, now: float, budget: int) -> int:
         """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
         cache, size = self.cache, self.cache.block_size
-        while self._waiting and budget > 0 and at_most > 0:
+        while self._waiting and budget > 0:
             if len(self.running) + len(self.loading) >= self.limits.max_sequences:
                 break
             request = self._waiting[0][2]
@@ -362,7 +344,6 @@ class Scheduler:
             if not cache.fits(table, hits, total):
                 break
             heapq.heappop(self._waiting)
-            at_most -= 1
             cache.attach(table, hits)
             request.computed = len(hits) * size
             if request.ordinal < 0:

@@ -1,8 +1,9 @@
 """The simulated engine against what a real vLLM 0.32 announced and answered for the same requests.
 
-What cannot be equal: inside bursts, how concurrent requests' events fall into batches and in which order they
-come depends on arrival times that were not recorded. Each burst is replayed one request after the other, in the
-recorded order of completion; its hashes are compared as sets, and everything outside bursts byte by byte.
+What cannot be equal: inside bursts, how concurrent requests' events fall into batches and in which order
+they come depends on arrival times that were not recorded. Each burst is replayed one request after the
+other, in the recorded order of completion; its hashes are compared as sets, and everything outside bursts
+byte by byte.
 """
 
 import asyncio
