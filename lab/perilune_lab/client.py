@@ -313,9 +313,7 @@ class _Run:
         return (trace_s - self.began_trace_s) / (self.load.time_scale * self.load.speed)
 
     async def _until(self, due_s: float) -> None:
-        delay_s = due_s - self.now()
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)
+        await asyncio.sleep(max(0.0, due_s - self.now()))  # 0 lets the others run
 
     async def _turn(self, turn: Turn, due_s: float, tenant: str) -> None:
         """One request; a place has been acquired and is given back here."""
@@ -441,4 +439,6 @@ def _cause(error: BaseException) -> str:
     """An exception as one line."""
     if isinstance(error, TimeoutError):
         return "timed out"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {error.os_error.strerror or error.os_error}"
     return str(error) or type(error).__name__

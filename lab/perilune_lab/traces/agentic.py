@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count, islice
 from math import ceil, exp, log
 from random import Random
 
@@ -64,7 +64,7 @@ class Agentic:
     system_prompts: int = 3
     system_tokens: int = 300
     """Length of a system prompt; part of the first prompt."""
-    same_task_share: float = 0.08
+    same_task_share: float = 0.11
     """Share of the sessions that begin with a task that a recent session began with."""
     zipf_alpha: float = 0.0
     """Skew of the sessions' weights: a session's turns are multiplied by rank^−α over the mean, its rank
@@ -77,22 +77,21 @@ class Agentic:
 
 def sessions(parameters: Agentic, seed: int) -> Iterator[Session]:
     """Sessions without end, by start. Equal (parameters, seed) give equal sessions."""
-    draw = _Draw(parameters, Random(seed))
+    draw = _Draw(parameters)
+    rng = Random(seed)
     start_s = 0.0
-    number = 0
-    while True:
-        start_s += draw.rng.expovariate(parameters.sessions_per_s)
-        yield draw.session(f"s{seed}-{number}", start_s)
-        number += 1
+    for number in count():
+        start_s += rng.expovariate(parameters.sessions_per_s)
+        yield draw.session(f"s{seed}-{number}", start_s, rng.getrandbits(64))
 
 
-def generate(parameters: Agentic, seed: int, count: int) -> Trace:
-    """The first `count` sessions as a trace."""
+def generate(parameters: Agentic, seed: int, number: int) -> Trace:
+    """The first `number` sessions as a trace."""
     return Trace(
         name="agentic",
         style=Style.CHAT,
-        sessions=tuple(islice(sessions(parameters, seed), count)),
-        parameters={"seed": seed, "sessions": count} | describe(parameters),
+        sessions=tuple(islice(sessions(parameters, seed), number)),
+        parameters={"seed": seed, "sessions": number} | describe(parameters),
     )
 
 
@@ -138,7 +137,7 @@ def demo_workload(endpoints: int, seed: int, seconds: float, time_scale: float) 
     watched_s = seconds * time_scale
     return Workload(
         parameters=Agentic(
-            sessions_per_s=endpoints * 0.13 * _clamp(100.0 / watched_s, 1.0, 4.0),
+            sessions_per_s=endpoints * 0.13 * _clamp((100.0 / watched_s) ** 0.5, 1.0, 2.0),
             turns_alpha=1.5,
             turns_min=3,
             turns_max=40,
@@ -163,16 +162,18 @@ def gap_s(u: float) -> float:
 
 
 class _Draw:
-    """One generator's dice and the tasks that it has handed out lately."""
+    """The tasks handed out lately, and the dice of the session that is being drawn."""
 
-    def __init__(self, parameters: Agentic, rng: Random) -> None:
+    def __init__(self, parameters: Agentic) -> None:
         self.p = parameters
-        self.rng = rng
+        self.rng = Random()
         self._tasks: list[tuple[Segment, ...]] = []
         self._mean_weight = sum(self._weight(rank) for rank in range(1, _RANKS + 1)) / _RANKS
 
-    def session(self, session_id: str, start_s: float) -> Session:
-        p, rng = self.p, self.rng
+    def session(self, session_id: str, start_s: float, seed: int) -> Session:
+        """Each session has dice of its own: another scale changes its lengths, not the sessions after it."""
+        p, rng = self.p, Random(seed)
+        self.rng = rng
         prompt = self._task(session_id)
         length = sum(segment.tokens for segment in prompt)
         turns: list[Turn] = []
