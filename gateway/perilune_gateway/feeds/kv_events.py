@@ -319,8 +319,8 @@ async def run(
             socket.connect(events_url)
         except zmq.ZMQError as error:
             raise SpecError(f"{events_url!r} of {endpoint} is no ZMQ address: {error}") from None
-        await feed.catch_up()
-        await feed.follow(socket, monitor)
+        answered = await feed.catch_up()
+        await feed.follow(socket, monitor, behind=not answered)
     finally:
         socket.disable_monitor()
         monitor.close(linger=0)
@@ -351,20 +351,20 @@ class _Feed:
         self._replay_timeout_s = replay_timeout_s
         self._tracker = SequenceTracker()
 
-    async def follow(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    async def follow(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, *, behind: bool) -> None:
+        """Live messages as they come; `behind`: catch up when the publisher shakes hands."""
         poller = zmq.asyncio.Poller()
         poller.register(monitor, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
-        lost = False
         while True:
             for ready, _ in await poller.poll():
                 if ready is monitor:
                     happened = parse_monitor_message(await monitor.recv_multipart())["event"]
                     self._counters.connected = happened != zmq.EVENT_DISCONNECTED
                     if not self._counters.connected:
-                        lost = True
-                    elif lost:
-                        lost = False
+                        behind = True
+                    elif behind:
+                        behind = False
                         await self.catch_up()
                 else:
                     await self._live(await socket.recv_multipart())

@@ -476,6 +476,18 @@ async def test_what_was_announced_before_we_came(context, captures):
         assert (counters.replayed, counters.gaps, sink.resets) == (30, 0, [])
 
 
+async def test_an_engine_that_answers_late(context):
+    """Nobody answers at first; what was announced before is asked for again at the handshake."""
+    engine = Engine(context, answers=False)
+    for seq in range(3):
+        await engine.send(seq, at(seq), dropped=True)
+    async with feeding(context, engine, timeout_s=0.2) as sink:
+        await engine.asked()
+        engine.answers = True
+        await sink.until(lambda: len(sink.batches) == 3)
+        assert engine.replays == [0, 0]
+
+
 async def test_a_restarted_engine_holds_nothing(context, captures):
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages
