@@ -4,7 +4,7 @@ A flat dict, not a tree: the keys are chained hashes (`blocks.chain`), so one ke
 block before it, and following a prompt is one lookup per block. The value is a bitmask of holders: bit 0 is
 the pool's shared store, then three bits for each holder: device, host, claim. So a match ends at any block
 boundary. Conductor's trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like
-this one, and `find_matches` gives its answers (early exit too, see `_Edges`).
+this one, and `find_matches` gives its answers (early exit too, see `state.edges`).
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
@@ -39,6 +39,7 @@ from itertools import islice
 from math import inf, sqrt
 
 from perilune_gateway.model import Tier
+from perilune_gateway.state.edges import Edges
 from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _STORE = 1
@@ -106,7 +107,7 @@ class PrefixIndex:
         self._hits: dict[int, tuple[int, float]] = {}
         self._window_s = window_s
         self._uses: dict[int, deque[float]] = {}
-        self._edges = _Edges() if edges else None
+        self._edges = Edges() if edges else None
         self._store = _Holder("", 0, -1)
         self._holders: dict[tuple[str, int], _Holder] = {}
         self._slots: list[_Holder | None] = []
@@ -494,37 +495,3 @@ def _over(holder: _Holder, now: float) -> Iterator[int]:
         if expiry > now:
             return
         yield block
-
-
-class _Edges:
-    """Where an edge of Dynamo's compressed tree ends.
-
-    Dynamo keeps runs of blocks as one edge and looks only at an edge's end whether a single worker is left,
-    so its early-exit answers depend on where prompts once parted: an edge ends at a block after which two
-    different blocks have followed. An edge lives as long as somebody holds its first block, even if blocks
-    inside are gone; a block that begins an edge anew forgets what once followed it.
-    """
-
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}
-        self._forks: set[int] = set()
-
-    def ends_at(self, block: int) -> bool:
-        return block in self._forks
-
-    def grow(self, parent: int | None, blocks: Sequence[int], known: Mapping[int, int]) -> None:
-        """`blocks` follow `parent`; call it before they become known."""
-        for block in blocks:
-            inside = parent is not None and self._next.get(parent) == block and parent not in self._forks
-            if block not in known and not inside:
-                self._next.pop(block, None)
-                self._forks.discard(block)
-            if parent is not None and self._next.setdefault(parent, block) != block:
-                self._forks.add(parent)
-            parent = block
-
-    def shrink(self, known: Mapping[int, int]) -> None:
-        """Drop what is long gone, now and then."""
-        if len(self._next) > 2 * len(known) + 1024:
-            self._next = {block: child for block, child in self._next.items() if block in known}
-            self._forks &= known.keys()
