@@ -82,7 +82,7 @@ class Server:
         hooks: Hooks | None = None,
     ) -> None:
         """`bytes_per_token`: of the estimate when tokens come too late. `default_mode`: what an Envoy sends
-        that does not say (before 1.36 or so)."""
+        that does not say it by itself, see `wire`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0

@@ -42,6 +42,7 @@ class Rig:
         self._stack = stack
         self._folder = folder
         self._envoys: dict[str, Envoy] = {}
+        self._logs: dict[Envoy, Path] = {}
         self._ids = itertools.count()
 
     @staticmethod
@@ -73,7 +74,7 @@ class Rig:
             endpoints = options.pop("endpoints", self.addresses)
             bootstrap = config(endpoints, [processor], access_log=log, **options)
             self._envoys[key] = await self._stack.enter_async_context(Envoy(bootstrap))
-            self._envoys[key].access_log = log
+            self._logs[self._envoys[key]] = log
         return self._envoys[key]
 
     async def buffered(self, **options: Any) -> Envoy:
@@ -92,7 +93,7 @@ class Rig:
         }
 
     def access_log(self, envoy: Envoy, path: str) -> list[dict[str, Any]]:
-        lines = envoy.access_log.read_text().splitlines()
+        lines = self._logs[envoy].read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["path"] == path]
 
 

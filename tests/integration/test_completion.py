@@ -104,6 +104,17 @@ async def test_endpoint_that_dies_during_sse_frees_the_ticket_at_once(rig, mode,
             await reply.read()
 
 
+@pytest.mark.parametrize("phase", ["headers", "body"])
+async def test_override_asks_for_the_answers_headers_where_the_filter_skips_them(rig, phase):
+    envoy = await rig.buffered(processing_mode={"response_header_mode": "SKIP"})
+    test_id = rig.new_id()
+    headers = rig.headers(test_id, phase=phase)
+    async with rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=headers) as reply:
+        await reply.read()
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
+    assert rig.router.responses[test_id] == (200, rig.addresses[0], False)
+
+
 @by_every_path
 @pytest.mark.parametrize(("status", "expected"), [(500, Outcome.FAILED), (404, Outcome.COMPLETED)])
 async def test_status_of_the_answer_decides(rig, mode, phase, status, expected):
