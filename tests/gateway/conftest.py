@@ -1,4 +1,4 @@
-"""The recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md)."""
+"""Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); settings of properties."""
 
 import json
 from dataclasses import dataclass
@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
+
+# a busy machine is no failure; the same examples every time
+settings.register_profile("gateway", deadline=None, derandomize=True)
+settings.load_profile("gateway")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCK_SIZE = 32

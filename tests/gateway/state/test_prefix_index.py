@@ -433,7 +433,7 @@ def leading(prompt, holds) -> int:
 
 
 TestAgainstSets = AgainstSets.TestCase
-TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(ENDPOINTS, PROMPTS), max_size=30), st.integers(1, 12))
