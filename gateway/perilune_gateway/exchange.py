@@ -187,7 +187,7 @@ class Exchange:
         """Something went wrong on our side of the stream, or the peer broke its protocol."""
         if self.state is State.CLOSED:
             return []
-        undecided = self.state in (State.BODY, State.TOKENS)
+        undecided = self.state in (State.START, State.BODY, State.TOKENS)
         self.state = State.REFUSED
         if self._duplex and undecided:
             return self._refuse(Refusal(RefuseReason.INTERNAL, "the gateway failed"))

@@ -492,6 +492,18 @@ def test_failure(router, events, effect):
     assert exchange.fail() == []
 
 
+def test_bug_of_the_router_on_headers_is_a_500_in_full_duplex():
+    class Buggy(FakeRouter):
+        def on_headers(self, head):
+            raise RuntimeError("a bug")
+
+    exchange = exchange_of(Buggy())
+    with pytest.raises(RuntimeError):
+        exchange.receive(request(DUPLEX))
+    [failed] = exchange.fail()
+    assert readable([[failed.message]]) == [["500 internal"]]
+
+
 def test_failure_of_a_routed_request_gives_the_ticket_back():
     router = FakeRouter(**ON_HEADERS)
     _, exchange = converse(router, request())
