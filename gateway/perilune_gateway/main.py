@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway import health, logs
@@ -142,7 +142,13 @@ class Gateway:
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
         yield endpoints.run(self.pool_file, self.on_pool)
-        yield engine_metrics.run(self.fleet.addresses, self.on_metrics, self._clock, self._rng)
+        yield engine_metrics.run(
+            self.fleet.addresses,
+            self.on_metrics,
+            self._clock,
+            self._rng,
+            block_size=lambda: self.router.pool.spec.engine.block_size,
+        )
 
     def on_pool(self, pool: Pool) -> None:
         """The pool document changed. Raises SpecError for what a running gateway cannot change."""
@@ -236,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         logs.configure(args.log_level, args.log_format)
         pool = load(args.pool)
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args, pool))
     except SpecError as error:

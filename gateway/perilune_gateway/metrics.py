@@ -108,7 +108,6 @@ class Metrics:
         self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
         refusals = counter("refusals", "Requests answered with an error instead of an endpoint.", "reason")
         sources = counter("token_counts", "Prompts by where their token count came from.", "source")
-        self._fallbacks = counter("policy_fallbacks", "Decided by another policy than asked.", "policy")
 
         # Cache and sessions
         self._prompt = counter("prompt_tokens", "Prompt tokens sent to an endpoint.", "endpoint")
@@ -178,10 +177,6 @@ class Metrics:
         if child is None:
             child = self._ended[key] = self._requests.labels(*key)
         child.inc()
-
-    def policy_fallback(self, policy: str) -> None:
-        """The policy `policy` was to decide, and another had to."""
-        self._fallbacks.labels(policy).inc()
 
     def body_received(self, size_bytes: int) -> None:
         self._body.inc(size_bytes)

@@ -88,7 +88,7 @@ def config(
     message_timeout_s: float = 2.0,
     buffer_bytes: int = 32 * MIB,
     connect_timeout_s: float = 1.0,
-    retry_on: str = "connect-failure,refused-stream,reset-before-request",
+    retry_on: str = "connect-failure,refused-stream,reset",
     grpc_retries: int = 8,
     keepalive_s: float = 0.0,
     filters_before: Sequence[Json] = (),
@@ -97,7 +97,9 @@ def config(
 ) -> Json:
     """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
 
-    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
+    `retry_on` with `reset`: an endpoint that dies before it answers costs nobody a request, also on a connection
+    that was open; inference may be tried twice. (`reset-before-request` would spare the next endpoint a
+    prompt that kills engines.) `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
     ours. `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """

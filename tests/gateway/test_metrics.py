@@ -146,7 +146,6 @@ def test_affinity(host, decision, expected):
 
 def test_the_plain_counters(metrics):
     metrics.refused(RefuseReason.BODY_TOO_LARGE)
-    metrics.policy_fallback("ear")
     metrics.body_received(100)
     metrics.body_received(23)
     metrics.stream_opened()
@@ -157,7 +156,6 @@ def test_the_plain_counters(metrics):
     metrics.ended("a", Outcome.FAILED)
     metrics.describe("0.1.0", "ear")
     assert value(metrics, "refusals_total", reason="body_too_large") == 1
-    assert value(metrics, "policy_fallbacks_total", policy="ear") == 1
     assert value(metrics, "body_received_bytes_total") == 123
     assert value(metrics, "streams_open") == 1
     assert value(metrics, "scrape_errors_total", endpoint="a") == 1

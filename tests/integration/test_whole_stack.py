@@ -1,0 +1,259 @@
+"""Nothing scripted: a real Envoy, our gateway, simulated engines, as a user runs them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from msgspec import structs
+
+from perilune_api import pool as spec
+from perilune_lab.stack import EngineOptions, Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=100_000)
+DECISION = "x-perilune-decision"
+BODY_BYTES = "perilune_body_received_bytes_total"
+
+
+@dataclass
+class User:
+    """A client of a stack, and an operator who looks at its admin pages."""
+
+    stack: Stack
+    http: aiohttp.ClientSession
+
+    async def chat(self, messages: list[dict[str, Any]], **headers: str) -> tuple[int, dict[str, Any], str]:
+        """(status, answer, decision header)."""
+        body = {"model": OPTIONS.model, "messages": messages, "max_tokens": 24}
+        return await self.post("/v1/chat/completions", body, **headers)
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, dict[str, Any], str]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.http.post(
+            self.stack.url + path, json=body, headers={DECISION: "1", **named}
+        ) as answer:
+            return answer.status, await answer.json(), answer.headers.get(DECISION, "")
+
+    async def page(self, path: str) -> Any:
+        async with self.http.get(self.stack.admin_url + path) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    async def metric(self, name: str) -> float:
+        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def pending(self) -> list[tuple[int, int]]:
+        """(pending prefill tokens, requests in flight) of each endpoint."""
+        nodes = (await self.page("/api/nodes/stats"))["nodes"]
+        return [(n["load"]["pending_prefill_tokens"], n["load"]["in_flight"]) for n in nodes]
+
+
+async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 15.0) -> None:
+    """Ask until it holds; the asking paces itself."""
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def turns(count: int, name: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"{name} " + f"turn {i} says something " * 150} for i in range(count)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def user() -> AsyncIterator[User]:
+    async with Stack(engines=3, options=OPTIONS) as stack, aiohttp.ClientSession() as http:
+        yield User(stack, http)
+
+
+async def conversation(user: User, name: str, count: int = 3, **headers: str) -> list[tuple[str, int, int]]:
+    """Each turn's (decision, prompt tokens, cached tokens)."""
+    messages: list[dict[str, Any]] = []
+    seen = []
+    for turn in turns(count, name):
+        messages.append(turn)
+        status, answer, decision = await user.chat(messages, **headers)
+        assert status == 200, answer
+        messages.append(answer["choices"][0]["message"])
+        usage = answer["usage"]
+        seen.append((decision, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]))
+    return seen
+
+
+async def test_a_sessions_turns_find_their_cache_and_later_bodies_never_reach_the_gateway(user: User) -> None:
+    (first, _, nothing), *_ = await conversation(user, "alpha", 1, x_session_id="alpha")
+    assert (first.split("; ")[1], nothing) == ("cold", 0)
+    before = await user.metric(BODY_BYTES)
+    _, (second, tokens, _), (third, _, cached) = await conversation(user, "alpha", 3, x_session_id="alpha")
+    assert {d.split("; ")[0] for d in (second, third)} == {first.split("; ")[0]}
+    assert {d.split("; ")[1] for d in (second, third)} == {"host"}
+    assert cached >= tokens - OPTIONS.block_size
+    assert await user.metric(BODY_BYTES) == before
+
+
+async def test_without_a_session_id_the_prompt_tells(user: User) -> None:
+    seen = await conversation(user, "beta")
+    assert [decision.split("; ")[1] for decision, _, _ in seen] == ["cold", "host", "host"]
+    assert seen[2][2] >= seen[1][1] - OPTIONS.block_size
+
+
+async def test_predicted_equals_served_from_cache(user: User) -> None:
+    seen = await conversation(user, "gamma")
+    for decision, tokens, cached in seen:
+        record = await user.page("/api/decisions/" + decision.rpartition("=")[2])
+        assert (record["prompt_tokens"], record["token_source"]) == (tokens, "local")
+        assert record["cached_tokens"] == cached
+        assert {c["address"] for c in record["candidates"]} == set(user.stack.endpoints)
+        assert set(record["counterfactual"]) >= {"round_robin", "sticky", "least_loaded"}
+        assert record["ending"]["served"] == record["target"]
+
+
+async def test_block_hashes_are_the_engines(user: User) -> None:
+    await conversation(user, "delta", 1)
+    nodes = (await user.page("/api/nodes/stats"))["nodes"]
+    assert {n["parity"]["state"] for n in nodes if n["events"]["batches"]} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        pytest.param({"model": "nobody", "messages": []}, 404, "unknown_model", id="unknown model"),
+        pytest.param({"messages": []}, 400, "no_model", id="no model"),
+        pytest.param({"model": "sim-30b", "messages": 3}, 400, "bad_request", id="wrong type"),
+    ],
+)
+async def test_errors_in_openais_form(user: User, body: object, status: int, code: str) -> None:
+    found, answer, _ = await user.post("/v1/chat/completions", body)
+    assert (found, answer["error"]["code"]) == (status, code)
+    assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "one two three " * 200, "max_tokens": 4}),
+        ("/v1/responses", {"input": "one two three " * 200, "max_output_tokens": 4}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "one two three " * 200}], "max_tokens": 4},
+        ),
+    ],
+)
+async def test_every_api_is_routed_with_exact_tokens(user: User, path: str, body: dict[str, Any]) -> None:
+    status, answer, decision = await user.post(path, {"model": OPTIONS.model, **body})
+    assert status == 200, answer
+    record = await user.page("/api/decisions/" + decision.rpartition("=")[2])
+    usage = answer["usage"]
+    said = usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert (record["prompt_tokens"], record["token_source"]) == (said, "local")
+
+
+async def test_other_paths_go_to_any_endpoint(user: User) -> None:
+    async with user.http.get(user.stack.url + "/v1/models", headers={DECISION: "1"}) as answer:
+        assert answer.status == 200
+        assert "pass_through" in answer.headers[DECISION]
+
+
+async def test_many_at_once_leave_no_load_behind(user: User) -> None:
+    many = [conversation(user, f"many-{i}", 2, x_session_id=f"many-{i % 8}") for i in range(24)]
+    await asyncio.gather(*many)
+
+    async def idle() -> bool:
+        return await user.pending() == [(0, 0)] * 3
+
+    await until(idle)
+
+
+async def test_clients_that_vanish_leave_no_load_behind(user: User) -> None:
+    async def vanish(i: int) -> None:
+        body = {"model": OPTIONS.model, "messages": turns(1, f"gone-{i}"), "max_tokens": 4000, "stream": True}
+        async with user.http.post(user.stack.url + "/v1/chat/completions", json=body) as answer:
+            await answer.content.readany()
+
+    await asyncio.gather(*(vanish(i) for i in range(9)))
+
+    async def idle() -> bool:
+        return await user.pending() == [(0, 0)] * 3
+
+    await until(idle)
+
+
+async def test_the_pool_file_is_read_again(user: User) -> None:
+    pool = user.stack.pool
+    stays = user.stack.endpoints[1]
+    drained = tuple(structs.replace(e, draining=e.address != stays) for e in pool.spec.endpoints)
+    edited = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=drained))
+    user.stack.pool_file.write_bytes(spec.dump(edited))
+
+    async def applied() -> bool:
+        nodes = (await user.page("/api/nodes/stats"))["nodes"]
+        return [n["draining"] for n in nodes] == [True, False, True]
+
+    await until(applied)
+    for i in range(4):
+        (decision, _, _), *_ = await conversation(user, f"drain-{i}", 1)
+        assert decision.split("; ")[0] == stays
+    user.stack.pool_file.write_bytes(b"spec: {model: {name: x}}")
+
+    async def complained() -> bool:
+        problems = (await user.page("/api/health"))["problems"]
+        return any(p["kind"] == "pool_file" and "metadata" in p["message"] for p in problems)
+
+    await until(complained)
+    user.stack.pool_file.write_bytes(spec.dump(pool))
+
+    async def back() -> bool:
+        nodes = (await user.page("/api/nodes/stats"))["nodes"]
+        return not any(n["draining"] for n in nodes)
+
+    await until(back)
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_killed_engine_is_routed_around() -> None:
+    async with Stack(engines=3, options=OPTIONS) as stack, aiohttp.ClientSession() as http:
+        user = User(stack, http)
+        (first, _, _), *_ = await conversation(user, "victim", 1, x_session_id="victim")
+        host = first.split("; ")[0]
+        os.kill(stack.children[f"engine-{stack.endpoints.index(host)}"].pid, signal.SIGKILL)
+        seen = await conversation(user, "victim", 6, x_session_id="victim")
+        assert all(cached > 0 for _, _, cached in seen[2:])
+        hosts = {decision.split("; ")[0] for decision, _, _ in seen[1:]}
+        assert len(hosts) == 1
+        assert host not in hosts
+
+        async def noticed() -> bool:
+            problems = (await user.page("/api/health"))["problems"]
+            return [p["endpoint"] for p in problems if p["kind"] == "not_ready"] == [host]
+
+        await until(noticed)
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_engines_with_another_hash_seed_are_found_out() -> None:
+    odd = replace(OPTIONS, arguments=("--hash-seed", "7"))
+    async with Stack(engines=1, options=odd) as stack, aiohttp.ClientSession() as http:
+        user = User(stack, http)
+        seen = await conversation(user, "odd", 2)
+        assert seen[1][2] > 0
+        (problem,) = [p for p in (await user.page("/api/health"))["problems"] if p["kind"] == "parity"]
+        assert "PYTHONHASHSEED" in problem["cause"] + problem["cure"]
+        assert await user.metric(f'perilune_parity{{endpoint="{stack.endpoints[0]}",state="ok"}}') == 0.0
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_engines_without_events_are_known_by_what_was_sent_there() -> None:
+    silent = replace(OPTIONS, arguments=("--events", "none"))
+    async with Stack(engines=2, options=silent) as stack, aiohttp.ClientSession() as http:
+        user = User(stack, http)
+        seen = await conversation(user, "silent")
+        record = await user.page("/api/decisions/" + seen[2][0].rpartition("=")[2])
+        assert 0 < record["cached_tokens"] <= seen[2][2]
