@@ -246,7 +246,7 @@ class Exchange:
 
     def _decide_body(self) -> _Next:
         body = b"".join(self._parts)
-        self._parts = [body]
+        self._parts = [body] if self._duplex else []
         return self._conclude(self._router.on_body(self._head, body))
 
     def _decide_tokens(self, event: tuple[Tokens | Refusal, float]) -> _Next:
@@ -298,7 +298,7 @@ class Exchange:
                 self._parts = []
                 return State.REFUSED, self._refuse(verdict)
             case Routed():
-                self._routed = verdict
+                self._routed, self._encode = verdict, None  # a stream may last long: keep no body
                 parts, self._parts = self._parts, []
                 return State.ROUTED, self._pick(verdict.destinations, b"".join(parts))
 

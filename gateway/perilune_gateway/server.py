@@ -146,13 +146,22 @@ class Server:
         if self._hooks:
             self._hooks.stream_opened()
         try:
-            while isinstance(raw := await context.read(), bytes):  # else it is grpc.aio.EOF
-                await self._carry_out(exchange, context, self._receive(exchange, raw))
+            while await self._step(exchange, context):
+                pass
         finally:
             self.streams_open -= 1
             if self._hooks:
                 self._hooks.stream_closed()
             exchange.closed()
+
+    async def _step(self, exchange: Exchange, context: Context) -> bool:
+        """One message; False at the end of the stream. A function, so that no body is held while the next
+        message is awaited, which may take as long as the answer."""
+        raw = await context.read()
+        if not isinstance(raw, bytes):  # grpc.aio.EOF
+            return False
+        await self._carry_out(exchange, context, self._receive(exchange, raw))
+        return True
 
     def _receive(self, exchange: Exchange, raw: bytes) -> list[Effect]:
         try:
