@@ -79,7 +79,7 @@ def test_the_starting_draws_reach_their_moments():
     assert found.input_tokens.p90 == pytest.approx(88_000, rel=0.10)
     assert found.output_tokens.mean == pytest.approx(445, rel=0.15)
     assert found.output_tokens.p50 == pytest.approx(80, rel=0.15)
-    assert found.hit_rate.any == pytest.approx(0.803, abs=0.03)
+    assert found.hit_rate.any == pytest.approx(0.803, abs=0.04)
     assert found.reuse
     assert found.reuse.intra_session == pytest.approx(0.932, abs=0.02)
     assert found.reuse.cross_session == pytest.approx(0.057, abs=0.015)
@@ -125,7 +125,7 @@ def test_the_demos_sessions_outlive_one_kv_pool(endpoints: int, seconds: float, 
     load = demo_workload(endpoints, seed, seconds, time_scale)
     started = [s for s in islice(load.sessions(), 500) if s.start_s < seconds * time_scale]
     contexts = sum(s.turns[-1].prompt_tokens for s in started)
-    assert contexts / endpoints > 2 * load.kv_tokens
+    assert contexts / endpoints > 1.5 * load.kv_tokens
     assert sum(len(s.turns) for s in started) > 150
     longest = max(t.prompt_tokens + t.output_tokens for s in started for t in s.turns)
     assert longest <= load.context_tokens < load.kv_tokens
