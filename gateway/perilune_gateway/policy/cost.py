@@ -1,19 +1,112 @@
-"""Named parts of costs, and choices that several policies share."""
+"""Named parts of costs, and choices that several policies share.
 
-from collections.abc import Iterable, Sequence
+Cost in seconds (`seconds`), the sum of
+
+    queue_s         prefill that waits or runs there
+    fetch_s         loading cached KV beyond what the device holds: from the host's memory, the shared store
+                    or a peer over its link with the learned slowdown, whichever makes fetch + prefill the
+                    shortest; nothing where recomputing is
+    prefill_s       of what is still uncached then
+    decode_s        what its company there adds to this request's decoding
+    interference_s  what this prefill takes from those that decode there, weighted
+    room_s          KV room that is missing is taken from somebody, who then recomputes it
+
+Fetching part of what a tier holds is never looked at: prefill grows faster than linearly and fetching does
+not, so either all of it or nothing is best. For the same reason more overlap never raises a cost.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
 
+from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Cost, RequestView
+
+
+class Source(StrEnum):
+    """Where the cached part of a prompt comes from."""
+
+    DEVICE = "device"
+    """What the device holds; the rest is recomputed."""
+    HOST = "host"
+    STORE = "store"
+    PEER = "peer"
+
+
+# -- choosing --------------------------------------------------------------------------------------------
+
+
+def lowest(candidates: Sequence[Candidate], key: Callable[[Candidate], object], rng: Random) -> Candidate:
+    """The one with the smallest key; a draw among equals, so that equal endpoints share the work."""
+    keys = [key(c) for c in candidates]
+    best = min(keys)  # type: ignore[type-var]  # keys of one call are alike
+    equal = [c for c, k in zip(candidates, keys, strict=True) if k == best]
+    return equal[0] if len(equal) == 1 else rng.choice(equal)
+
+
+def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
+    """The one with the lowest total; `costs` in the candidates' order."""
+    totals = {cost.address: cost.total for cost in costs}
+    return lowest(candidates, lambda c: totals[c.address], rng)
 
 
 def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:
     """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
     fewest sessions; the rest is a draw, so that equal endpoints share the work."""
-    best = min(map(_load_key, candidates))
+    fewest = min(c.load.pending_prefill_tokens for c in candidates)
     for c in candidates:
-        if c.address == near and c.load.pending_prefill_tokens == best[0]:
+        if c.address == near and c.load.pending_prefill_tokens == fewest:
             return c
-    return rng.choice([c for c in candidates if _load_key(c) == best])
+    return lowest(candidates, _load_key, rng)
+
+
+def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The endpoint that the request's session is bound to, if it may be chosen."""
+    if request.session is None or not request.session.host:
+        return None
+    return next((c for c in candidates if c.address == request.session.host), None)
+
+
+def near(request: RequestView) -> str:
+    """An endpoint that likely holds a new session's prefix: its parent's host."""
+    return request.session.parent_host if request.session else ""
+
+
+# -- facts ---------------------------------------------------------------------------------------------
+
+
+def is_split(candidates: Iterable[Candidate]) -> bool:
+    """Whether prefill and decode have endpoints of their own. Live they do not: prefill-only endpoints are no
+    candidates."""
+    return any(c.endpoint.role is Role.PREFILL for c in candidates)
+
+
+def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
+    """Those that do that part of the work; all where none is made for it."""
+    return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates
+
+
+def held_tokens(candidate: Candidate) -> int:
+    """Leading prompt tokens that the endpoint itself holds, on its device or its host."""
+    return max(candidate.overlap.device_tokens, candidate.overlap.host_tokens)
+
+
+def has_kv_room(candidate: Candidate, request: RequestView) -> bool:
+    """Whether the prompt fits into the KV pool's free part, counting what is cached there already."""
+    return missing_room_tokens(candidate, request) <= 0
+
+
+def missing_room_tokens(candidate: Candidate, request: RequestView) -> int:
+    """Tokens that do not fit into the KV pool's free part; below 0: room that is left."""
+    return request.prompt_tokens - candidate.overlap.device_tokens - candidate.load.kv_free_tokens
+
+
+def blocks(tokens: float, request: RequestView) -> float:
+    return tokens / request.block_size
+
+
+# -- costs in tokens -------------------------------------------------------------------------------------
 
 
 def pending_costs(candidates: Iterable[Candidate]) -> tuple[Cost, ...]:
@@ -34,24 +127,142 @@ def pending_costs(candidates: Iterable[Candidate]) -> tuple[Cost, ...]:
     )
 
 
-def has_kv_room(candidate: Candidate, request: RequestView) -> bool:
-    """Whether the prompt fits into the KV pool's free part, counting what is cached there already."""
-    needed = request.prompt_tokens - candidate.overlap.device_tokens
-    return candidate.load.kv_free_tokens >= needed
-
-
-def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
-    """The endpoint that the request's session is bound to, if it may be chosen."""
-    if request.session is None or not request.session.host:
-        return None
-    return next((c for c in candidates if c.address == request.session.host), None)
-
-
-def near(request: RequestView) -> str:
-    """An endpoint that likely holds a new session's prefix: its parent's host."""
-    return request.session.parent_host if request.session else ""
-
-
 def _load_key(candidate: Candidate) -> tuple[int, int, int]:
     load = candidate.load
     return (load.pending_prefill_tokens, load.in_flight, load.sessions)
+
+
+# -- costs in seconds --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What one request costs on one endpoint."""
+
+    queue_s: float
+    fetch_s: float
+    prefill_s: float
+    decode_s: float
+    interference_s: float
+    room_s: float
+    source: Source
+    peer: str
+    """Whom it is fetched from, with Source.PEER."""
+    cached_tokens: int
+    """Prompt tokens not to be prefilled."""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.fetch_s + self.prefill_s
+
+    @property
+    def arriving_s(self) -> float:
+        """What depends on where the prompt's KV is: paid once by a session that stays then."""
+        return self.fetch_s + self.prefill_s + self.interference_s
+
+    @property
+    def standing_s(self) -> float:
+        """What depends on the endpoint's load: paid again by the next turn, as far as the load lasts."""
+        return self.queue_s + self.decode_s + self.room_s
+
+    @property
+    def total_s(self) -> float:
+        return self.arriving_s + self.standing_s
+
+    def cost(self, address: str) -> Cost:
+        terms = {
+            "queue_s": self.queue_s,
+            "fetch_s": self.fetch_s,
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            "interference_s": self.interference_s,
+            "room_s": self.room_s,
+            "cached_tokens": float(self.cached_tokens),
+        }
+        return Cost(address, self.total_s, terms)
+
+
+def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
+    """The request's cost there. Costs a few µs."""
+    engine, load = candidate.engine, candidate.load
+    disturbed = params.interference_weight * load.decoding
+    best: tuple[float, float, float, Source, str, int] | None = None
+    for source, peer, tokens, fetch_s in fetches(candidate, request):
+        prefill_s = engine.prefill_s(request.prompt_tokens - tokens, tokens)
+        sum_s = fetch_s + prefill_s * (1.0 + disturbed)
+        if best is None or sum_s < best[0]:
+            best = (sum_s, fetch_s, prefill_s, source, peer, tokens)
+    assert best is not None, "recomputing is always possible"
+    _, fetch_s, prefill_s, source, peer, tokens = best
+    return Seconds(
+        load.pending_prefill_s,
+        fetch_s,
+        prefill_s,
+        _company_s(candidate, request, params),
+        disturbed * prefill_s,
+        engine.prefill_s(missing_room_tokens(candidate, request)),
+        source,
+        peer,
+        tokens,
+    )
+
+
+def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source, str, int, float]]:
+    """Every way to come by the cached part: (source, peer, tokens cached then, seconds of fetching)."""
+    engine, overlap, prefix = candidate.engine, candidate.overlap, request.prefix
+    device, host = overlap.device_tokens, held_tokens(candidate)
+    yield Source.DEVICE, "", device, 0.0
+    host_s = engine.host_s(host - device)
+    if host > device:
+        yield Source.HOST, "", host, host_s
+    if (stored := overlap.store_tokens) > host:
+        store_s = min(engine.store_s(stored - device), host_s + engine.store_s(stored - host))
+        yield Source.STORE, "", stored, store_s
+    if not prefix.pullable:
+        return
+    for peer, tokens in prefix.locations:
+        link = candidate.links.get(peer)
+        if tokens > device and link is not None and peer != candidate.address:
+            pull_s = engine.transfer_s(tokens - device, link.bandwidth_bytes_per_s) * link.slowdown
+            yield Source.PEER, peer, tokens, pull_s
+
+
+def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
+    """Seconds that those in flight there add to this request's decoding."""
+    load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
+    if not load.in_flight:
+        return 0.0
+    output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)
+    together_s = engine.decode_step_s(load.in_flight + 1, load.active_kv_tokens + prompt)
+    return output * (together_s - engine.decode_step_s(1, prompt))
+
+
+# -- predictions -----------------------------------------------------------------------------------------
+
+
+def tpot_s(candidate: Candidate, request: RequestView, at_s: float) -> float:
+    """Predicted seconds per output token if decoding begins `at_s` from now: whoever decodes now or is
+    prefilled before then, less those that will have ended. Ages of running decodes are taken to be evenly
+    spread, and those in the queue to begin evenly until then (Mooncake, §6: predict by the load when decode
+    would begin, since rejecting by the present load makes it swing)."""
+    load = candidate.load
+    decoding, joining = float(load.decoding), float(load.prefilling)
+    if candidate.decode_s > 0:
+        decoding *= max(0.0, 1.0 - at_s / candidate.decode_s)
+        joining *= max(0.0, 1.0 - at_s / (2.0 * candidate.decode_s))
+    sequences = decoding + joining
+    context = load.active_kv_tokens * sequences / load.in_flight if load.in_flight else 0.0
+    return candidate.engine.decode_step_s(round(sequences) + 1, round(context) + request.prompt_tokens)
+
+
+def remaining_turns(turns: int, params: PolicyParams) -> float:
+    """Turns that a session is expected to have left after this one: as many as it has had. (Turn counts have
+    a Pareto tail of exponent about 1.15, whose median residual life is 0.83 times its age.)"""
+    return min(float(max(turns, 1)), params.max_remaining_turns)
+
+
+def lasting_turns(turns: int, params: PolicyParams) -> float:
+    """How many turns' worth of today's load difference a session still meets: this one in full, each
+    later one a share `load_persistence` of the one before."""
+    share, left = params.load_persistence, remaining_turns(turns, params) + 1.0
+    return left if share == 1.0 else (1.0 - share**left) / (1.0 - share)

@@ -6,7 +6,7 @@
    tokens wait or run there.
 3. Hot host, and the session last moved more than T_cool (`cooldown_seconds`) ago: of the endpoints
    with KV room for the prompt and strictly fewer pending tokens than the host, the one with the fewest.
-   None: stay. The session moves with this request; where endpoints share a store its KV follows.
+   None: stay. The session moves with this request; its KV follows where endpoints share a store, or pull.
 
 Ranked by observed load, never by predicted transfer time (published predictors are off by 10–21×).
 Decides from the headers alone while it stays with a host that is not hot: KV room needs the prompt's
@@ -52,4 +52,10 @@ def ear(
     if not cooler:
         return Decision(host.address, Reason.HOT_NOWHERE, costs)
     target = least_pending(cooler, rng)
-    return Decision(target.address, Reason.MOVED, costs, moved_from=host.address)
+    return Decision(
+        target.address,
+        Reason.MOVED,
+        costs,
+        moved_from=host.address,
+        replicate_from=host.address if request.prefix.pullable else "",
+    )

@@ -1,0 +1,92 @@
+"""perilune: the lowest cost in seconds over all tiers, with affinity by hysteresis.
+
+1. Every endpoint's cost in seconds (cost.py): queue, fetching from the cheapest tier at learned speeds,
+   prefill of the rest, company while decoding, missing KV room.
+2. No host (or it is gone): the lowest cost. A host that drains: the lowest cost of the others.
+3. A host: the session leaves it for the endpoint where that brings most, and only if benefit >
+   `migration_worth` × cost and it last moved more than `cooldown_seconds` ago. Benefit = what the host's load
+   costs more than the other's, now and over the turns it is expected to have left (each meets a share
+   `load_persistence` of the difference before); cost = what its KV costs more there. If that cost is below 0,
+   because the host has lost the prefix, it counts as benefit, once.
+4. Headers alone suffice while the session stays; what other endpoints hold of its prompt is then unknown and
+   taken as nothing, what the host itself holds comes from its tail.
+
+Where links are slow a move costs more and happens less: nothing else has to be switched off. No promise past
+saturation, where nothing dominates.
+"""
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from perilune_api.pool import PolicyParams
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Cost,
+    Decision,
+    NeedBody,
+    Phase,
+    Reason,
+    RequestView,
+)
+from perilune_gateway.policy.cost import Seconds, cheapest, host_of, lasting_turns, seconds
+
+
+def perilune(
+    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+) -> Decision | NeedBody:
+    """Lowest cost, or the host unless leaving it pays."""
+    here = {c.address: seconds(c, request, params) for c in candidates}
+    costs = tuple(here[c.address].cost(c.address) for c in candidates)
+    host = host_of(request, candidates)
+    others = [c for c in candidates if c is not host]
+    if host is None or request.session is None:
+        if request.phase is Phase.HEADERS:
+            return NEED_BODY
+        target = cheapest(candidates, costs, rng)
+        return _decision(target, Reason.COLD, here, costs)
+    if not others:
+        return _decision(host, Reason.HOST, here, costs)
+    turns = 1.0 if host.draining else lasting_turns(request.session.turns, params)
+    best = max(others, key=lambda c: gain(here[host.address], here[c.address], turns, params))
+    worth = host.draining or gain(here[host.address], here[best.address], turns, params) > 0
+    cooled = host.draining or request.session.seconds_since_move > params.cooldown_seconds
+    if worth and cooled:
+        if request.phase is Phase.HEADERS:
+            return NEED_BODY
+        target = cheapest(others, costs, rng) if host.draining else best
+        return _decision(target, Reason.MOVED, here, costs, moved_from=host.address)
+    if worth:
+        return _decision(host, Reason.HOT_COOLDOWN, here, costs)
+    is_cheapest = here[host.address].total_s <= here[best.address].total_s
+    return _decision(host, Reason.HOST if is_cheapest else Reason.NOT_WORTH, here, costs)
+
+
+MIN_BENEFIT_S = 0.1
+"""Below what anybody notices; keeps free moves (no KV left at the host) from following noise."""
+
+
+def gain(host: Seconds, other: Seconds, turns: float, params: PolicyParams) -> float:
+    """Benefit − worth × cost of leaving the host, in seconds; above 0 it pays."""
+    benefit_s = (host.standing_s - other.standing_s) * turns + max(0.0, host.arriving_s - other.arriving_s)
+    cost_s = max(0.0, other.arriving_s - host.arriving_s)
+    return benefit_s - max(MIN_BENEFIT_S, params.migration_worth * cost_s)
+
+
+def _decision(
+    target: Candidate,
+    reason: Reason,
+    here: Mapping[str, Seconds],
+    costs: tuple[Cost, ...],
+    moved_from: str = "",
+) -> Decision:
+    there = here[target.address]
+    return Decision(
+        target.address,
+        reason,
+        costs,
+        moved_from,
+        replicate_from=there.peer,
+        cached_tokens=there.cached_tokens,
+        estimated_ttft_s=there.ttft_s,
+    )
