@@ -97,9 +97,9 @@ def config(
 ) -> Json:
     """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
 
-    `retry_on` with `reset`: an endpoint that dies before it answers costs nobody a request, also on a connection
-    that was open; inference may be tried twice. (`reset-before-request` would spare the next endpoint a
-    prompt that kills engines.) `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
+    `retry_on` has `reset`: an endpoint that dies before it answers then costs nobody a request, also on a
+    connection that was open. (`reset-before-request` would spare the next endpoint a prompt that kills.)
+    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
     ours. `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
