@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.model import Reason
 from rich.table import Table
 
+from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.model import Reason
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.traces.model import Mode, Session, Turn
@@ -414,7 +414,7 @@ def table(report: Report, title: str = "") -> Table:
     title = title or f"{report.trace.get('name', 'trace')} · {report.mode}"
     if report.simulated:
         title += f" · simulated, engine seconds (time scale {report.time_scale:g})"
-    grid = Table(title=title, title_justify="left")
+    grid = Table(title=title, title_justify="left", min_width=len(title))
     grid.add_column("")
     for each in report.runs:
         grid.add_column(each.policy, justify="right")
