@@ -8,7 +8,7 @@ Starting costs about 0.2 s and 50 MB of memory.
 
 What is as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
-retries what never reached an endpoint; buffers of 32 MiB; the call to the gateway is retried 8 times from
+retries what no endpoint has answered; buffers of 32 MiB; the call to the gateway is retried 8 times from
 25 ms on, and its circuit breaker is high, since every running request holds one stream.
 What is not: no xDS, no TLS; one route to one cluster.
 

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 
 from perilune_gateway.model import Outcome
-from perilune_lab.doubles import until
+from perilune_lab.doubles import ILL, until
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -80,14 +80,28 @@ async def test_client_that_leaves_during_sse_frees_the_ticket_at_once(rig, mode,
 
 
 @by_every_path
-async def test_endpoint_that_dies_before_its_answer_has_failed(rig, mode, phase):
+async def test_endpoints_that_all_die_before_an_answer_have_failed(rig, mode, phase):
     envoy, test_id = await getattr(rig, mode)(), rig.new_id()
     async with rig.http.post(
         f"{envoy.url}/die", data=b"{}", headers=rig.headers(test_id, phase=phase)
     ) as reply:
         assert reply.status == 503
     assert await rig.router.outcome(test_id) is Outcome.FAILED
-    assert rig.router.responses[test_id] == (503, rig.addresses[0], False)
+    status, served, _ = rig.router.responses[test_id]
+    assert status == 503
+    assert served in rig.addresses
+    assert sum(endpoint.hits[test_id] for endpoint in rig.endpoints) == 3
+
+
+@by_every_path
+async def test_endpoint_that_dies_before_its_answer_is_replaced(rig, mode, phase):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    headers = rig.headers(test_id, to=",".join(rig.addresses[:2]), phase=phase) | {ILL: "a=die"}
+    async with rig.http.post(f"{envoy.url}/x", data=b"{}" * 65_000, headers=headers) as reply:
+        assert reply.status == 200
+        assert (await reply.json())["name"] == "b"
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
+    assert rig.router.responses[test_id] == (200, rig.addresses[1], False)
 
 
 @by_every_path

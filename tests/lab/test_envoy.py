@@ -26,11 +26,11 @@ def test_header_of_a_client_is_removed_before_any_filter():
     assert mutation["typed_config"]["mutations"] == [{"remove": DESTINATION_HEADER}]
 
 
-def test_route_has_no_timeout_and_retries_what_never_arrived():
+def test_route_has_no_timeout_and_retries_what_was_not_answered():
     manager, *_ = parts(config(ENDPOINTS, GATEWAY))
     route = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
     assert route["timeout"] == "0s"
-    assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset-before-request"
+    assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset"
 
 
 def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
