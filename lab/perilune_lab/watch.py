@@ -50,8 +50,11 @@ class Watch:
         self.queues.append([float(load["running"] + load["waiting"]) for load in loads])
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
-        """The gateway's own times, at the end of the run."""
-        rows = (await _get(http, "/api/decisions?n=1000"))["decisions"]
+        """The gateway's own times of its last decisions; stays None when it does not answer."""
+        try:
+            rows = (await _get(http, "/api/decisions?n=1000"))["decisions"]
+        except (aiohttp.ClientError, TimeoutError):
+            return
         took_ms = sorted(row["scheduling_us"] / 1e3 for row in rows if row["scheduling_us"] is not None)
         if took_ms:
             self.scheduling = report.Scheduling(
@@ -93,7 +96,7 @@ class Watch:
                 " requests were routed around it"
                 for death in self.stack.deaths
             ),
-            *(f"{count} requests failed: {error}" for error, count in failed.items()),
+            *(f"{count} request{'s' * (count > 1)} failed: {error}" for error, count in failed.items()),
         )
 
     def _row(self, address: str) -> live.EndpointRow:

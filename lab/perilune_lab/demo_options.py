@@ -1,0 +1,110 @@
+"""Command line of `perilune demo`: words in, checked `Options` out."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from perilune_gateway.policy import POLICIES
+from perilune_lab.traces.agentic import demo_time_scale
+
+Number = TypeVar("Number", int, float)
+
+MOST_TIME_SCALE = 2.5
+"""Faster engines than that answer in milliseconds, which a busy machine blurs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    endpoints: int
+    policy: str
+    compare: tuple[str, ...]
+    """Without `policy`."""
+    seconds: float
+    """Wall seconds per policy."""
+    time_scale: float
+    """Engine seconds per wall second."""
+    seed: int
+    keep: bool
+    live: bool
+    json: Path | None
+    png: Path | None
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """As they are compared."""
+        return (self.policy, *self.compare)
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Policies as they run: what stays up (--keep) runs last."""
+        return (*self.compare, self.policy) if self.keep else self.policies
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) with a message for a wrong call."""
+    parser = argparse.ArgumentParser(
+        prog="perilune demo",
+        description="Real Envoy, the gateway and simulated engines under agentic load: watch requests go"
+        " where their KV cache is, then see what that gains.",
+        epilog="example: perilune demo --endpoints 4 --seconds 20 --compare round_robin,sticky --json FILE",
+    )
+    parser.add_argument("--endpoints", type=_at_least(1, int), default=8, metavar="N", help="default 8")
+    known = ", ".join(sorted(POLICIES))
+    parser.add_argument("--policy", type=_policy, default="ear", metavar="P", help=f"default ear; {known}")
+    parser.add_argument(
+        "--compare",
+        type=_policies,
+        default=("round_robin",),
+        metavar="P,P",
+        help="further policies, each with fresh engines; default round_robin, '' for none",
+    )
+    parser.add_argument("--seconds", type=_at_least(1.0, float), default=60.0, help="per policy; default 60")
+    parser.add_argument(
+        "--time-scale", type=_at_least(0.01, float), metavar="X",
+        help=f"engine seconds per wall second; default at most {MOST_TIME_SCALE:g}, less for many endpoints",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the load; equal seeds, equal sessions; default 0"
+    )
+    parser.add_argument("--keep", action="store_true", help="stay up afterwards, until Ctrl-C")
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the report (docs/report.md)")
+    parser.add_argument("--png", type=_file, metavar="FILE", help="draw the comparison")
+    parser.add_argument("--no-live", dest="live", action="store_false", help="lines instead of the live view")
+    args = parser.parse_args(argv)
+    compare = tuple(policy for policy in args.compare if policy != args.policy)
+    scale = args.time_scale or min(MOST_TIME_SCALE, demo_time_scale(args.endpoints))
+    return Options(**{**vars(args), "compare": compare, "time_scale": scale})
+
+
+def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    def convert(text: str) -> Number:
+        value = kind(text)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return value
+
+    convert.__name__ = kind.__name__
+    return convert
+
+
+def _file(text: str) -> Path:
+    """Better now than after the last run."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def _policy(text: str) -> str:
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(POLICIES))})")
+    return text
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_policy(word.strip()) for word in text.split(",") if word.strip()))

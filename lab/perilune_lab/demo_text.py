@@ -1,0 +1,91 @@
+"""What `perilune demo` prints around its runs. Pure: values in, text or tables out."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec import UNSET, UnsetType
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from perilune_api import names
+from perilune_lab import report
+from perilune_lab.client import SESSION_HEADER
+from perilune_lab.demo_options import Options
+from perilune_lab.stack import Stack
+from perilune_lab.traces.agentic import Workload
+from perilune_lab.traces.model import Session
+
+
+def parameters(options: Options, workload: Workload, sessions: Sequence[Session]) -> Table:
+    """What will run."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("policies", f"{', '.join(options.order)}; {options.seconds:g} s each, fresh engines each")
+    grid.add_row(
+        "engines",
+        f"{options.endpoints} simulated (30B model on H20), KV pool {workload.kv_tokens:,} tokens each,"
+        f" time scale {options.time_scale:g}",
+    )
+    requests = sum(len(session.turns) for session in sessions)
+    grid.add_row("load", f"agentic, closed loop: {len(sessions)} sessions, up to {requests} requests")
+    values = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in workload.describe().items()
+        if name != "kv_tokens"
+    ]
+    grid.add_row("", Text(", ".join(values), style="dim"))
+    return grid
+
+
+GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
+    ("APC", lambda run: run.apc),
+    ("TTFT p50", lambda run: run.ttft_s.p50 if run.ttft_s else UNSET),
+    ("TTFT p90", lambda run: run.ttft_s.p90 if run.ttft_s else UNSET),
+    ("TPOT p90", lambda run: run.tpot_s.p90 if run.tpot_s else UNSET),
+    ("E2E p50", lambda run: run.e2e_s.p50 if run.e2e_s else UNSET),
+    ("E2E p90", lambda run: run.e2e_s.p90 if run.e2e_s else UNSET),
+)
+"""Of APC more is better, of times less."""
+
+
+def gains(runs: Sequence[report.Run]) -> Table:
+    """The first run's numbers over each other's, a row each."""
+    first, *others = runs
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim")
+    table.add_column("")
+    for name, _ in GAINS:
+        table.add_column(name, justify="right")
+    for other in others:
+        pairs = ((value(first), value(other)) for _, value in GAINS)
+        table.add_row(
+            f"{first.policy} / {other.policy}", *(f"{a / b:.2f} ×" if a and b else "" for a, b in pairs)
+        )
+    return table
+
+
+def urls(stack: Stack) -> str:
+    """Where to send requests and questions, ready to be pasted."""
+    body = (
+        f'{{"model": "{stack.options.model}", "max_tokens": 16,'
+        ' "messages": [{"role": "user", "content": "hello"}]}'
+    )
+    return f"""
+Everything stays up until Ctrl-C. Send requests through Envoy:
+
+  curl -i {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
+    -H '{SESSION_HEADER}: me' -H '{names.DECISION_HEADER}: 1' \\
+    -d '{body}'
+
+and ask the gateway why (the request id is in the answer's header {names.DECISION_HEADER}):
+
+  {_command()} explain REQUEST_ID --gateway {stack.admin_url}
+  {stack.admin_url}/api/decisions?n=5
+  {stack.admin_url}/api/nodes/stats
+  {stack.admin_url}/api/health
+  {stack.admin_url}/metrics"""
+
+
+def _command() -> str:
+    """How this program was called, so that the hint can be pasted."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "perilune" else "perilune"
