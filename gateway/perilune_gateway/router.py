@@ -20,6 +20,7 @@ Does not: know Envoy, wait, or choose.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -60,6 +61,8 @@ from perilune_gateway.state.fleet import EndpointView, Fleet
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
+EVENTS_LATE_S = 1.0
+"""KV events of an ended prompt may come this late before parity counts them as missing."""
 APPROXIMATE_TTL_S = 600.0
 """How long a prompt counts as cached on an endpoint that publishes no events."""
 
@@ -161,6 +164,8 @@ class Router:
         self._conformance = conformance
         self._ordinal = 0
         self._running: dict[int, _Running] = {}
+        self._unseen: deque[tuple[float, str, int]] = deque()
+        """(when to look, endpoint, last block of a prompt that ended there)."""
         self._engine = engine or EngineModel()
         self.configure(pool)
 
@@ -561,14 +566,21 @@ class Router:
         if outcome is Outcome.FAILED and running.status in (0, 502, 503, 504):
             self.fleet.suspect(running.target, now)
         if self.parity and running.awaited and outcome is Outcome.COMPLETED and running.status < 400:
-            seen = self.index.announced(running.target, running.awaited)
-            self.parity.request_blocks_seen(running.target, seen)
+            self._unseen.append((now + EVENTS_LATE_S, running.target, running.awaited))
+        self._look_for_blocks(now)
         if running.final and running.session:
             self.sessions.free(running.session.key)
         self.decisions.finish(
             running.request_id, outcome, now - running.started_at, running.served, running.status
         )
         self.metrics.ended(running.target, outcome)
+
+    def _look_for_blocks(self, now: float) -> None:
+        """Did the prompts that ended a moment ago show up in their engines' stores? Else hashes or templates
+        differ."""
+        while self.parity and self._unseen and self._unseen[0][0] <= now:
+            _, target, block = self._unseen.popleft()
+            self.parity.request_blocks_seen(target, self.index.announced(target, block))
 
     # -- what engines announce ---------------------------------------------------------------------
 

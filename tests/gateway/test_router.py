@@ -498,3 +498,25 @@ def test_tokens_that_must_be_waited_for(rig: Rig) -> None:
     routed = rig.router.on_tokens(encode, Tokens(20, TokenSource.ENGINE, list(range(20))), waited_s=0.5)
     assert isinstance(routed, Routed)
     assert rig.record(routed).timings_us["tokenize"] == 500_000
+
+
+def test_parity_hears_whether_a_prompts_blocks_showed_up(rig: Rig) -> None:
+    class Heard:
+        def __init__(self) -> None:
+            self.seen: list[bool] = []
+
+        def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
+            self.seen.append(seen)
+
+        def forget(self, endpoint: str) -> None:
+            pass
+
+    rig.router.parity = heard = Heard()
+    first, second = rig.route(range(20)), rig.route(range(100, 120))
+    rig.router.finished(first.ticket, Outcome.COMPLETED)
+    rig.router.finished(second.ticket, Outcome.COMPLETED)
+    rig.stored(first.destinations[0], range(20))
+    assert heard.seen == []
+    rig.now += 2.0
+    rig.router.finished(rig.route().ticket, Outcome.COMPLETED)
+    assert heard.seen == [True, False]
