@@ -1,0 +1,481 @@
+"""One simulated engine, stepped from event to event: continuous batching with chunked prefill, in closed form.
+
+Between events a batch that only decodes is a run of steps of known lengths (each sequence's context grows by one a
+step), so any number of them costs one formula. Events: a step with prefill in it ends; a sequence has produced its
+last token; a waiting request becomes ready, which cuts a run of decode steps at the next step's end.
+
+One step, as in vLLM: every decoding sequence gets one token; beside them up to `tokens_per_step` prompt tokens are
+prefilled, first those of sequences already running, then of waiting ones in order of (priority, arrival) while
+slots and KV room last. A waiting request looks up its prefix when it is admitted; blocks count as held as soon as
+they are scheduled, so of equal prompts in one batch the first is computed and the others hit (all misses of a step
+are one prefill). A prefix that comes over the network (another engine, the store) is fetched before admission
+(serial) or while the rest is prefilled (overlapped: the first token waits for both). When the pool is full, idle
+runs are evicted, then the youngest decoding sequence is preempted and recomputed later.
+
+Cost: some 5 events of 10 µs per request. Not modelled: blocks' rounding, speculative decoding.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from math import ceil, inf, sqrt
+
+from perilune_gateway.model import Reason
+from perilune_lab.simulator.cache import RunCache
+from perilune_lab.simulator.h20 import Hardware
+from perilune_lab.simulator.runs import Runs
+from perilune_lab.simulator.workload import Task
+
+
+class Sequence:
+    """One request: what the gateway decided, its way through the engine, and what was measured. Seconds since the
+    simulation began; what has not happened is inf."""
+
+    __slots__ = (
+        "alone",
+        "answer_run",
+        "cached_tokens",
+        "computed",
+        "depth",
+        "due_s",
+        "endpoint",
+        "failed",
+        "fetched_tokens",
+        "finish_step",
+        "finished_s",
+        "first_token_s",
+        "hot",
+        "joined_step",
+        "leg_cached_tokens",
+        "moved_from",
+        "moved_tokens",
+        "number",
+        "output_tokens",
+        "predicted_s",
+        "preemptions",
+        "prefill_endpoint",
+        "prefill_known",
+        "priority",
+        "produced",
+        "prompt_tokens",
+        "ready_s",
+        "reason",
+        "rejected",
+        "run",
+        "source",
+        "store_tokens",
+        "submitted_s",
+        "task",
+        "transfer_ends_s",
+        "transfer_s",
+        "uncached_tokens",
+    )
+
+    def __init__(self, task: Task, number: int, due_s: float, now: float) -> None:
+        self.task = task
+        self.number = number
+        """Order of submission."""
+        self.run = task.run
+        self.answer_run = task.answer_run
+        self.prompt_tokens = task.prompt_tokens
+        self.output_tokens = task.output_tokens
+        self.due_s = due_s
+        self.submitted_s = now
+        self.endpoint = -1
+        self.prefill_endpoint = -1
+        """The same, unless prefill and decode are apart."""
+        self.prefill_known = False
+        """The gateway knows that its prefill is over."""
+        self.leg_cached_tokens = -1
+        """Of a prefill that ran elsewhere."""
+        self.reason: Reason | None = None
+        self.moved_from = -1
+        self.source = -1
+        """Endpoint that its prefix is pulled from."""
+        self.alone = False
+        """Nothing else was to be prefilled where it went."""
+        self.hot = False
+        """Its host was hot when it was submitted."""
+        self.priority = 0
+        self.uncached_tokens = 0
+        """As the gateway believed."""
+        self.predicted_s = 0.0
+        self.depth = task.prompt_tokens
+        """Tokens whose KV must be there before the next one comes out."""
+        self.computed = 0
+        self.cached_tokens = 0
+        self.fetched_tokens = 0
+        """Leading tokens that arrive over the network."""
+        self.store_tokens = 0
+        self.transfer_s = 0.0
+        self.transfer_ends_s = 0.0
+        self.moved_tokens = 0
+        """That came from `source`."""
+        self.ready_s = 0.0
+        self.first_token_s = inf
+        self.finished_s = inf
+        self.produced = 0
+        self.joined_step = 0
+        self.finish_step = 0
+        self.preemptions = 0
+        self.failed = False
+        self.rejected = False
+
+
+OnSequence = Callable[[Sequence, float], None]
+
+
+class Store:
+    """What all engines of a pool share beside their own KV: least recently used goes first."""
+
+    def __init__(self, runs: Runs, capacity_tokens: int) -> None:
+        self._cache = RunCache(runs, capacity_tokens)
+
+    def match(self, run: int, depth: int) -> int:
+        return self._cache.match(run, depth)
+
+    def put(self, run: int, depth: int) -> None:
+        """The prompt (run, depth) was computed somewhere, or read again."""
+        self._cache.pin(run)
+        self._cache.grow(run, depth)
+        self._cache.unpin(run)
+        self._cache.trim(self._cache.capacity_tokens)
+
+
+class Engine:
+    """Number `number` of the fleet. `schedule(at_s, version)`: call `event(at_s, version)` then."""
+
+    def __init__(
+        self,
+        number: int,
+        hardware: Hardware,
+        cache: RunCache,
+        *,
+        schedule: Callable[[float, int], None],
+        on_first_token: OnSequence,
+        on_finish: OnSequence,
+        store: Store | None = None,
+    ) -> None:
+        self.number = number
+        self.hardware = hardware
+        self.model = hardware.engine
+        self.cache = cache
+        self.store = store
+        self.alive = True
+        self._schedule = schedule
+        self._on_first_token = on_first_token
+        self._on_finish = on_finish
+        self._arriving: list[tuple[float, int, Sequence]] = []
+        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._prefilling: list[Sequence] = []
+        self._held: list[tuple[float, int, Sequence]] = []
+        """Prefilled, their transfer still on the way."""
+        self._decoding: list[tuple[int, int, Sequence]] = []
+        self._context_tokens = 0
+        """Of the decoding sequences."""
+        self._generated_tokens = 0
+        """KV of answers in progress, not in the cache yet."""
+        self._reserved_tokens = 0
+        """Of admitted prompts, what is not computed yet."""
+        self._step = 0
+        self._busy = False
+        self._began_s = 0.0
+        self._ends_s = inf
+        self._steps = 0
+        """Decode steps in the stretch that ends at `_ends_s`."""
+        self._mixed = False
+        self._version = 0
+        self._store_free_s = 0.0
+        self._step_cost: dict[int, float] = {}
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        return len(self._decoding) + len(self._prefilling) + len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + len(self._arriving)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pool that sequences use, 0–1."""
+        used = self.cache.used_tokens - self.cache.idle_tokens + self._generated_tokens
+        return used / self.cache.capacity_tokens
+
+    def sequences(self) -> list[Sequence]:
+        """All that have not ended."""
+        heaps = (self._arriving, self._waiting, self._held, self._decoding)
+        return [entry[2] for heap in heaps for entry in heap] + self._prefilling  # type: ignore[attr-defined]
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """A request arrives; it may run once its overhead has passed, and its transfer where that is serial."""
+        sequence.ready_s = max(
+            now + self.model.request_overhead_s(sequence.prompt_tokens), sequence.ready_s
+        )
+        heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
+        if not self._busy:
+            if sequence.ready_s < self._ends_s:
+                self._plan(sequence.ready_s)
+        elif not self._mixed and sequence.ready_s < self._ends_s:
+            steps = self._steps_until(sequence.ready_s)
+            if steps < self._steps:
+                self._steps = steps
+                self._plan(self._began_s + self._decode_s(steps))
+
+    def die(self) -> list[Sequence]:
+        """It is gone with everything on it; returns the sequences that were."""
+        lost = self.sequences()
+        self.alive = False
+        self._arriving, self._waiting, self._prefilling, self._held, self._decoding = [], [], [], [], []
+        self._context_tokens = self._generated_tokens = self._reserved_tokens = 0
+        self._busy, self._steps, self._ends_s = False, 0, inf
+        self._version += 1
+        self.cache.clear()
+        return lost
+
+    def event(self, now: float, version: int) -> None:
+        """What was scheduled is due; an old version is void."""
+        if version != self._version:
+            return
+        if self._busy:
+            self._complete(now)
+        self._begin(now)
+
+    # -- a stretch ends ----------------------------------------------------------------------------
+
+    def _complete(self, now: float) -> None:
+        n, decoding = self._steps, self._decoding
+        if n:
+            self._step += n
+            grown = n * len(decoding)
+            self._context_tokens += grown
+            self._generated_tokens += grown
+            while decoding and decoding[0][0] <= self._step:
+                self._finish(heapq.heappop(decoding)[2], now)
+        if self._mixed:
+            done = [s for s in self._prefilling if s.computed == s.depth]
+            if done:
+                self._prefilling = [s for s in self._prefilling if s.computed < s.depth]
+                for sequence in done:
+                    if sequence.transfer_ends_s > now:
+                        heapq.heappush(self._held, (sequence.transfer_ends_s, sequence.number, sequence))
+                    else:
+                        self._prefilled(sequence, now)
+        self._busy = False
+        surplus = self.cache.used_tokens + self._generated_tokens - self.cache.capacity_tokens
+        if surplus > 0:
+            self.cache.trim(self.cache.used_tokens - surplus)
+
+    def _prefilled(self, sequence: Sequence, now: float) -> None:
+        """Its next token comes out now."""
+        if not sequence.produced:
+            sequence.first_token_s = now
+            self._on_first_token(sequence, now)
+            if self.store is not None:
+                self.store.put(sequence.run, sequence.prompt_tokens)
+        sequence.produced += 1
+        sequence.joined_step = self._step
+        left = sequence.output_tokens - sequence.produced
+        sequence.finish_step = self._step + left
+        self._context_tokens += sequence.depth
+        if left:
+            heapq.heappush(self._decoding, (sequence.finish_step, sequence.number, sequence))
+        else:
+            self._finish(sequence, now)
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        self._leave(sequence)
+        depth = sequence.prompt_tokens + sequence.output_tokens - 1
+        self.cache.grow(sequence.answer_run, depth)
+        self.cache.unpin(sequence.answer_run)
+        if self.store is not None:
+            self.store.put(sequence.answer_run, depth)
+        sequence.produced = sequence.output_tokens
+        sequence.finished_s = now
+        self._on_finish(sequence, now)
+
+    def _leave(self, sequence: Sequence) -> int:
+        """Takes a decoding sequence out of the sums; returns the tokens it made since it joined."""
+        made = self._step - sequence.joined_step
+        self._generated_tokens -= made
+        self._context_tokens -= sequence.depth + made
+        return made
+
+    # -- a stretch begins --------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        while self._arriving and self._arriving[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._arriving)
+            heapq.heappush(self._waiting, (sequence.priority, sequence.number, sequence))
+        while self._held and self._held[0][0] <= now:
+            self._prefilled(heapq.heappop(self._held)[2], now)
+        if self._prefilling or self._waiting:
+            chunks = self._chunks(now)
+            if chunks[0]:
+                self._begin_mixed(now, *chunks)
+                return
+        if self._decoding:
+            self._begin_decode(now)
+            return
+        self._plan(self._next_ready_s())
+
+    def _next_ready_s(self) -> float:
+        at_s = self._arriving[0][0] if self._arriving else inf
+        return min(at_s, self._held[0][0]) if self._held else at_s
+
+    def _plan(self, at_s: float) -> None:
+        """Nothing happens before `at_s`."""
+        self._ends_s = at_s
+        self._version += 1
+        if at_s < inf:
+            self._schedule(at_s, self._version)
+
+    def _chunks(self, now: float) -> tuple[int, float, bool]:
+        """Schedules prompt tokens: (how many, pairs attended, whether a prompt's first chunk is among them)."""
+        budget = self.model.tokens_per_step
+        tokens, attended, begins = 0, 0.0, False
+        for sequence in self._prefilling:
+            new = min(sequence.depth - sequence.computed, budget)
+            if new <= 0:
+                break
+            tokens, attended, budget = tokens + new, attended + self._chunk(sequence, new), budget - new
+        limit = self.hardware.max_sequences
+        while self._waiting and budget > 0 and self.running < limit:
+            sequence = self._waiting[0][2]
+            if not self._admit(sequence, now):
+                break
+            heapq.heappop(self._waiting)
+            if sequence.ready_s > now:  # it loads from the store first
+                heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
+                continue
+            self._prefilling.append(sequence)
+            begins = begins or sequence.depth - sequence.computed > self.hardware.block_tokens
+            new = min(sequence.depth - sequence.computed, budget)
+            tokens, attended, budget = tokens + new, attended + self._chunk(sequence, new), budget - new
+        return tokens, attended, begins
+
+    def _chunk(self, sequence: Sequence, new: int) -> float:
+        attended = new * (sequence.computed + new / 2)
+        sequence.computed += new
+        self._reserved_tokens -= new
+        self.cache.grow(
+            sequence.run if sequence.computed <= sequence.prompt_tokens else sequence.answer_run,
+            sequence.computed,
+        )
+        return attended
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
+        """Attaches what is cached, if the rest fits into the pool."""
+        cache, block = self.cache, self.hardware.block_tokens
+        run = sequence.run if not sequence.produced else sequence.answer_run
+        most = (sequence.depth - 1) // block * block
+        cached = min(cache.match(run, sequence.depth) // block * block, most)
+        fetched = min(sequence.fetched_tokens, most)
+        if fetched > cached:
+            free_of_fetch = cached
+            cached = fetched
+        else:
+            free_of_fetch = cached
+        if self.store is not None and not sequence.produced and not sequence.store_tokens:
+            stored = min(self.store.match(run, sequence.depth) // block * block, most)
+            if stored > cached:
+                sequence.store_tokens = stored - cached
+                begin = max(now, self._store_free_s)
+                sequence.transfer_s = self.model.store_s(sequence.store_tokens)
+                sequence.ready_s = self._store_free_s = begin + sequence.transfer_s
+                sequence.fetched_tokens = stored
+                self.store.put(run, stored)
+                return True
+        needed = sequence.depth - free_of_fetch
+        room = cache.capacity_tokens - cache.used_tokens - self._generated_tokens - self._reserved_tokens
+        room += cache.idle_tokens - cache.idle_on(sequence.answer_run)
+        if needed > room and self.running:
+            return False
+        cache.pin(sequence.answer_run)
+        if cached > free_of_fetch:
+            cache.grow(run, cached)
+        sequence.computed = cached
+        self._reserved_tokens += sequence.depth - cached
+        if not sequence.preemptions:
+            sequence.cached_tokens = cached
+        return True
+
+    def _begin_mixed(self, now: float, tokens: int, attended: float, begins: bool) -> None:
+        sequences = len(self._decoding)
+        self._busy = self._mixed = True
+        self._began_s = now
+        self._steps = 1 if sequences else 0
+        self._plan(
+            now + self.hardware.step_s(tokens, attended, sequences, self._context_tokens, begins)
+        )
+
+    def _begin_decode(self, now: float) -> None:
+        cache = self.cache
+        room = cache.capacity_tokens - cache.used_tokens - self._generated_tokens - self._reserved_tokens
+        room += cache.idle_tokens
+        while room < len(self._decoding) > 1:
+            room += self._preempt()
+        sequences = len(self._decoding)
+        steps = min(self._decoding[0][0] - self._step, max(1, room // sequences))
+        self._busy, self._mixed = True, False
+        self._began_s = now
+        ready_s = self._next_ready_s()
+        if ready_s < inf:
+            steps = min(steps, self._steps_until(ready_s))
+        self._steps = steps
+        self._plan(now + self._decode_s(steps))
+
+    def _preempt(self) -> int:
+        """The youngest decoding sequence gives its KV back and will be computed again; returns the tokens that
+        this frees."""
+        youngest = max(self._decoding, key=lambda entry: entry[1])
+        self._decoding.remove(youngest)
+        heapq.heapify(self._decoding)
+        sequence = youngest[2]
+        before = self._generated_tokens - self.cache.idle_tokens
+        made = self._leave(sequence)
+        sequence.produced += made
+        sequence.depth = sequence.prompt_tokens + sequence.produced
+        sequence.computed = 0
+        sequence.fetched_tokens = 0
+        sequence.preemptions += 1
+        self.cache.unpin(sequence.answer_run)
+        heapq.heappush(self._waiting, (sequence.priority, sequence.number - (1 << 40), sequence))
+        return before - (self._generated_tokens - self.cache.idle_tokens)
+
+    # -- runs of decode steps ----------------------------------------------------------------------
+
+    def _slope(self) -> tuple[float, float, float]:
+        """Step i of this batch takes scale × max(floor, base + i × slope)."""
+        m, sequences = self.model, len(self._decoding)
+        base = self._step_cost.get(sequences)
+        if base is None:
+            touched = 1.0 - (1.0 - m.expert_share) ** sequences
+            base = (m.expert_bytes * touched + m.shared_bytes) / m.memory_bytes_per_s
+            self._step_cost[sequences] = base
+        token_s = m.kv_bytes_per_token / m.memory_bytes_per_s
+        return m.decode_floor_s, base + self._context_tokens * token_s, sequences * token_s
+
+    def _decode_s(self, steps: int) -> float:
+        """Seconds of the next `steps` decode steps."""
+        floor, base, slope = self._slope()
+        flat = min(steps, max(0, ceil((floor - base) / slope)))
+        rest = steps - flat
+        first = base + flat * slope
+        return self.model.scale * (flat * floor + rest * first + slope * rest * (rest - 1) / 2)
+
+    def _steps_until(self, at_s: float) -> int:
+        """Decode steps until the end of the one in which `at_s` lies, at least 1."""
+        floor, base, slope = self._slope()
+        left = (at_s - self._began_s) / self.model.scale
+        flat = max(0, ceil((floor - base) / slope))
+        if left <= flat * floor:
+            return max(1, ceil(left / floor))
+        b = base + flat * slope - slope / 2
+        left -= flat * floor
+        return max(1, flat + ceil((sqrt(b * b + 2 * slope * left) - b) / slope))

@@ -1,0 +1,66 @@
+"""What goes wrong in a simulation, and in the gateway's view of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from perilune_api.pool import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """The default is a perfect world but for beliefs that start wrong."""
+
+    link_factor: float = 1.0
+    """Transfers take so many times longer than the hardware says."""
+    outlier_share: float = 0.0
+    """Of the transfers, those that take `outlier_factor` times longer still."""
+    outlier_factor: float = 20.0
+    dead_endpoint: int = -1
+    """This one dies …"""
+    dead_at_s: float = 0.0
+    """… at this time; what runs there fails, and the gateway learns it from that."""
+    event_lag_s: float = 0.0
+    """KV events and the end of prefills reach the gateway so much later."""
+    token_error: float = 0.0
+    """Prompt lengths are estimates: off by up to this share, drawn per session; no exact prefix match then, only
+    what the gateway remembers of the session."""
+    engine_belief: float = 1.3
+    """Believed / true seconds of prefill, at the start."""
+    link_belief: float = 0.7
+    """Believed / true seconds of a transfer on a link without faults, at the start: the gateway thinks that
+    links are faster than they are."""
+
+
+NAMES = {
+    "slow-links": "link_factor",
+    "outliers": "outlier_share",
+    "outlier-factor": "outlier_factor",
+    "dead": "dead_endpoint",
+    "lag": "event_lag_s",
+    "estimates": "token_error",
+    "engine-belief": "engine_belief",
+    "link-belief": "link_belief",
+}
+DEFAULTS = {"slow-links": "10", "outliers": "0.05", "dead": "0@60", "lag": "2", "estimates": "0.2"}
+
+
+def parse(text: str) -> Faults:
+    """`slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name alone takes its usual value. Raises
+    SpecError."""
+    faults = Faults()
+    kinds = {f.name: int if f.name == "dead_endpoint" else float for f in fields(Faults)}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        field = NAMES.get(name)
+        value = value or DEFAULTS.get(name, "")
+        if field is None or not value:
+            raise SpecError(f"{part}: a fault is one of {', '.join(NAMES)}, as name=value - at `--faults`")
+        value, _, at_s = value.partition("@")
+        try:
+            faults = replace(faults, **{field: kinds[field](value)})
+            if at_s:
+                faults = replace(faults, dead_at_s=float(at_s))
+        except ValueError:
+            raise SpecError(f"{part}: not a number - at `--faults`") from None
+    return faults

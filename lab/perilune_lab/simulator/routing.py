@@ -1,0 +1,263 @@
+"""The gateway of a simulation: facts → the gateway's own policy function → bookkeeping.
+
+For every submission: what each endpoint holds of the prompt (session-run index) and has to do (beliefs) become the
+`RequestView` and `Candidate`s that the production policies read; the same admission checks run; the decision is
+recorded. In a large fleet a policy sees a shortlist: every holder of the prefix, the session's host, and the
+`_SHORTLIST` least loaded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from random import Random
+
+from perilune_api.pool import Limits, PolicyParams
+from perilune_gateway import admission
+from perilune_gateway.model import (
+    Candidate,
+    Decision,
+    Location,
+    NeedBody,
+    Overlap,
+    Prefix,
+    Refusal,
+    RequestView,
+    SessionView,
+    TokenSource,
+)
+from perilune_gateway.policy import Policy
+from perilune_lab.simulator.beliefs import Beliefs, Session
+from perilune_lab.simulator.engine import Sequence, Store
+from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.index import RunIndex
+
+CLAIM_TTL_S = 120.0
+_SHORTLIST = 32
+_LOCATIONS = 4
+_NOTHING = Overlap()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the gateway routes."""
+
+    policy: str
+    params: PolicyParams = PolicyParams()
+    limits: Limits = Limits()
+    shortlist_above: int = 64
+    """Endpoints from which on a policy sees a shortlist."""
+    pullable: bool = True
+    """Engines can pull KV from each other."""
+
+
+@dataclass(slots=True)
+class _Hotness:
+    born_s: float
+    hits: int = 0
+
+
+@dataclass(slots=True)
+class Seen:
+    """Statistics of the decisions."""
+
+    decisions: int = 0
+    shortlisted: int = 0
+    refused: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)
+
+
+class Gateway:
+    def __init__(
+        self,
+        setting: Setting,
+        policy: Policy,
+        beliefs: Beliefs,
+        index: RunIndex,
+        faults: Faults,
+        names: list[str],
+        rng: Random,
+        *,
+        block_tokens: int = 16,
+        store: Store | None = None,
+    ) -> None:
+        self.setting = setting
+        self.policy = policy
+        self.beliefs = beliefs
+        self.index = index
+        self.sessions = [Session(name) for name in names]
+        self.seen = Seen()
+        self._store = store
+        self._faults = faults
+        self._rng = rng
+        self._block = block_tokens
+        self._hot: dict[int, _Hotness] = {}
+        n = len(beliefs.endpoints)
+        self._large = n > setting.shortlist_above
+        self._everyone = range(n)
+        self.prefill_queue = 0
+
+    def route(self, sequence: Sequence, now: float) -> Decision | Refusal:
+        """Decide, and record the decision: load, binding, claims. Sets the sequence's endpoint and what the
+        gateway believes of it."""
+        task, b = sequence.task, self.beliefs
+        self.index.catch_up(now)
+        b.scrape(now)
+        session = self.sessions[task.session]
+        tokens, overlaps, source = self._prompt(sequence, session, now)
+        stored = self._stored(sequence) if self._store else 0
+        candidates = self._candidates(tokens, overlaps, stored, session, now)
+        if not candidates:
+            self.seen.refused += 1
+            return admission.nobody(admission.Wanted(), {})
+        hotness = self._hot.get(task.run)
+        view = RequestView(
+            request_id="",
+            ordinal=sequence.number,
+            prompt_tokens=tokens,
+            session=SessionView(
+                session.name,
+                b.endpoints[session.host].address if session.host >= 0 else "",
+                now - session.moved_s,
+                session.context_tokens,
+                session.turns,
+            ),
+            token_source=source,
+            prefix=self._prefix(overlaps, hotness, now),
+            block_size=self._block,
+            prefill_queue=self.prefill_queue,
+        )
+        verdict = self.policy(view, candidates, self.setting.params, self._rng)
+        assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
+        if self.setting.limits.max_pending_seconds and isinstance(verdict, Decision):
+            verdict = admission.not_overloaded(candidates, self.setting.limits) or verdict
+        self.seen.decisions += 1
+        if isinstance(verdict, Refusal):
+            self.seen.refused += 1
+            return verdict
+        self._record(sequence, session, verdict, candidates, tokens, hotness, now)
+        return verdict
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    def _prompt(
+        self, sequence: Sequence, session: Session, now: float
+    ) -> tuple[int, dict[int, int], TokenSource]:
+        """Tokens of the prompt, and who holds how many of them, as the gateway knows."""
+        depth = sequence.prompt_tokens
+        if not self._faults.token_error:
+            most = (depth - 1) // self._block * self._block
+            held = self.index.match(
+                sequence.run, depth, now, self.setting.shortlist_above if self._large else 1 << 30
+            )
+            block = self._block
+            return depth, {e: min(t // block * block, most) for e, t in held.items()}, TokenSource.LOCAL
+        error = Random(sequence.task.session).uniform(-1.0, 1.0) * self._faults.token_error
+        tokens = max(1, int(depth * (1.0 + error)))
+        held = {session.host: min(session.context_tokens, tokens - 1)} if session.host >= 0 else {}
+        return tokens, held, TokenSource.ESTIMATE
+
+    def _prefix(self, overlaps: Mapping[int, int], hotness: _Hotness | None, now: float) -> Prefix:
+        if not overlaps:
+            return Prefix(pullable=self.setting.pullable)
+        endpoints = self.beliefs.endpoints
+        best = (
+            sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:_LOCATIONS]
+            if len(overlaps) > 1
+            else list(overlaps)
+        )
+        hits = hotness.hits if hotness else 0
+        score = hits / sqrt(max(1.0, now - hotness.born_s)) if hotness else 0.0
+        return Prefix(
+            tuple(Location(endpoints[e].address, overlaps[e]) for e in best),
+            hits,
+            score,
+            self.setting.pullable,
+        )
+
+    def _stored(self, sequence: Sequence) -> int:
+        """Tokens of the prompt in the shared store."""
+        assert self._store is not None
+        depth, block = sequence.prompt_tokens, self._block
+        return min(self._store.match(sequence.run, depth), depth - 1) // block * block
+
+    def _candidates(
+        self, tokens: int, overlaps: Mapping[int, int], stored: int, session: Session, now: float
+    ) -> list[Candidate]:
+        b = self.beliefs
+        numbers = self._shortlist(overlaps, session) if self._large else self._everyone
+        best = max(overlaps.values(), default=0)
+        candidates = []
+        nothing = Overlap(0, 0, stored) if stored else _NOTHING
+        for e in numbers:
+            if not b.ready[e]:
+                continue
+            held = overlaps.get(e, 0)
+            model = b.engine_model(e)
+            candidates.append(
+                Candidate(
+                    b.endpoints[e],
+                    b.load(e, now),
+                    Overlap(held, held, max(held, stored)) if held else nothing,
+                    model.prefill_s(tokens - held, held),
+                    now - b.moved_s[e],
+                    b.links(e, overlaps) if best > held else {},
+                    model,
+                    b.decode_s[e],
+                )
+            )
+        return candidates
+
+    def _shortlist(self, overlaps: Mapping[int, int], session: Session) -> list[int]:
+        b = self.beliefs
+        pending, in_flight, bound = b.pending_tokens, b.in_flight, b.bound
+        least = heapq.nsmallest(
+            _SHORTLIST, self._everyone, key=lambda e: (pending[e], in_flight[e], bound[e])
+        )
+        chosen = {*least, *overlaps}
+        if session.host >= 0:
+            chosen.add(session.host)
+        self.seen.shortlisted += 1
+        return sorted(chosen)
+
+    # -- record ------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        sequence: Sequence,
+        session: Session,
+        decision: Decision,
+        candidates: list[Candidate],
+        tokens: int,
+        hotness: _Hotness | None,
+        now: float,
+    ) -> None:
+        b = self.beliefs
+        target = b.number[decision.target]
+        chosen = next(c for c in candidates if c.address == decision.target)
+        prefilling = b.number[decision.prefill_endpoint] if decision.prefill_endpoint else -1
+        sequence.endpoint = target
+        sequence.reason = decision.reason
+        sequence.moved_from = b.number[decision.moved_from] if decision.moved_from else -1
+        sequence.hot = b.pending_tokens[target] > self.setting.params.hot_pending_tokens
+        cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
+        sequence.uncached_tokens = max(0, tokens - cached)
+        sequence.predicted_s = chosen.prefill_s
+        sequence.prefill_endpoint = prefilling
+        sequence.alone = prefilling == target and not b.prefilling[target]
+        b.start(target, sequence.prompt_tokens)
+        b.prefill_starts(prefilling, sequence.uncached_tokens, chosen.prefill_s)
+        b.bind(session, target, now)
+        session.turns += 1
+        session.context_tokens = tokens
+        if decision.moved_from:
+            b.moved(sequence.moved_from, target, now)
+        if not self._faults.token_error:
+            self.index.claim(target, sequence.run, sequence.prompt_tokens, now)
+        if hotness is None:
+            hotness = self._hot[sequence.run] = _Hotness(now)
+        hotness.hits += 1
+        reasons = self.seen.by_reason
+        reasons[decision.reason] = reasons.get(decision.reason, 0) + 1

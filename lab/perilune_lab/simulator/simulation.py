@@ -1,0 +1,400 @@
+"""One simulation: a workload, a policy, a fleet, faults. Deterministic: equal arguments give equal results.
+
+Events in one heap: submissions, engines' stretches, late news for the gateway, a death. A session's next turn is
+submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that pulls the
+prefix from elsewhere (`replicate_from`, or the move of a session between engines that can pull) starts a transfer in
+the source NIC's queue: serial: the request waits for it; overlapped: its first token does. A decision that splits
+prefill and decode runs the prefill where it says, then sends the KV to the target.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from perilune_api.pool import Role
+from perilune_gateway.model import Decision, Refusal
+from perilune_gateway.policy import POLICIES, Policy
+from perilune_lab.simulator.beliefs import Beliefs
+from perilune_lab.simulator.cache import RunCache
+from perilune_lab.simulator.engine import Engine, Sequence, Store
+from perilune_lab.simulator.fabric import Fabric
+from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.h20 import H20, Hardware
+from perilune_lab.simulator.index import RunIndex
+from perilune_lab.simulator.routing import CLAIM_TTL_S, Gateway, Seen, Setting
+from perilune_lab.simulator.workload import Task, Workload
+from perilune_lab.traces.model import Mode
+
+_QUEUE_SAMPLE_S = 1.0
+_STORE_TOKENS = 40_000_000
+"""About 4 TB of BF16 KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The engines."""
+
+    endpoints: int = 8
+    hardware: Hardware = H20
+    store: bool = False
+    store_tokens: int = _STORE_TOKENS
+    overlapped: bool = False
+    """KV comes while the rest is prefilled, layer by layer, instead of before."""
+    prefill_endpoints: int = 0
+    """The first so many only prefill, the others only decode; 0: all do both."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a simulation gives: every request with its times, and what was seen on the way."""
+
+    policy: str
+    sequences: list[Sequence]
+    """In the order of their ends."""
+    addresses: list[str]
+    moved_bytes: int = 0
+    transfer_s: list[float] = field(default_factory=list)
+    queue_variance: list[float] = field(default_factory=list)
+    """Over endpoints, of the queue length, sampled evenly in time."""
+    seen: Seen = field(default_factory=Seen)
+    preemptions: int = 0
+    simulated_s: float = 0.0
+    wall_s: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Simulated seconds per wall second, of the simulation alone."""
+        return self.simulated_s / self.wall_s if self.wall_s else 0.0
+
+
+def simulate(
+    workload: Workload,
+    setting: Setting,
+    fleet: Fleet | None = None,
+    faults: Faults | None = None,
+    seed: int = 0,
+    stopwatch: Callable[[], float] = time.process_time,
+) -> Outcome:
+    """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on it."""
+    began = stopwatch()
+    simulation = _Simulation(
+        workload, setting, POLICIES[setting.policy], fleet or Fleet(), faults or Faults(), seed
+    )
+    outcome = simulation.run()
+    outcome.wall_s = stopwatch() - began
+    return outcome
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workload: Workload,
+        setting: Setting,
+        policy: Policy,
+        fleet: Fleet,
+        faults: Faults,
+        seed: int,
+    ) -> None:
+        self.workload = workload
+        self.fleet = fleet
+        self.faults = faults
+        self.setting = setting
+        self.now = 0.0
+        self.heap: list[tuple[float, int, int, object, float]] = []
+        """(time, tie, endpoint or kind, what, more)"""
+        self.tie = 0
+        self.done: list[Sequence] = []
+        self.open = 0
+        h = fleet.hardware
+        rng = Random(seed)
+        self.store = Store(workload.runs, fleet.store_tokens) if fleet.store else None
+        self.index = RunIndex(workload.runs, CLAIM_TTL_S, faults.event_lag_s)
+        self.fabric = Fabric(h, faults, Random(rng.getrandbits(64)))
+        self.engines = [self._engine(e, h) for e in range(fleet.endpoints)]
+        split = fleet.prefill_endpoints
+        roles = [Role.BOTH if not split else Role.PREFILL if e < split else Role.DECODE for e in self._all()]
+        self.beliefs = Beliefs(self.engines, h, faults, self.fabric, roles)
+        self.gateway = Gateway(
+            setting,
+            policy,
+            self.beliefs,
+            self.index,
+            faults,
+            [job.name for job in workload.jobs],
+            Random(rng.getrandbits(64)),
+            block_tokens=h.block_tokens,
+            store=self.store,
+        )
+        self.submitted = 0
+        self.waiting_legs: deque[Sequence] = deque()
+        """Prefills that no endpoint was chosen for: the prefill queue."""
+        self.leg_of: dict[Sequence, Sequence] = {}
+        """Whole request by its prefill leg."""
+        self.variances: list[float] = []
+        self.sample_s = 0.0
+
+    def _all(self) -> range:
+        return range(self.fleet.endpoints)
+
+    def _engine(self, e: int, hardware: Hardware) -> Engine:
+        def schedule(at_s: float, version: int) -> None:
+            self.tie += 1
+            heapq.heappush(self.heap, (at_s, self.tie, e, None, version))
+
+        def changed(run: int, depth: int) -> None:
+            self.index.changed(e, run, depth, self.now)
+
+        return Engine(
+            e,
+            hardware,
+            RunCache(self.workload.runs, hardware.kv_pool_tokens, changed),
+            schedule=schedule,
+            on_first_token=self._first_token,
+            on_finish=self._finished,
+            store=self.store,
+        )
+
+    def _at(self, at_s: float, action: Callable[[object], None], what: object) -> None:
+        self.tie += 1
+        heapq.heappush(self.heap, (at_s, self.tie, -1, (action, what), 0.0))
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        self._begin()
+        heap, engines, pop = self.heap, self.engines, heapq.heappop
+        while heap:
+            at_s, _, e, what, version = pop(heap)
+            if at_s >= self.sample_s and self.open:
+                self._sample(at_s)
+            self.now = at_s
+            if e >= 0:
+                engines[e].event(at_s, int(version))
+            else:
+                action, argument = what  # type: ignore[misc]
+                action(argument)
+        return self._outcome()
+
+    def _begin(self) -> None:
+        workload = self.workload
+        for job in workload.jobs:
+            if workload.mode is Mode.TIMESTAMPS:
+                for task in job.tasks:
+                    self._at(task.timestamp_s, self._submit, task)
+            elif job.tasks:
+                first = job.tasks[0]
+                self._at(job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s, self._submit, first)
+        if 0 <= self.faults.dead_endpoint < self.fleet.endpoints:
+            self._at(self.faults.dead_at_s, self._die, self.engines[self.faults.dead_endpoint])
+
+    def _outcome(self) -> Outcome:
+        ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
+        starts = [s.submitted_s for s in self.done]
+        return Outcome(
+            self.setting.policy,
+            self.done,
+            [e.address for e in self.beliefs.endpoints],
+            self.fabric.bytes,
+            self.fabric.seconds,
+            self.variances,
+            self.gateway.seen,
+            sum(s.preemptions for s in self.done),
+            max(ends) - min(starts) if ends else 0.0,
+        )
+
+    def _sample(self, now: float) -> None:
+        """Queue lengths, once per sampling interval in which something happened."""
+        lengths = [engine.running + engine.waiting for engine in self.engines]
+        middle = sum(lengths) / len(lengths)
+        self.variances.append(sum((n - middle) ** 2 for n in lengths) / len(lengths))
+        self.sample_s = now + _QUEUE_SAMPLE_S * max(1, len(lengths) // 8)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _submit(self, what: object) -> None:
+        assert isinstance(what, Task)
+        now = self.now
+        sequence = Sequence(what, self.submitted, now, now)
+        self.submitted += 1
+        decision = self.gateway.route(sequence, now)
+        if isinstance(decision, Refusal):
+            sequence.rejected = True
+            sequence.finished_s = now
+            self._ended(sequence, now)
+            return
+        self.open += 1
+        if decision.prefill_queued or (decision.prefill and decision.prefill != decision.target):
+            self._split(sequence, decision, now)
+            return
+        self._pull(sequence, decision, sequence.endpoint, now)
+        self._send(sequence, sequence.endpoint, now)
+
+    def _send(self, sequence: Sequence, e: int, now: float) -> None:
+        engine = self.engines[e]
+        if engine.alive:
+            engine.add(sequence, now)
+            return
+        self.beliefs.dead(e)
+        self.index.forget(e)
+        self.beliefs.prefill_done(sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s)
+        self.beliefs.finish(e, sequence.prompt_tokens, 0.0)
+        self.open -= 1
+        decision = self.gateway.route(sequence, now)  # the proxy tries another endpoint
+        if isinstance(decision, Refusal):
+            sequence.failed = True
+            sequence.finished_s = now
+            self._ended(sequence, now)
+            return
+        self.open += 1
+        self._send(sequence, sequence.endpoint, now)
+
+    def _pull(self, sequence: Sequence, decision: Decision, target: int, now: float) -> None:
+        """Starts the transfer that the decision asks for."""
+        address = decision.replicate_from or (decision.moved_from if self.setting.pullable else "")
+        if not address:
+            return
+        source = self.beliefs.number[address]
+        held = self.engines[source].cache.match(sequence.run, sequence.prompt_tokens)
+        there = self.engines[target].cache.match(sequence.run, sequence.prompt_tokens)
+        if self.store is not None:
+            there = max(there, self.store.match(sequence.run, sequence.prompt_tokens))
+        if held <= there or not self.engines[source].alive:
+            return
+        self._transfer(sequence, source, target, held, held - there, now)
+
+    def _transfer(
+        self, sequence: Sequence, source: int, target: int, reach: int, tokens: int, now: float
+    ) -> None:
+        ends_s = self.fabric.send(source, target, tokens, now)
+        sequence.source = source
+        sequence.fetched_tokens = reach
+        sequence.moved_tokens = tokens
+        sequence.transfer_s = ends_s - now
+        if self.fleet.overlapped:
+            sequence.transfer_ends_s = ends_s
+        else:
+            sequence.ready_s = ends_s
+
+    def _first_token(self, sequence: Sequence, now: float) -> None:
+        if sequence in self.leg_of:
+            self._prefill_leg_done(sequence, now)
+            return
+        if self.faults.event_lag_s:
+            self._at(now + self.faults.event_lag_s, self._prefill_known, sequence)
+        else:
+            self._prefill_known(sequence)
+
+    def _prefill_known(self, what: object) -> None:
+        """The gateway learns that a prefill has ended."""
+        assert isinstance(what, Sequence)
+        if self._prefill_over(what) and what.alone:
+            self.beliefs.observe_prefill(what, what.first_token_s - what.submitted_s, what.source)
+
+    def _prefill_over(self, sequence: Sequence) -> bool:
+        """Nothing of its prefill is pending any more; False: that was known."""
+        if sequence.prefill_known:
+            return False
+        sequence.prefill_known = True
+        self.beliefs.prefill_done(
+            sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s
+        )
+        return True
+
+    def _finished(self, sequence: Sequence, now: float) -> None:
+        if sequence in self.leg_of:
+            del self.leg_of[sequence]
+            return
+        self._prefill_known(sequence)
+        self.open -= 1
+        self.beliefs.finish(sequence.endpoint, sequence.prompt_tokens, now - sequence.first_token_s)
+        self._ended(sequence, now)
+
+    def _ended(self, sequence: Sequence, now: float) -> None:
+        self.done.append(sequence)
+        task, workload = sequence.task, self.workload
+        tasks = workload.jobs[task.session].tasks
+        if workload.mode is Mode.TIMESTAMPS:
+            return
+        if task.number + 1 == len(tasks):
+            self.beliefs.unbind(self.gateway.sessions[task.session])
+            return
+        after = tasks[task.number + 1]
+        at_s = now + after.gap_s if workload.mode is Mode.THINKTIME else max(now, after.timestamp_s)
+        self._at(at_s, self._submit, after)
+
+    # -- prefill and decode apart ------------------------------------------------------------------
+
+    def _split(self, sequence: Sequence, decision: Decision, now: float) -> None:
+        """A leg of its own prefills; the request itself waits for it."""
+        leg = Sequence(sequence.task, sequence.number, now, now)
+        leg.output_tokens = 1
+        leg.answer_run = leg.run
+        self.leg_of[leg] = sequence
+        if decision.prefill_queued:
+            self.waiting_legs.append(leg)
+            self.gateway.prefill_queue = len(self.waiting_legs)
+            self._feed_prefill(now)
+            return
+        e = self.beliefs.number[decision.prefill]
+        leg.endpoint = e
+        self._pull(leg, decision, e, now)
+        self.engines[e].add(leg, now)
+
+    def _feed_prefill(self, now: float) -> None:
+        """Whichever prefill endpoint is free takes the next of the queue."""
+        free = [
+            e
+            for e in range(self.fleet.prefill_endpoints)
+            if self.engines[e].alive and not (self.engines[e].running or self.engines[e].waiting)
+        ]
+        for e in free:
+            if not self.waiting_legs:
+                break
+            leg = self.waiting_legs.popleft()
+            leg.endpoint = e
+            self.engines[e].add(leg, now)
+        self.gateway.prefill_queue = len(self.waiting_legs)
+
+    def _prefill_leg_done(self, leg: Sequence, now: float) -> None:
+        whole = self.leg_of[leg]
+        self._prefill_over(whole)
+        whole.leg_cached_tokens = leg.cached_tokens
+        there = self.engines[whole.endpoint].cache.match(whole.run, whole.prompt_tokens)
+        self._transfer(
+            whole, leg.endpoint, whole.endpoint, whole.prompt_tokens, whole.prompt_tokens - there, now
+        )
+        whole.transfer_ends_s = 0.0  # there is nothing to overlap it with
+        whole.ready_s = now + whole.transfer_s
+        self._at(whole.ready_s, self._join_decode, whole)
+        self._at(now, self._feed, None)
+
+    def _feed(self, what: object) -> None:
+        if self.waiting_legs:
+            self._feed_prefill(self.now)
+
+    def _join_decode(self, what: object) -> None:
+        assert isinstance(what, Sequence)
+        self.engines[what.endpoint].add(what, self.now)
+
+    # -- a death -----------------------------------------------------------------------------------
+
+    def _die(self, what: object) -> None:
+        assert isinstance(what, Engine)
+        e, now = what.number, self.now
+        lost = what.die()
+        self.index.forget(e)
+        if lost:
+            self.beliefs.dead(e)
+        for sequence in lost:
+            whole = self.leg_of.pop(sequence, sequence)
+            whole.failed = True
+            whole.finished_s = now
+            self._prefill_over(whole)
+            self.beliefs.finish(whole.endpoint, whole.prompt_tokens, 0.0)
+            self.open -= 1
+            self._ended(whole, now)
