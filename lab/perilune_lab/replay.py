@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 import aiohttp
+import msgspec
 from msgspec import UNSET
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,6 +72,7 @@ class Options:
     gateway: str | None
     json: Path | None
     png: Path | None
+    requests: Path | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             raise SpecError(
                 f"{options.trace} has no timestamps, which mode {options.mode} needs - at `--mode`"
             )
-        for path in (options.json, options.png):
+        for path in (options.json, options.png, options.requests):
             if path is not None and not path.absolute().parent.is_dir():
                 raise SpecError(f"{path.parent}: no such folder")
     except SpecError as error:
@@ -209,6 +211,10 @@ class Replay:
         if o.json:
             o.json.write_bytes(report.encode(document))
             self.err.print(f"report: {o.json}", highlight=False)
+        if o.requests:
+            lines = msgspec.json.Encoder().encode_lines(self.results)
+            o.requests.write_bytes(lines)
+            self.err.print(f"requests: {o.requests}", highlight=False)
         if o.png:
             from perilune_lab import figures  # matplotlib takes half a second
 
@@ -286,6 +292,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--gateway", type=_url, metavar="ADMIN_URL", help="its admin pages, for more metrics")
     add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
     add("--png", type=Path, metavar="FILE", help="draw it")
+    add("--requests", type=Path, metavar="FILE", help="write one JSON line per request (wall seconds)")
     return Options(**vars(parser.parse_args(argv)))
 
 

@@ -470,4 +470,6 @@ def _time(seconds: float | UnsetType) -> str:
     """Three significant digits, in ms below a second."""
     if isinstance(seconds, UnsetType):
         return ""
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

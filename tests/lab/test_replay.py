@@ -132,6 +132,19 @@ def test_the_report_has_what_the_gateway_tells(thread: Thread, trace: Path, tmp_
     assert png.stat().st_size > 1000
 
 
+def test_every_request_is_a_line(thread: Thread, trace: Path, tmp_path: Path):
+    assert run(thread, trace, "--mode", "timestamps", "--requests", str(tmp_path / "r.jsonl")) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert sorted((row["session"], row["turn"]) for row in rows) == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+        ("c", 0),
+    ]
+    assert {row["endpoint"] for row in rows} == {"10.0.0.0:8000", "10.0.0.1:8000"}
+
+
 def test_a_gateway_that_is_not_there_costs_its_fields_only(thread: Thread, trace: Path, tmp_path: Path):
     out = tmp_path / "r.json"
     assert run(thread, trace, "--gateway", "http://127.0.0.1:1", "--json", str(out)) == 0
