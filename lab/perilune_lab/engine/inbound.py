@@ -73,7 +73,7 @@ class _Body(msgspec.Struct):
 
 
 class _Chat(_Body):
-    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -86,14 +86,14 @@ class _Completions(_Body):
 
 
 class _Responses(_Body):
-    input: str | list[dict[str, Any]] = ""
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     max_output_tokens: int | None = None
 
 
 class _Messages(_Body):
-    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    messages: list[dict[str, Any]] | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
@@ -145,7 +145,7 @@ def _prompt(api: Api, fields: Any, text: Text) -> tuple[list[int], int | None]:
     match api:
         case Api.CHAT:
             limit = fields.max_completion_tokens or fields.max_tokens
-            return text.chat(fields.messages, fields.tools or ()), limit
+            return text.chat(_required(fields.messages), fields.tools or ()), limit
         case Api.COMPLETIONS:
             return completion_prompt(fields.prompt, text), fields.max_tokens
         case Api.RESPONSES:
@@ -172,28 +172,43 @@ def completion_prompt(prompt: Any, text: Text) -> list[int]:
     raise BadRequestError("a prompt is needed: a text or token ids", param="prompt")
 
 
+def _required(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if not messages:
+        raise BadRequestError("a conversation needs at least one message", param="messages")
+    for message in messages:
+        if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | list | None):
+            raise TypeError("a message has a role, and its content is a text or a list of parts")
+    return messages
+
+
 def _joined(content: object) -> str:
     """A text, or the texts of its parts."""
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+        return "\n".join(part["text"] for part in content if part.get("text"))
+    if isinstance(content, str | None):
+        return content or ""
+    raise TypeError(f"content is {type(content).__name__}")
 
 
-def _response_messages(fields: _Responses) -> list[Mapping[str, Any]]:
-    messages: list[Mapping[str, Any]] = []
+def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
     if fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})
+    if not fields.input:
+        raise BadRequestError("an input is needed: a text or a list of items", param="input")
     if isinstance(fields.input, str):
         messages.append({"role": "user", "content": fields.input})
         return messages
     for item in fields.input:
         match item.get("type", "message"):
+            case "message" if item["role"] == "assistant":
+                _same_turn(messages, "content")["content"] = _joined(item["content"])
             case "message":
                 messages.append({"role": item["role"], "content": _joined(item["content"])})
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item.get("call_id"), "type": "function", "function": function}
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _same_turn(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 messages.append({"role": "tool", "content": _joined(item["output"])})
             case kind:
@@ -201,10 +216,19 @@ def _response_messages(fields: _Responses) -> list[Mapping[str, Any]]:
     return messages
 
 
+def _same_turn(messages: list[dict[str, Any]], absent: str = "") -> dict[str, Any]:
+    """The assistant's last message, to add to; a new one where there is none or it has field `absent`."""
+    if not messages or messages[-1]["role"] != "assistant" or absent in messages[-1]:
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
 def _response_tools(fields: _Responses) -> list[Mapping[str, Any]]:
+    """A function is written flat there; other kinds of tools do not reach a template."""
     return [
-        {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in fields.tools or ()
+        if tool["type"] == "function"
     ]
 
 
@@ -214,7 +238,7 @@ def _anthropic_messages(fields: _Messages) -> list[Mapping[str, Any]]:
         system = fields.system
         content = system if isinstance(system, str) else "".join(part["text"] for part in system)
         messages.append({"role": "system", "content": content})
-    for message in fields.messages:
+    for message in _required(fields.messages):
         messages += _anthropic_turn(message["role"], message["content"])
     return messages
 

@@ -1,12 +1,11 @@
 """Text ↔ token ids of one engine, and the answers that it gives.
 
-Without a model nobody knows what it would say; so the answer is a function of the prompt: words chosen by
-its hash, the same on every engine and at every temperature. Words are single tokens wherever they stand,
-so a later prompt that quotes the answer tokenizes to the very ids that were generated, and finds their
-blocks.
+Without a model nobody knows what it would say; so the answer is a function of the prompt: words chosen by its
+hash, the same on every engine and at every temperature. Words are single tokens wherever they stand, so a
+later prompt that quotes the answer tokenizes to the very ids that were generated, and finds their blocks.
 
-`LabText` speaks the lab's generated vocabulary, fast; `ModelText` a model's own tokenizer.json with its
-chat template. `load` looks which one a folder holds.
+`LabText` speaks the lab's generated vocabulary, fast; `ModelText` a model's own tokenizer.json with its chat
+template. `load` looks which one a folder holds.
 """
 
 import json
@@ -22,6 +21,9 @@ import xxhash
 from perilune_lab.text import BYTES, CHAT_TEMPLATE, LabTokenizer, Vocabulary
 
 Messages = Sequence[Mapping[str, Any]]
+
+_FIRST_WORDS = 64
+_FOLLOWING_WORDS = 1024
 
 
 class Text(Protocol):
@@ -81,8 +83,10 @@ class ModelText:
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
         self._template = environment.from_string(_template(folder))
-        self._words = self._find_words()
-        self.decode_one = lru_cache(maxsize=65_536)(lambda i: self.decode([i]))
+        self._first, self._following = self._find_words()
+        if not self._first or not self._following:
+            raise ValueError(f"{folder}: no words in this vocabulary survive being tokenized again")
+        self._decode_one = lru_cache(maxsize=65_536)(lambda token: self.decode([token]))
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -94,7 +98,7 @@ class ModelText:
         try:
             text = self._template.render(
                 messages=[_plain(message) for message in messages],
-                tools=list(tools) or None,
+                tools=[_tool(tool) for tool in tools] or None,
                 add_generation_prompt=True,
             )
         except TemplateError as error:
@@ -107,31 +111,38 @@ class ModelText:
         return text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        return [self.decode_one(i) for i in ids]
+        return [self._following.get(token) or self._decode_one(token) for token in ids]
 
     def answer(self, prompt: Sequence[int], n_tokens: int) -> list[int]:
-        first, following = self._words
         rng = random.Random(key_of(prompt))
-        return [rng.choice(first), *rng.choices(following, k=n_tokens - 1)]
+        return [rng.choice(self._first), *rng.choices(list(self._following), k=n_tokens - 1)]
 
-    def _find_words(self) -> tuple[list[int], list[int]]:
-        """Tokens that stay themselves when their text is tokenized again: words to begin with, and words
-        with the
-        space before them."""
+    def _find_words(self) -> tuple[list[int], dict[int, str]]:
+        """Tokens that stay themselves when their text is tokenized again: words to begin with, and other
+        words to follow (with their text, a space before it)."""
         first: list[int] = []
-        following: list[int] = []
-        for token in range(self._tokenizer.get_vocab_size()):
-            text = self.decode([token])
-            word = text.strip()
-            if not (word.isascii() and word.isalpha() and word.islower() and len(word) > 2):
-                continue
-            group = first if text == word else following if text == " " + word else None
-            before = "\n" if group is first else "a"
-            if group is not None and len(group) < 1024 and token in self.encode(f"{before}{text} a"):
-                group.append(token)
-        if not first or not following:
-            raise ValueError("no words in this vocabulary survive being tokenized again")
+        following: dict[int, str] = {}
+        vocabulary = range(self._tokenizer.get_vocab_size())
+        for token in vocabulary:
+            word = self.decode([token])
+            if _is_word(word) and token in self.encode(f"\n{word} a"):
+                first.append(token)
+                if len(first) == _FIRST_WORDS:
+                    break
+        if first:
+            begin = self.decode(first[:1])
+            for token in set(vocabulary).difference(first):
+                text = self.decode([first[0], token])
+                word = text.removeprefix(begin + " ")
+                if word != text and _is_word(word) and self.encode(text) == [first[0], token]:
+                    following[token] = " " + word
+                    if len(following) == _FOLLOWING_WORDS:
+                        break
         return first, following
+
+
+def _is_word(text: str) -> bool:
+    return len(text) > 2 and text.isascii() and text.isalpha() and text.islower()
 
 
 def load(folder: Path | None) -> Text:
@@ -161,13 +172,13 @@ def _template(folder: Path) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Content parts become one text, tool calls' arguments objects, as vLLM does it before the template."""
+    """Text parts become one text, tool calls' arguments objects, as vLLM does it before the template."""
     plain = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        plain["content"] = "\n".join(part["text"] for part in content)
-    calls = message.get("tool_calls")
-    if calls:
+        content = "\n".join(part["text"] for part in content if part["text"])
+    plain["content"] = content or ""
+    if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
     return plain
 
@@ -175,9 +186,20 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     arguments = function.get("arguments")
-    if isinstance(arguments, str | None):
-        function["arguments"] = json.loads(arguments or "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    function["arguments"] = arguments if isinstance(arguments, dict) else {}
     return {**call, "function": function}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """With every field that vLLM gives a template."""
+    function = tool["function"]
+    fields = {"name": function["name"], "description": None, "parameters": None}
+    return {"type": "function", "function": {**fields, **function}}
 
 
 def _refuse(message: str) -> None:

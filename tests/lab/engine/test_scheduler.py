@@ -1,5 +1,6 @@
 """The scheduler in virtual time: what runs when, and how long it takes."""
 
+from itertools import pairwise
 from math import inf
 from statistics import median
 
@@ -25,7 +26,7 @@ def quantile(values, q):
 
 def gaps(steps, request):
     times = [step.ends_s for step in steps if request in step.emitted]
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in pairwise(times)]
 
 
 # time

@@ -1,0 +1,60 @@
+"""A real engine process on loopback."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+COMMAND = (sys.executable, "-P", "-m", "perilune_lab.engine.main")
+
+
+@dataclass
+class Process:
+    popen: subprocess.Popen[str]
+    facts: dict[str, str]
+    """Of the ready line: http, events, replay."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.facts['http']}"
+
+
+Start = Callable[..., Process]
+
+
+@contextmanager
+def engines() -> Iterator[Start]:
+    """Starts engines with the given arguments; whatever still runs at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> Process:
+        popen = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(popen)
+        line = popen.stdout.readline().split() if popen.stdout else []
+        assert line[:2] == ["perilune-engine", "ready"], popen.communicate(timeout=10)
+        return Process(popen, dict(fact.split("=", 1) for fact in line[2:]))
+
+    try:
+        yield begin
+    finally:
+        for popen in started:
+            popen.kill()
+            popen.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with engines() as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Process]:
+    """One engine for tests that leave nothing behind; requests of at most 1,000 tokens."""
+    with engines() as begin:
+        yield begin("--time-scale", "50", "--context-tokens", "1000")
