@@ -198,6 +198,7 @@ def node_json(node: NodeStats) -> dict[str, Any]:
             "prefix_hits_tokens": node.prefix_hits_tokens,
             "hit_ratio": node.engine_hit_ratio,
         },
+        "calibration": node.calibration,
         "events": node.events,
         "parity": {"state": node.parity, "cause": node.parity_cause, "cure": node.parity_cure}
         if node.parity

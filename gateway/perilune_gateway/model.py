@@ -303,6 +303,8 @@ class Candidate:
     """How fast it is, as believed and corrected by what was observed."""
     decode_s: float = 0.0
     """Seconds that a request decodes there, as observed; 0: unknown."""
+    ttft_ratio: float = 1.0
+    """Observed / predicted seconds to the first token there."""
 
     @property
     def address(self) -> str:

@@ -10,7 +10,7 @@
    with the session's own ratio, and its host is taken to hold what the session's tail says.
 2. *filter*: admission.BEFORE.
 3. *decide*: the policy, a pure function.
-4. *admit*: the prompt fits, the fleet is not overloaded.
+4. *admit*: the prompt fits, the fleet is not overloaded, the SLOs can be kept.
 5. *record*: binding, load, speculative blocks, the decision's record and metrics.
 
 Time and dice come in through the constructor. Costs: with 64 endpoints about 0.2 ms besides tokenization.
@@ -22,12 +22,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import nlargest
+from math import inf
 from random import Random
 from typing import Protocol
 
 from perilune_api import names
 from perilune_api.pool import Pool, SpecError
+from perilune_api.topology import Link
 from perilune_gateway import admission, blocks, openai
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import DecisionRecord, Decisions
@@ -35,14 +38,17 @@ from perilune_gateway.identity import Identity, from_headers, with_body
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.model import (
     NEED_BODY,
+    NO_PREFIX,
     Candidate,
     Decision,
     Encode,
     Endpoint,
+    Location,
     NeedBody,
     Outcome,
     Overlap,
     Phase,
+    Prefix,
     Reason,
     Refusal,
     RefuseReason,
@@ -55,7 +61,8 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
+from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import EndpointView, Fleet
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
@@ -65,6 +72,10 @@ EVENTS_LATE_S = 1.0
 """KV events of an ended prompt may come this late before parity counts them as missing."""
 APPROXIMATE_TTL_S = 600.0
 """How long a prompt counts as cached on an endpoint that publishes no events."""
+MAX_LOCATIONS = 4
+"""Holders of the longest prefix that a policy is told."""
+TELLING_PREFILL_S = 0.25
+"""A prefill predicted to be shorter says more of overheads and events on their way than of the engine."""
 
 
 class TokenizesNow(Protocol):
@@ -107,6 +118,11 @@ class _Running:
     blocks: Sequence[int]
     awaited: int
     """The block whose store ends its prefill; 0: none is known."""
+    prefill_s: float = 0.0
+    """Of its prefill alone, predicted without correction."""
+    ttft_s: float = 0.0
+    """Queue and prefill, predicted."""
+    prefilled_at: float = 0.0
     served: str = ""
     status: int = 0
 
@@ -144,6 +160,7 @@ class Router:
         *,
         parity: Parity | None = None,
         engine: EngineModel | None = None,
+        calibration: Calibration | None = None,
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
@@ -157,6 +174,7 @@ class Router:
         self.decisions = decisions
         self.metrics = metrics
         self.parity = parity
+        self.calibration = calibration or Calibration()
         self._clock = clock
         self._stopwatch = stopwatch
         self._wall_clock = wall_clock
@@ -167,23 +185,27 @@ class Router:
         self._unseen: deque[tuple[float, str, int]] = deque()
         """(when to look, endpoint, last block of a prompt that ended there)."""
         self._engine = engine or EngineModel()
+        self._engines: dict[str, tuple[float, EngineModel]] = {}
+        """By address: what was observed / predicted, and the model that says so."""
+        self._prefilled_at: dict[str, float] = {}
+        """By address: when its last prefill ended."""
         self.configure(pool)
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document; requests in flight go on. Raises SpecError for a policy
-        that does not exist."""
+        that does not exist, or only in the simulator."""
         spec = pool.spec
-        if spec.routing.policy not in POLICIES:
-            raise SpecError(
-                f"Unknown policy {spec.routing.policy!r}, known are {', '.join(POLICIES)}"
-                " - at `$.spec.routing.policy`"
-            )
+        if problem := _unusable(spec.routing.policy):
+            raise SpecError(f"{problem} - at `$.spec.routing.policy`")
         self.pool = pool
         self._routing = spec.routing
         self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
-        self._engine_here = self._engine.scaled(spec.engine.prefill_scale)
+        self._engine_here = replace(
+            self._engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
+        )
+        self._engines.clear()
         gone = self.fleet.set_endpoints(
             [
                 Endpoint(
@@ -202,6 +224,7 @@ class Router:
             self.index.remove_endpoint(address)
             self.sessions.forget_host(address)
             self.metrics.forget(address)
+            self.calibration.forget(address)
             if self.parity:
                 self.parity.forget(address)
 
@@ -232,9 +255,10 @@ class Router:
             body_bytes=head.content_length,
         )
         held = min(self._held(session, now), self._whole_blocks(prompt.tokens))
-        candidates = self._candidates(eligible, prompt, {host: Overlap(held, held, held)})
+        prefix = Prefix((Location(host, held),)) if held else NO_PREFIX
+        candidates = self._candidates(eligible, prompt, {host: Overlap(held, held, held)}, prefix, now)
         laps.lap(Step.INDEX)
-        return self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
+        return self._decide(head, identity, session, prompt, candidates, prefix, excluded, laps, now)
 
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode:
         """The body is there."""
@@ -289,9 +313,10 @@ class Router:
             return self._refuse(head, admission.nobody(wanted, excluded), excluded)
         matches = self.index.find_matches(prompt.blocks, now)
         overlaps = {e.endpoint.address: self._overlap(matches, e, prompt) for e in eligible}
-        candidates = self._candidates(eligible, prompt, overlaps)
+        prefix = self._prefix(matches, prompt)
+        candidates = self._candidates(eligible, prompt, overlaps, prefix, now)
         laps.lap(Step.INDEX)
-        verdict = self._decide(head, identity, session, prompt, candidates, excluded, laps, now)
+        verdict = self._decide(head, identity, session, prompt, candidates, prefix, excluded, laps, now)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Routed):
             self.index.record_match(prompt.blocks, matches, now)
@@ -306,6 +331,7 @@ class Router:
         session: Session | None,
         prompt: _Prompt,
         candidates: Sequence[Candidate],
+        prefix: Prefix,
         excluded: Mapping[str, str],
         laps: _Laps,
         now: float,
@@ -324,6 +350,9 @@ class Router:
             prompt.output_tokens,
             prompt.source,
             prompt.priority,
+            *self._objectives(head),
+            prefix,
+            self._block_size,
         )
         verdict = POLICIES[policy](view, candidates, self._routing.params, self._rng)
         if isinstance(verdict, NeedBody):
@@ -332,8 +361,10 @@ class Router:
             verdict
             if isinstance(verdict, Refusal)
             else admission.fits_context(view, self.pool.spec.model.context_tokens)
-            or admission.not_overloaded(candidates, self._routing.limits)
+            or admission.not_overloaded(candidates, self._routing.limits, view.level)
         )
+        if refusal is None and (refusal := admission.meets_slo(view, candidates)) and phase is Phase.HEADERS:
+            return NEED_BODY  # what others hold of the prompt may tell otherwise
         laps.lap(Step.POLICY)
         if isinstance(verdict, Refusal) or refusal:
             assert refusal is not None
@@ -346,21 +377,70 @@ class Router:
         return Overlap(*(min(held * self._block_size, limit) for held in tiers))
 
     def _candidates(
-        self, eligible: Sequence[EndpointView], prompt: _Prompt, overlaps: Mapping[str, Overlap]
+        self,
+        eligible: Sequence[EndpointView],
+        prompt: _Prompt,
+        overlaps: Mapping[str, Overlap],
+        prefix: Prefix,
+        now: float,
     ) -> list[Candidate]:
-        prefill_s: dict[int, float] = {}
         candidates = []
         for view in eligible:
-            overlap = overlaps.get(view.endpoint.address, Overlap())
-            cached = overlap.device_tokens
-            if cached not in prefill_s:
-                prefill_s[cached] = self._engine_here.prefill_s(prompt.tokens - cached, cached)
+            address = view.endpoint.address
+            overlap = overlaps.get(address, Overlap())
+            cached, engine = overlap.device_tokens, self._engine_of(address, now)
             candidates.append(
                 Candidate(
-                    view.endpoint, view.load, overlap, prefill_s[cached], view.seconds_since_move, view.links
+                    view.endpoint,
+                    view.load,
+                    overlap,
+                    engine.prefill_s(prompt.tokens - cached, cached),
+                    view.seconds_since_move,
+                    self._links(view, prefix, now),
+                    engine,
+                    self.calibration.decode_s(address),
+                    self.calibration.ttft_ratio(address, now),
                 )
             )
         return candidates
+
+    def _prefix(self, matches: Matches, prompt: _Prompt) -> Prefix:
+        """Nobody asks an engine to pull from another yet, so it is not pullable."""
+        limit = self._whole_blocks(prompt.tokens)
+        longest = nlargest(MAX_LOCATIONS, matches.host.items(), key=lambda held: held[1])
+        locations = (Location(a, min(held * self._block_size, limit)) for a, held in longest)
+        return Prefix(
+            tuple(location for location in locations if location.tokens),
+            matches.hits,
+            matches.frequency_score,
+        )
+
+    def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
+        """To the prefix's locations, as slow as they were observed to be."""
+        here = view.endpoint.address
+        return {
+            there: view.links[there]._replace(slowdown=self.calibration.slowdown(there, here, now))
+            for there, _ in prefix.locations
+            if there in view.links
+        }
+
+    def _engine_of(self, address: str, now: float) -> EngineModel:
+        """As fast as it was observed to be, to a hundredth."""
+        ratio = round(self.calibration.prefill_ratio(address, now), 2)
+        known = self._engines.get(address)
+        if known is None or known[0] != ratio:
+            known = self._engines[address] = (ratio, self._engine_here.scaled(ratio))
+        return known[1]
+
+    def _objectives(self, head: RequestHead) -> tuple[int, float, float]:
+        """Priority level, TTFT and TPOT SLO in seconds: the request's own, or else the pool's."""
+        limits, headers = self._routing.limits, head.headers
+        named = next((headers[name] for name in names.OBJECTIVE_HEADERS if name in headers), "")
+        return (
+            limits.objectives.get(named, 0),
+            _milliseconds(headers.get(names.SLO_TTFT_HEADER, "")) or limits.ttft_slo_seconds,
+            _milliseconds(headers.get(names.SLO_TPOT_HEADER, "")) or limits.tpot_slo_seconds,
+        )
 
     def _pass_through(
         self,
@@ -431,16 +511,21 @@ class Router:
     ) -> Routed:
         target = decision.target
         chosen = next(c for c in candidates if c.address == target)
-        cached = chosen.overlap.device_tokens
+        cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
+        new = prompt.tokens - cached
         session = self._bind(identity, target, prompt, now)
         last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
         awaited = last if chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE else 0
         ticket = self._start(head, target, session, identity.final, now, prompt.blocks, awaited)
+        prefill_s = chosen.engine.prefill_s(new, cached)
+        running = self._running[ticket]
+        running.prefill_s = self._engine_here.prefill_s(new, cached)
+        running.ttft_s = chosen.load.pending_prefill_s + prefill_s
         self.fleet.start(
             ticket,
             target,
-            uncached_tokens=prompt.tokens - cached,
-            prefill_s=chosen.prefill_s,
+            uncached_tokens=new,
+            prefill_s=prefill_s,
             context_tokens=prompt.tokens,
             last_block=awaited,
         )
@@ -565,6 +650,8 @@ class Router:
         self.fleet.finish(ticket)
         if outcome is Outcome.FAILED and running.status in (0, 502, 503, 504):
             self.fleet.suspect(running.target, now)
+        if running.prefilled_at and outcome is Outcome.COMPLETED:
+            self.calibration.decoded(running.target, now - running.prefilled_at)
         if self.parity and running.awaited and outcome is Outcome.COMPLETED and running.status < 400:
             self._unseen.append((now + EVENTS_LATE_S, running.target, running.awaited))
         self._look_for_blocks(now)
@@ -590,13 +677,24 @@ class Router:
             self.sessions.forget_host(applied.endpoint)
         if not applied.stored or applied.tier is not Tier.DEVICE:
             return
-        self.fleet.blocks_stored(applied.endpoint, applied.stored)
+        for ticket in self.fleet.blocks_stored(applied.endpoint, applied.stored):
+            self._prefilled(self._running[ticket], self._clock())
         grown = self.sessions.blocks_stored(
             applied.endpoint, applied.parent, applied.stored, self._block_size
         )
         if grown:
             session, tokens = grown
             self.fleet.progress(session.ticket, tokens)
+
+    def _prefilled(self, running: _Running, now: float) -> None:
+        """Its prefill has just ended: learn from how long that took. Engines prefill one after the other, so
+        it ran from the end of the one before, or from its own start."""
+        before = self._prefilled_at.get(running.target, 0.0)
+        running.prefilled_at = self._prefilled_at[running.target] = now
+        if running.prefill_s >= TELLING_PREFILL_S:
+            alone_s = now - max(running.started_at, before)
+            self.calibration.prefill(running.target, alone_s, running.prefill_s, now)
+            self.calibration.ttft(running.target, now - running.started_at, running.ttft_s, now)
 
     # -- small facts -------------------------------------------------------------------------------
 
@@ -636,12 +734,9 @@ class Router:
         asked = head.headers.get(names.POLICY_HEADER, "")
         if not asked or not self._routing.allow_policy_header:
             return self._routing.policy
-        if asked in POLICIES:
-            return asked
-        known = ", ".join(POLICIES)
-        return Refusal(
-            RefuseReason.BAD_REQUEST, f"Unknown policy in {names.POLICY_HEADER}; known are {known}"
-        )
+        if problem := _unusable(asked):
+            return Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
+        return asked
 
     def _too_large(self, size_bytes: int) -> Refusal:
         limit = self._routing.limits.max_body_bytes
@@ -649,3 +744,21 @@ class Router:
 
     def _request_id(self, head: RequestHead) -> str:
         return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self._ordinal}"
+
+
+def _unusable(policy: str) -> str:
+    """Why a gateway cannot route by it; empty: it can."""
+    if policy in SIMULATED_ONLY:
+        return f"Policy {policy!r} runs in the simulator only: {SIMULATED_ONLY[policy]}"
+    if policy not in LIVE:
+        return f"Unknown policy {policy!r}, known are {', '.join(LIVE)}"
+    return ""
+
+
+def _milliseconds(text: str) -> float:
+    """A header's value in seconds; 0 when it is no number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value / 1000.0 if 0.0 < value < inf else 0.0

@@ -49,6 +49,7 @@ class Snapshots:
                     parity.cure,
                     said.block_size if said else 0,
                     view.seconds_since_move,
+                    router.calibration.of(address, now),
                 )
             )
         return tuple(rows)

@@ -41,6 +41,28 @@ class EndpointBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class RatioStats:
+    """Observed / predicted seconds of something, averaged."""
+
+    ratio: float = 1.0
+    observations: int = 0
+    age_s: float = 0.0
+    """Since the last observation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointCalibration:
+    """What was learned of one endpoint."""
+
+    prefill: RatioStats = RatioStats()
+    ttft: RatioStats = RatioStats()
+    decode_s: float = 0.0
+    """Seconds that a request decodes; 0: unknown."""
+    sends: RatioStats = RatioStats()
+    """Transfers that others pulled from it."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """One endpoint."""
 
@@ -60,6 +82,7 @@ class NodeStats:
     block_size: int = 0
     """As the engine says; 0: it did not."""
     seconds_since_move: float = inf
+    calibration: EndpointCalibration = EndpointCalibration()
 
     @property
     def engine_hit_ratio(self) -> float:

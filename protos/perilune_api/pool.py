@@ -97,8 +97,6 @@ class Engine(_Struct, frozen=True):
     """Seconds of prefill here / seconds on one H20 with a 30B-A3B model, as a first belief."""
     store: bool = False
     """The engines share a KV store pool, so that a moved session's KV follows it."""
-    peer_transfer: bool = False
-    """An engine can pull a prefix's KV from another engine."""
 
 
 class SessionKeys(_Struct, frozen=True):

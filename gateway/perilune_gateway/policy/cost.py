@@ -18,6 +18,7 @@ not, so either all of it or nothing is best. For the same reason more overlap ne
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from random import Random
 
 from perilune_api.pool import PolicyParams, Role
@@ -184,27 +185,34 @@ class Seconds:
 
 def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
     """The request's cost there. Costs a few µs."""
-    engine, load = candidate.engine, candidate.load
+    load = candidate.load
     disturbed = params.interference_weight * load.decoding
-    best: tuple[float, float, float, Source, str, int] | None = None
-    for source, peer, tokens, fetch_s in fetches(candidate, request):
-        prefill_s = engine.prefill_s(request.prompt_tokens - tokens, tokens)
-        sum_s = fetch_s + prefill_s * (1.0 + disturbed)
-        if best is None or sum_s < best[0]:
-            best = (sum_s, fetch_s, prefill_s, source, peer, tokens)
-    assert best is not None, "recomputing is always possible"
-    _, fetch_s, prefill_s, source, peer, tokens = best
+    source, peer, cached_tokens, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
     return Seconds(
         load.pending_prefill_s,
         fetch_s,
         prefill_s,
         _company_s(candidate, request, params),
         disturbed * prefill_s,
-        engine.prefill_s(missing_room_tokens(candidate, request)),
+        candidate.engine.prefill_s(missing_room_tokens(candidate, request)),
         source,
         peer,
-        tokens,
+        cached_tokens,
     )
+
+
+def cheapest_fetch(
+    candidate: Candidate, request: RequestView, prefill_weight: float = 1.0
+) -> tuple[Source, str, int, float, float]:
+    """Where to take the cached part from: (source, peer, tokens cached then, seconds of fetching, seconds of
+    prefill) with the smallest fetching + weight × prefill."""
+    engine, best_s, best = candidate.engine, inf, None
+    for source, peer, tokens, fetch_s in fetches(candidate, request):
+        prefill_s = engine.prefill_s(request.prompt_tokens - tokens, tokens)
+        if (sum_s := fetch_s + prefill_s * prefill_weight) < best_s:
+            best_s, best = sum_s, (source, peer, tokens, fetch_s, prefill_s)
+    assert best is not None, "recomputing is always possible"
+    return best
 
 
 def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source, str, int, float]]:

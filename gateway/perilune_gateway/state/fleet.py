@@ -51,6 +51,7 @@ class _State:
     endpoint: Endpoint
     links: Mapping[str, Link]
     in_flight: set[int] = field(default_factory=set)
+    prefilling: int = 0
     pending_tokens: int = 0
     pending_s: float = 0.0
     context_tokens: int = 0
@@ -125,6 +126,9 @@ class Fleet:
             max(0, free),
             sessions,
             now - state.metrics_at,
+            state.prefilling,
+            state.context_tokens,
+            pool,
         )
         endpoint = state.endpoint
         if endpoint.ready and self._is_suspect(state, now):
@@ -152,17 +156,18 @@ class Fleet:
         if state := self._states.get(address):
             state.in_flight.add(ticket)
             state.context_tokens += context_tokens
+            state.prefilling += request.tokens > 0
             state.pending_tokens += request.tokens
             state.pending_s += request.seconds
 
-    def blocks_stored(self, address: str, blocks: Sequence[int]) -> None:
-        """KV event: a prefill whose last block is among them is done."""
+    def blocks_stored(self, address: str, blocks: Sequence[int]) -> list[int]:
+        """KV event: a prefill whose last block is among them is done. Returns the tickets of those."""
         if not self._awaited:
-            return
-        for block in blocks:
-            ticket = self._awaited.get((address, block))
-            if ticket is not None:
-                self.prefill_done(ticket)
+            return []
+        done = [t for block in blocks if (t := self._awaited.get((address, block))) is not None]
+        for ticket in done:
+            self.prefill_done(ticket)
+        return done
 
     def progress(self, ticket: int, tokens: int) -> None:
         """`tokens` more of the request's prompt are cached; an ended request is ignored."""
@@ -172,6 +177,7 @@ class Fleet:
         before_s, done = request.seconds, min(tokens, request.tokens)
         request.tokens -= done
         if state := self._states.get(request.address):
+            state.prefilling -= done > 0 and not request.tokens
             state.pending_tokens -= done
             state.pending_s += request.seconds - before_s
 

@@ -1,0 +1,140 @@
+"""How fast things really are: observed / predicted seconds, learned online.
+
+    observe(observed, predicted, now)  →  ratio(now): 1.0 = as predicted, 3.0 = three times slower
+
+One `Ratio` per endpoint for prefill and for the time to the first token, one per link for transfers; a link
+of which nothing is known is as slow as its source's transfers are on the whole (they queue at its NIC), a
+source without any as predicted.
+
+1. An observation is bounded to LOW … HIGH: one outlier moves an average by a bounded step.
+2. Averages are exponential with gain `GAIN`; the first observations weigh more, and the prediction itself
+   counts as one, so a single observation never decides.
+3. Without observations a link's ratio drifts back to 1.0, half of the way every HALF_LIFE_S: one that was
+   slow and is therefore not used gets another chance.
+4. What was predicted to take less than LEAST_S says more of overheads than of speed and is ignored.
+
+Also the seconds that a request decodes on an endpoint, an average of the same gain. Time is an argument;
+reading changes nothing. Cost: O(1) each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from perilune_gateway.stats import EndpointCalibration, RatioStats
+
+LOW, HIGH = 0.1, 30.0
+GAIN = 0.1
+HALF_LIFE_S = 600.0
+LEAST_S = 0.05
+
+
+@dataclass(slots=True)
+class Ratio:
+    """An average of observed / predicted."""
+
+    half_life_s: float = inf
+    """Of what was learned, while nothing is observed."""
+    _value: float = 1.0
+    _at: float = 0.0
+    count: int = 0
+
+    def at(self, now: float) -> float:
+        """The ratio, drifted towards 1.0 since the last observation."""
+        if not self.count:
+            return 1.0
+        left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
+        return 1.0 + (self._value - 1.0) * left
+
+    def observe(self, observed_s: float, predicted_s: float, now: float) -> None:
+        """`predicted_s` is the uncorrected prediction."""
+        if predicted_s < LEAST_S:
+            return
+        seen = min(HIGH, max(LOW, observed_s / predicted_s))
+        value = self.at(now)
+        self.count += 1
+        self._value = value + (seen - value) * max(GAIN, 1.0 / (self.count + 1))
+        self._at = now
+
+    def stats(self, now: float) -> RatioStats:
+        return RatioStats(self.at(now), self.count, now - self._at if self.count else 0.0)
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    prefill: Ratio = field(default_factory=Ratio)
+    ttft: Ratio = field(default_factory=Ratio)
+    sends: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
+    decode_s: float = 0.0
+    decodes: int = 0
+
+
+_NEW = _Endpoint()
+"""Of an endpoint of which nothing was observed; never written."""
+
+
+class Calibration:
+    """Ratios of a pool."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, _Endpoint] = {}
+        self._links: dict[tuple[str, str], Ratio] = {}
+
+    # -- observations ------------------------------------------------------------------------------
+
+    def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
+        """A prefill took `observed_s` alone on the endpoint."""
+        self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
+
+    def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
+        """From a decision to the end of its prefill, queue included."""
+        self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
+
+    def decoded(self, address: str, seconds: float) -> None:
+        """A request decoded for so long, first token to last."""
+        endpoint = self._endpoint(address)
+        endpoint.decodes += 1
+        gain = max(GAIN, 1.0 / endpoint.decodes)
+        endpoint.decode_s += (seconds - endpoint.decode_s) * gain
+
+    def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
+        """`target` pulled from `source`."""
+        self._endpoint(source).sends.observe(observed_s, predicted_s, now)
+        self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
+
+    def forget(self, address: str) -> None:
+        """It left the pool: whoever comes back under its address starts anew."""
+        self._endpoints.pop(address, None)
+        for link in [link for link in self._links if address in link]:
+            del self._links[link]
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def prefill_ratio(self, address: str, now: float) -> float:
+        return self._endpoints.get(address, _NEW).prefill.at(now)
+
+    def ttft_ratio(self, address: str, now: float) -> float:
+        return self._endpoints.get(address, _NEW).ttft.at(now)
+
+    def decode_s(self, address: str) -> float:
+        return self._endpoints.get(address, _NEW).decode_s
+
+    def slowdown(self, source: str, target: str, now: float) -> float:
+        """Of a transfer from `source` to `target`."""
+        link = self._links.get((source, target))
+        if link is not None and link.count:
+            return link.at(now)
+        return self._endpoints.get(source, _NEW).sends.at(now)
+
+    def of(self, address: str, now: float) -> EndpointCalibration:
+        known = self._endpoints.get(address, _NEW)
+        return EndpointCalibration(
+            known.prefill.stats(now), known.ttft.stats(now), known.decode_s, known.sends.stats(now)
+        )
+
+    def links(self, now: float) -> Mapping[tuple[str, str], RatioStats]:
+        """Every link that was used: (source, target) → ratio."""
+        return {link: ratio.stats(now) for link, ratio in self._links.items()}
+
+    def _endpoint(self, address: str) -> _Endpoint:
+        return self._endpoints.setdefault(address, _Endpoint())
