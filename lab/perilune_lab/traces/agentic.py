@@ -5,14 +5,14 @@ submitted a short gap after the previous answer. Steps for one session:
 
 1. it starts at a Poisson time, with one of a few system prompts that many sessions share;
 2. its task is new, or (seldom) one that another session has begun with: the same task started again;
-3. it has a heavy-tailed number of turns; L_k = L_{k−1} + answer_{k−1} + tool result_k, and ends when the next
-   prompt would pass the context limit;
+3. it has a heavy-tailed number of turns; L_k = L_{k−1} + answer_{k−1} + tool result_k; where the next prompt
+   would pass the context limit, the context is compacted to a new summary (or the session ends);
 4. gaps follow measured quantiles: most below 2 s, a tail of minutes.
 
-The draws' distributions are starting values; `stats` reports the moments that they reach. Everything follows
-from (parameters, seed). Cost: microseconds per turn.
+The defaults are fitted to a coding agent's measured traffic (a test holds the moments); `stats` reports what
+a trace reaches. Everything follows from (parameters, seed). Cost: microseconds per turn.
 
-Not modelled: compaction of the context, sub-agents, parallel tool calls.
+Not modelled: sub-agents, parallel tool calls.
 """
 
 from __future__ import annotations
@@ -51,20 +51,22 @@ class Agentic:
 
     sessions_per_s: float = 0.25
     """Poisson rate of session starts."""
-    turns_alpha: float = 1.15
+    turns_alpha: float = 1.35
     """Pareto shape of the number of turns."""
     turns_min: int = 1
-    turns_max: int = 120
-    first_prompt: tuple[float, float] = (9.35, 0.95)
-    tool_result: tuple[float, float] = (7.2, 1.25)
-    answer: tuple[float, float] = (4.4, 1.9)
+    turns_max: int = 250
+    first_prompt: tuple[float, float] = (9.05, 1.1)
+    tool_result: tuple[float, float] = (6.8, 1.5)
+    answer: tuple[float, float] = (4.38, 1.89)
     answer_max_tokens: int = 16_384
     context_tokens: int = 131_072
-    """A session ends before a prompt and its answer would be longer."""
+    """No prompt with its answer is longer: the session is compacted, or ends."""
+    compacted_share: float = 0.10
+    """Of the context limit, what a compacted session goes on with, system prompt and summary; 0: it ends."""
     system_prompts: int = 3
     system_tokens: int = 300
     """Length of a system prompt; part of the first prompt."""
-    same_task_share: float = 0.11
+    same_task_share: float = 0.115
     """Share of the sessions that begin with a task that a recent session began with."""
     zipf_alpha: float = 0.0
     """Skew of the sessions' weights: a session's turns are multiplied by rank^−α over the mean, its rank
@@ -137,10 +139,16 @@ def demo_workload(endpoints: int, seed: int, seconds: float, time_scale: float) 
     watched_s = seconds * time_scale
     return Workload(
         parameters=Agentic(
-            sessions_per_s=endpoints * 0.13 * _clamp((100.0 / watched_s) ** 0.5, 1.0, 2.0),
+            sessions_per_s=endpoints * 0.24 * _clamp((60.0 / watched_s) ** 0.5, 1.0, 2.0),
             turns_alpha=1.5,
             turns_min=3,
             turns_max=40,
+            first_prompt=(9.35, 0.95),
+            tool_result=(7.2, 1.25),
+            answer=(4.4, 1.9),
+            compacted_share=0.0,
+            same_task_share=0.11,
+            zipf_alpha=0.0,
             length_scale=0.25,
             gap_scale=_clamp(watched_s / 400.0, 0.05, 0.25),
         ),
@@ -182,7 +190,10 @@ class _Draw:
             answer_tokens = min(self._tokens(p.answer), self._scaled(p.answer_max_tokens))
             markup_tokens = _MARKUP_TOKENS * (len(prompt) + 2)
             if length + answer_tokens + markup_tokens > self._scaled(p.context_tokens):
-                break
+                if not p.compacted_share or not turns:
+                    break
+                prompt = self._compacted(prompt[0], session_id, len(turns))
+                length = sum(segment.tokens for segment in prompt)
             gap = gap_s(rng.random()) * p.gap_scale if turns else 0.0
             turn = Turn(session_id, len(turns), prompt, answer_tokens, gap)
             turns.append(turn)
@@ -204,6 +215,12 @@ class _Draw:
         task = (system, Segment(f"{session_id}/task", tokens, Role.USER))
         self._tasks = [*self._tasks[1 - _RECENT_TASKS :], task]
         return task
+
+    def _compacted(self, system: Segment, session_id: str, turn: int) -> tuple[Segment, ...]:
+        """What a session goes on with: the system prompt and a summary."""
+        tokens = int(self.p.compacted_share * self._scaled(self.p.context_tokens))
+        summary = Segment(f"{session_id}/summary{turn}", max(1, tokens - system.tokens), Role.USER)
+        return (system, summary)
 
     def _turns(self) -> int:
         p = self.p
