@@ -25,6 +25,7 @@ from typing import Self
 
 import aiohttp
 import msgspec
+import uvloop
 from msgspec import UNSET
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_CALL
     replay = Replay(options, trace, Console(), Console(stderr=True), Vocabulary().words_for)
     try:
-        return asyncio.run(replay.run())
+        return uvloop.run(replay.run())
     except TargetError as error:
         print(f"perilune replay: nothing to measure at {options.target}: {error}", file=sys.stderr)
         return DOWN

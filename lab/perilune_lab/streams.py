@@ -3,16 +3,16 @@
 While an answer streams, the client only notes (time, bytes); everything else happens here, once per request:
 
 1. cut the bytes into SSE events, each with the arrival time of its last byte;
-2. decode of each event only what is measured (msgspec, partial: about 1 µs an event);
+2. decode of each event only what is measured (msgspec, partial);
 3. events that carry text are tokens: first, last, and the gaps between them.
 
 An engine may put several tokens into one event, so token counts come from `usage`, which closes the stream
-when the request asks for it; without it, events count. Cost: some 2 µs per event.
+when the request asks for it; without it, events count. Cost: some 4 µs per event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -75,7 +75,7 @@ def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
     usage: _Usage | None = None
     done, error = False, ""
     for at, payload in _events(chunks):
-        if payload == b"[DONE]":
+        if payload.startswith(b"[DONE]"):
             done = True
             continue
         try:
@@ -86,10 +86,10 @@ def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
         if event.error is not None:
             error = error or (event.error if isinstance(event.error, str) else event.error.message) or "error"
         usage = event.usage or usage
-        text = "".join(_text(choice) for choice in event.choices)
-        if text:
-            texts.append(text)
-            times.append(at)
+        for choice in event.choices:  # the client asks for one
+            if text := _text(choice):
+                texts.append(text)
+                times.append(at)
     if usage is None:
         return Answer("".join(texts), tuple(times), output_tokens=len(times), done=done, error=error)
     details = usage.prompt_tokens_details
@@ -111,16 +111,15 @@ def _text(choice: _Choice) -> str:
     return (delta.content or delta.reasoning_content or "") if delta else ""
 
 
-def _events(chunks: Sequence[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
+def _events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
     """SSE events' data, each with the arrival of the chunk that completed it."""
-    events: list[tuple[float, bytes]] = []
     carry = b""
     for at, data in chunks:
-        *complete, carry = (carry + data).replace(b"\r\n", b"\n").split(b"\n\n")
-        events += [
-            (at, line[5:].strip())
-            for event in complete
-            for line in event.split(b"\n")
-            if line.startswith(b"data:")
-        ]
-    return events
+        whole = carry + data if carry else data
+        if b"\r" in whole:
+            whole = whole.replace(b"\r\n", b"\n")
+        *complete, carry = whole.split(b"\n\n")
+        for event in complete:
+            for line in event.split(b"\n"):
+                if line.startswith(b"data:"):
+                    yield at, line[5:].lstrip()
