@@ -1,8 +1,9 @@
-"""Make the Python code of extproc.proto: `python -m protos.generate [--check]`, from the repository root.
+"""Make what is generated: `python -m protos.generate [--check]`, from the repository root.
 
-Writes `protos/perilune_api/extproc_pb2.py` and `.pyi`. With --check nothing is written; the exit status is
-1 and a line names the file when a committed file differs from what would be written. Takes about a second.
-No gRPC stubs are made: the server registers its one method by name.
+Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, and the CustomResourceDefinition
+from perilune_api/crd.py, once for kubectl (`crds/`) and once for the chart. With --check nothing is written;
+the exit status is 1 and a line names the file when a committed file differs from what would be written. Takes
+about a second. No gRPC stubs are made: the server registers its one method by name.
 """
 
 import argparse
@@ -13,9 +14,13 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
+from perilune_api import crdgen
+
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "extproc.proto"
 TARGET = HERE / "perilune_api"
+CRD = "inferencepools.perilune.dev.yaml"
+CRD_FOLDERS = (HERE.parent / "crds", HERE.parent / "charts" / "perilune" / "crds")
 
 
 def generate() -> dict[Path, bytes]:
@@ -25,11 +30,15 @@ def generate() -> dict[Path, bytes]:
         arguments = ["protoc", f"-I{HERE}", f"-I{bundled}", f"--python_out={out}", f"--pyi_out={out}"]
         if protoc.main([*arguments, SOURCE.name]) != 0:
             raise RuntimeError(f"protoc refused {SOURCE}")
-        return {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
+        files = {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
+    files.update(dict.fromkeys((folder / CRD for folder in CRD_FOLDERS), crdgen.generate()))
+    return files
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m protos.generate", description="Generate protobuf code.")
+    parser = argparse.ArgumentParser(
+        prog="python -m protos.generate", description="Generate protobuf code and the CRD."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     check: bool = parser.parse_args(argv).check
     files = generate()
@@ -38,6 +47,7 @@ def main(argv: list[str]) -> int:
         if check:
             print(f"{path.relative_to(HERE.parent)} is stale: run `make generate`", file=sys.stderr)
         else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(files[path])
             print(f"{path.relative_to(HERE.parent)} written")
     return 1 if check and stale else 0

@@ -1,0 +1,606 @@
+"""`InferencePool` as users write it: everything that turns a model's name into served requests.
+
+A superset of the pool document (`perilune_api.pool`): the gateway's parts are its structs, extended. The
+operator resolves one into the other (`pool_document`). The smallest useful pool is ten lines,
+`examples/smallest.yaml`.
+
+Who refuses what: types, ranges, enums and the rules of `RULES` (CEL) are the API server's, before anything is
+stored; what those cannot know (`check`) the operator shows as condition Accepted=False with the field's path.
+`perilune_api.crdgen` makes the CustomResourceDefinition of this file: the docstrings here are what
+`kubectl explain ipool.spec` prints.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from perilune_api import pool
+from perilune_api.conditions import Condition
+from perilune_api.pool import Bandwidth, Name, Positive, SpecError
+
+PLURAL = "inferencepools"
+KIND = "InferencePool"
+VERSION = "v1alpha1"
+SHORT_NAME = "ipool"
+
+
+class _Struct(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """A part of the document; subclasses repeat `frozen` for the type checker."""
+
+
+Count = Annotated[int, Meta(ge=0, le=10_000)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
+"""A Kubernetes quantity."""
+Share = Annotated[int | str, Meta(extra_json_schema={"pattern": r"^[0-9]+%?$"})]
+"""A number or a percentage."""
+Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
+LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
+Raw = dict[str, Any]
+"""A piece of a Kubernetes object, passed on as it is."""
+
+
+class Policy(StrEnum):
+    """Routing policies that a gateway can carry out."""
+
+    CONDUCTOR = "conductor"
+    DYNAMO = "dynamo"
+    DYNAMO_PRODUCT = "dynamo_product"
+    DYNAMO_V1 = "dynamo_v1"
+    EAR = "ear"
+    KV_LINEAR = "kv_linear"
+    LEAST_LOADED = "least_loaded"
+    LMETRIC = "lmetric"
+    LMETRIC_PLUS_ONE = "lmetric_plus_one"
+    MOONCAKE = "mooncake"
+    PERILUNE = "perilune"
+    POWER_OF_TWO = "power_of_two"
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    STICKY = "sticky"
+
+
+class ModelSpec(pool.Model, frozen=True, kw_only=True):
+    """The model that the pool serves."""
+
+    source: Annotated[str, Meta(max_length=512)] = ""
+    """What the engine loads: a Hugging Face id or a path inside the pod; empty: `name`."""
+
+
+class EngineKind(StrEnum):
+    VLLM = "vllm"
+    SIMULATED = "simulated"
+
+
+class EnvVar(_Struct, frozen=True):
+    """An environment variable, as in a container."""
+
+    name: Name
+    value: str = ""
+    value_from: Raw | None = None
+    """A reference to a Secret, ConfigMap or field, as in a container."""
+
+
+class Resources(_Struct, frozen=True):
+    """Requests and limits, as in a container."""
+
+    requests: dict[str, int | str] = {}
+    limits: dict[str, int | str] = {}
+
+
+class EngineSpec(pool.Engine, frozen=True, kw_only=True):
+    """The inference servers: which program, on what hardware, and what the gateway must know of them."""
+
+    kind: EngineKind = EngineKind.VLLM
+    """vllm, or simulated: the lab's engine, timed like an NVIDIA H20, needs no GPU and no model."""
+    image: Annotated[str, Meta(max_length=512)] = ""
+    """Container image; empty: the operator's default for the kind."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    args: Arguments = ()
+    """Further arguments of the engine. Those that the operator sets itself are refused."""
+    env: Annotated[tuple[EnvVar, ...], Meta(max_length=128)] = ()
+    resources: Resources = Resources()
+    """GPUs are added by the operator: see tensorParallel, pipelineParallel and gpuResource."""
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
+    pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Groups of layers, each on GPUs of its own (vLLM --pipeline-parallel-size)."""
+    gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
+    """An endpoint that needs more than these spans several nodes: a LeaderWorkerSet then runs it."""
+    gpu_resource: LabelKey = "nvidia.com/gpu"
+    """Resource name under which nodes offer GPUs."""
+    rdma_resource: str = ""
+    """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for."""
+    startup_seconds: Positive = 1800
+    """How long loading the model may take before the engine is restarted."""
+    pod_template: Raw = msgspec.field(default_factory=dict)
+    """Merged over the pod template that the operator renders: metadata and spec, containers by name (the
+    engine's is called engine)."""
+
+
+class RoleSpec(_Struct, frozen=True):
+    """The endpoints of one role."""
+
+    replicas: Count = 1
+    args: Arguments = ()
+    """Further arguments of this role's engines, after the engine's own."""
+    resources: Resources | None = None
+    """Instead of the engine's."""
+
+
+class Roles(_Struct, frozen=True):
+    """Prefill and decode on endpoints of their own. Both are needed."""
+
+    prefill: RoleSpec | None = None
+    decode: RoleSpec | None = None
+
+
+class Transfer(StrEnum):
+    """How an engine gets a prefix's KV from another one."""
+
+    NONE = "none"
+    CONNECTOR = "connector"
+    OFFLOAD = "offload"
+
+
+class Store(_Struct, frozen=True):
+    """Mooncake Store: a KV pool in the hosts' memory that all engines share."""
+
+    enabled: bool = False
+    segment_size: Quantity = "80Gi"
+    """Host memory that each GPU's engine process gives to the pool."""
+    local_buffer_size: Quantity = "4Gi"
+    """Host memory for transfers, of each GPU's engine process."""
+    save_decode_cache: bool = True
+    """Store the KV of answers too: an agent's next turn repeats them."""
+
+
+class Allocation(StrEnum):
+    """mooncake_master --allocation_strategy."""
+
+    LOCAL_FIRST = "local_first"
+    RANDOM = "random"
+    FREE_RATIO_FIRST = "free_ratio_first"
+
+
+class Master(_Struct, frozen=True):
+    """mooncake_master: knows where the store's blocks lie."""
+
+    image: Annotated[str, Meta(max_length=512)] = ""
+    """Container image with mooncake_master; empty: the operator's default."""
+    command: Arguments = ("mooncake_master",)
+    args: Arguments = ()
+    allocation: Allocation = Allocation.LOCAL_FIRST
+    """local_first keeps a session's blocks on its host, which is what routing by place needs."""
+    eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Share of the pool in use from which blocks are evicted."""
+    lease_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
+    """A block that was just read is not evicted for so long."""
+    resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
+
+
+class Mooncake(_Struct, frozen=True):
+    """How KV moves between engines."""
+
+    transfer: Transfer = Transfer.NONE
+    """connector: engine to engine (MooncakeConnector), what prefill and decode roles need. offload: a tier in
+    host memory that other engines may pull from (OffloadingConnector with its peer tier). none: a moved
+    session's prefix comes from the store or is computed again."""
+    protocol: Literal["rdma", "tcp"] = "tcp"
+    devices: str = ""
+    """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
+    offload_size: Quantity = "64Gi"
+    """transfer: offload: host memory of each engine's tier."""
+    store: Store = Store()
+    master: Master = Master()
+
+
+class LevelName(StrEnum):
+    """From narrow to wide."""
+
+    RACK = "rack"
+    SPINE = "spine"
+    ZONE = "zone"
+    REGION = "region"
+
+
+class LevelSpec(_Struct, frozen=True):
+    """One level of the fabric above the node."""
+
+    name: LevelName
+    labels: Annotated[tuple[LabelKey, ...], Meta(min_length=1, max_length=16)]
+    """Node labels that name it; the first that a node carries counts."""
+
+
+class Placement(_Struct, frozen=True):
+    """Where engines go, by one level of the fabric."""
+
+    level: Literal["node", "rack", "spine", "zone", "region"]
+    mode: Literal["pack", "spread"]
+    """pack: near each other. spread: evenly over the level's domains."""
+    required: bool = False
+    """false: as far as possible. true: a pod that cannot go where it should stays pending."""
+
+
+DEFAULT_LEVELS = (
+    LevelSpec(
+        LevelName.RACK,
+        (
+            "topology.kubernetes.io/rack",
+            "network.topology.nvidia.com/leaf",
+            "topology.k8s.aws/network-node-layer-3",
+            "cloud.google.com/gce-topology-host",
+            "oci.oraclecloud.com/rack",
+            "ib.coreweave.cloud/leafgroup",
+            "alibabacloud.com/asw-id",
+            "rack",
+        ),
+    ),
+    LevelSpec(
+        LevelName.SPINE,
+        (
+            "topology.kubernetes.io/spine",
+            "network.topology.nvidia.com/spine",
+            "topology.k8s.aws/network-node-layer-2",
+            "cloud.google.com/gce-topology-subblock",
+            "ib.coreweave.cloud/superpod",
+            "alibabacloud.com/psw-id",
+            "spine",
+        ),
+    ),
+    LevelSpec(LevelName.ZONE, ("topology.kubernetes.io/zone",)),
+    LevelSpec(LevelName.REGION, ("topology.kubernetes.io/region",)),
+)
+
+
+class TopologySpec(_Struct, frozen=True):
+    """The fabric: how nodes tell their place, how fast it is, where engines go in it."""
+
+    levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
+    """From narrow to wide; empty: Kubernetes', NVIDIA Topograph's and the usual clouds' labels."""
+    bandwidth: Bandwidth = Bandwidth()
+    """Bytes per second of one transfer, by the narrowest level that holds both ends."""
+    placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
+
+
+class RoutingSpec(pool.Routing, frozen=True, kw_only=True):
+    """Which endpoint gets a request: policy, its parameters, sessions, migration, admission."""
+
+    policy: Policy = Policy.EAR
+    """ear keeps a session where its KV is unless that host is hot; perilune weighs every move in seconds;
+    the others are baselines and other systems' policies."""
+
+
+class GatewayMode(StrEnum):
+    """How Envoy is told to ask our gateway."""
+
+    AUTO = "auto"
+    ENVOY_GATEWAY = "envoyGateway"
+    INFERENCE_EXTENSION = "inferenceExtension"
+    NONE = "none"
+
+
+class ParentRef(_Struct, frozen=True):
+    """The Gateway (gateway.networking.k8s.io) that takes the clients' requests."""
+
+    name: Name
+    namespace: str = ""
+    """Empty: the pool's namespace."""
+    section_name: str = ""
+    """One listener of it; empty: all."""
+
+
+class GatewaySpec(_Struct, frozen=True):
+    """The external processor that decides, and how requests come to it."""
+
+    mode: GatewayMode = GatewayMode.AUTO
+    """auto: what the cluster has: Envoy Gateway's objects where its CRDs are, else an InferencePool of the
+    Gateway API inference extension where those are, else neither. none: only the gateway itself."""
+    parent: ParentRef | None = None
+    """Needed for a route; without it, the gateway runs and no route is made."""
+    hostnames: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Hosts whose requests belong to this pool; needed where two pools share a Gateway."""
+    replicas: Annotated[int, Meta(ge=0, le=100)] = 1
+    """Each replica knows the sessions that it routed itself."""
+    fail_open: bool = True
+    """true: without a gateway, requests go to any ready endpoint. false: they get 503."""
+    image: Annotated[str, Meta(max_length=512)] = ""
+    """Empty: the operator's own."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    log_level: str = "info"
+    resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
+    min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
+    max_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
+    """With minReplicas: a HorizontalPodAutoscaler by CPU sets the number of gateways."""
+
+
+class Rollout(_Struct, frozen=True):
+    """How a change reaches running engines."""
+
+    max_unavailable: Share = 0
+    """Engines that may be missing meanwhile."""
+    max_surge: Share = 1
+    """Engines that may be there in excess; 0 where there are no spare GPUs."""
+    drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
+    """How long a leaving engine may finish what it runs."""
+
+
+class Scaling(_Struct, frozen=True):
+    """A HorizontalPodAutoscaler sets `replicas`. Needs an adapter that serves the metric."""
+
+    min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    metric: Name = "perilune_endpoint_pending_prefill_seconds"
+    """Pod metric of the gateway, averaged."""
+    target: Quantity = "2"
+    """Value per endpoint that is aimed at."""
+
+
+class InferencePoolSpec(_Struct, frozen=True):
+    """What the pool should be."""
+
+    model: ModelSpec
+    replicas: Count = 1
+    """Endpoints of a pool without roles. With roles, each role has its own number."""
+    engine: EngineSpec = EngineSpec()
+    roles: Roles | None = None
+    mooncake: Mooncake = Mooncake()
+    topology: TopologySpec = TopologySpec()
+    routing: RoutingSpec = RoutingSpec()
+    gateway: GatewaySpec = GatewaySpec()
+    rollout: Rollout = Rollout()
+    scaling: Scaling | None = None
+
+
+class StatusCondition(_Struct, frozen=True):
+    """One fact about the pool, and since when it holds."""
+
+    type: Condition
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
+    last_transition_time: str
+    """RFC 3339; when `status` last changed."""
+    observed_generation: int
+    """Generation of the pool that this was said of."""
+
+
+class FabricStatus(_Struct, frozen=True):
+    """What nodes tell of their place."""
+
+    nodes: int = 0
+    """Nodes that have GPUs or run engines of this pool."""
+    racks: int = 0
+    spines: int = 0
+    unlabelled: int = 0
+    """Of the nodes; they count as far from everything."""
+
+
+class InferencePoolStatus(_Struct, frozen=True):
+    """What the pool is, as last seen. Written by the operator."""
+
+    observed_generation: int = 0
+    """Generation of the spec that everything below is about."""
+    replicas: int = 0
+    """Endpoints that exist."""
+    ready_replicas: int = 0
+    """Of these, how many serve."""
+    ready: str = ""
+    """Ready / wanted endpoints."""
+    selector: str = ""
+    """Of the endpoints' pods."""
+    sessions: int | None = None
+    """Sessions bound to an endpoint, as the gateways say."""
+    hit_ratio: str | None = None
+    """Cached share of the prompt tokens of about the last minute, as the gateways say."""
+    fabric: FabricStatus = FabricStatus()
+    conditions: Annotated[tuple[StatusCondition, ...], Meta(max_length=16)] = ()
+
+
+class Rule(NamedTuple):
+    """One CEL rule and what a user reads when it is broken."""
+
+    rule: str
+    message: str
+    field: str = ""
+    """Path of the field to blame, relative to where the rule stands."""
+
+
+RULES: Mapping[type, Sequence[Rule]] = {
+    InferencePoolSpec: (
+        Rule(
+            "!has(self.roles) || self.mooncake.transfer == 'connector'",
+            "roles need mooncake.transfer: connector, by which decode endpoints get the prefill's KV",
+            ".mooncake.transfer",
+        ),
+        Rule(
+            "!has(self.roles) || !has(self.scaling)",
+            "scaling sets replicas, which a pool with roles does not use: scale each role by its own",
+            ".scaling",
+        ),
+        Rule(
+            "!has(self.scaling) || self.engine.kind != 'simulated' || self.scaling.maxReplicas <= 1000",
+            "at most 1000 simulated endpoints",
+            ".scaling.maxReplicas",
+        ),
+        Rule(
+            "self.engine.kind != 'simulated' || "
+            "(self.mooncake.transfer == 'none' && !self.mooncake.store.enabled)",
+            "simulated engines have no Mooncake: leave mooncake out",
+            ".mooncake",
+        ),
+        Rule(
+            "self.model.name == oldSelf.model.name",
+            "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
+            ".model.name",
+        ),
+    ),
+    Roles: (
+        Rule("has(self.prefill)", "roles: decode needs prefill endpoints beside it", ".prefill"),
+        Rule("has(self.decode)", "roles: prefill needs decode endpoints beside it", ".decode"),
+    ),
+    EngineSpec: (
+        Rule(
+            "self.kind != 'vllm' || self.blockSize % 8 == 0",
+            "blockSize must be a multiple of 8, as vLLM's attention kernels need (16 is usual)",
+            ".blockSize",
+        ),
+        Rule(
+            "self.tensorParallel <= self.gpusPerNode || self.tensorParallel % self.gpusPerNode == 0",
+            "tensorParallel must fit into one node or fill whole nodes",
+            ".tensorParallel",
+        ),
+        Rule(
+            "!has(self.hashing) || !self.hashing.algorithm.startsWith('xxhash') || self.hashing.seed != ''",
+            "hashing.seed is needed with xxhash: without it every engine hashes differently",
+            ".hashing",
+        ),
+        Rule(
+            "self.blockSize == oldSelf.blockSize", "blockSize cannot change: make another pool", ".blockSize"
+        ),
+        Rule("self.kind == oldSelf.kind", "the kind of engine cannot change: make another pool", ".kind"),
+    ),
+    TopologySpec: (
+        Rule(
+            "!has(self.levels) || self.levels.all(a, self.levels.filter(b, b.name == a.name).size() == 1)",
+            "a level may be given once",
+            ".levels",
+        ),
+        Rule(
+            "!has(self.levels) || self.levels.map(l, l.name) == "
+            "['rack', 'spine', 'zone', 'region'].filter(n, self.levels.exists(l, l.name == n))",
+            "levels go from narrow to wide: rack, spine, zone, region",
+            ".levels",
+        ),
+        Rule(
+            "!has(self.bandwidth) || (self.bandwidth.node >= self.bandwidth.rack && "
+            "self.bandwidth.rack >= self.bandwidth.spine && self.bandwidth.spine >= self.bandwidth.fabric)",
+            "bandwidth must not grow with distance: node >= rack >= spine >= fabric",
+            ".bandwidth",
+        ),
+        Rule(
+            "!has(self.placement) || "
+            "self.placement.all(a, self.placement.filter(b, b.level == a.level).size() == 1)",
+            "a level may be placed by once",
+            ".placement",
+        ),
+    ),
+    GatewaySpec: (
+        Rule(
+            "has(self.minReplicas) == has(self.maxReplicas)",
+            "minReplicas and maxReplicas go together",
+            ".minReplicas",
+        ),
+        Rule(
+            "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
+            "minReplicas must not be above maxReplicas",
+            ".minReplicas",
+        ),
+    ),
+    Scaling: (
+        Rule(
+            "self.minReplicas <= self.maxReplicas",
+            "minReplicas must not be above maxReplicas",
+            ".minReplicas",
+        ),
+    ),
+    Rollout: (
+        Rule(
+            "!(string(self.maxUnavailable) in ['0', '0%'] && string(self.maxSurge) in ['0', '0%'])",
+            "maxUnavailable and maxSurge cannot both be 0: nothing could ever be replaced",
+            ".maxUnavailable",
+        ),
+    ),
+}
+"""By the struct at whose place they stand."""
+
+DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store"})}
+"""Fields that the operator fills in: not part of what users write."""
+
+OPERATOR_ARGS = frozenset(
+    {
+        "--model",
+        "--served-model-name",
+        "--host",
+        "--port",
+        "--block-size",
+        "--enable-prefix-caching",
+        "--no-enable-prefix-caching",
+        "--kv-events-config",
+        "--kv-transfer-config",
+        "--prefix-caching-hash-algo",
+        "--tensor-parallel-size",
+        "-tp",
+        "--pipeline-parallel-size",
+        "-pp",
+        "--enable-prompt-tokens-details",
+        "--enable-request-id-headers",
+        "--max-model-len",
+        "--enable-lora",
+        "--lora-modules",
+        "--api-key",
+    }
+)
+"""vLLM's flags that follow from the spec: giving them in args is refused."""
+
+
+def convert(spec: object) -> InferencePoolSpec:
+    """An object's `spec` as the API server gives it → checked structs. Raises SpecError with the path."""
+    try:
+        made = msgspec.convert(spec, InferencePoolSpec)
+    except msgspec.ValidationError as error:
+        raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
+    check(made)
+    return made
+
+
+def check(spec: InferencePoolSpec) -> None:
+    """What the schema and its rules cannot know. Raises SpecError with the field's path."""
+    roles = spec.roles
+    lists = [(spec.engine.args, "$.spec.engine.args")]
+    if roles is not None:
+        for name, role in (("prefill", roles.prefill), ("decode", roles.decode)):
+            if role is None:
+                raise SpecError(f"Roles need prefill and decode - at `$.spec.roles.{name}`")
+            lists.append((role.args, f"$.spec.roles.{name}.args"))
+    if spec.engine.kind is EngineKind.VLLM:
+        for args, path in lists:
+            for i, arg in enumerate(args):
+                flag = arg.split("=", 1)[0]
+                if flag in OPERATOR_ARGS:
+                    raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
+    attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
+    if spec.gateway.mode in attached and spec.gateway.parent is None:
+        raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
+    for i, variable in enumerate(spec.engine.env):
+        if variable.value and variable.value_from is not None:
+            raise SpecError(f"Either value or valueFrom - at `$.spec.engine.env[{i}]`")
+    pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+
+
+def pool_document(
+    name: str,
+    namespace: str,
+    spec: InferencePoolSpec,
+    topology: pool.Topology,
+    endpoints: Sequence[pool.EndpointSpec] = (),
+) -> pool.Pool:
+    """What the gateway of this pool must know."""
+    engine = {**_fields(spec.engine, pool.Engine), "store": spec.mooncake.store.enabled}
+    return pool.Pool(
+        pool.Metadata(name, namespace),
+        pool.Spec(
+            pool.Model(**_fields(spec.model, pool.Model)),
+            pool.Engine(**engine),
+            pool.Routing(**{**_fields(spec.routing, pool.Routing), "policy": str(spec.routing.policy)}),
+            topology,
+            tuple(endpoints),
+        ),
+    )
+
+
+def _fields(value: msgspec.Struct, of: type[msgspec.Struct]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in of.__struct_fields__}

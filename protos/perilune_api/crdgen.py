@@ -1,0 +1,258 @@
+"""`crds/inferencepools.perilune.dev.yaml` from the structs of `perilune_api.crd`.
+
+Steps: walk the struct types (msgspec.inspect) → a structural OpenAPI v3 schema: no references, types, ranges,
+enums, defaults; texts from docstrings and the strings under attributes; the CEL rules of `crd.RULES` where
+their struct stands → wrapped with status schema, subresources and printer columns. Deterministic: the same
+structs give the same bytes.
+
+A field whose default is a struct gets the default `{}` if it stands directly in `spec`, so that the numbers
+people ask about (replicas, engine, gateway) show in `kubectl get -o yaml`; deeper groups stay out of stored
+objects until somebody sets one of their fields.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import inspect as mi
+
+from perilune_api import crd, names
+from perilune_api.conditions import Condition
+
+Schema = dict[str, Any]
+
+
+def custom_resource_definition() -> Schema:
+    """The whole object."""
+    spec = _struct(crd.InferencePoolSpec, top=True)
+    status = _struct(crd.InferencePoolStatus, top=False)
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{crd.PLURAL}.{names.GROUP}"},
+        "spec": {
+            "group": names.GROUP,
+            "names": {
+                "kind": crd.KIND,
+                "listKind": f"{crd.KIND}List",
+                "plural": crd.PLURAL,
+                "singular": crd.KIND.lower(),
+                "shortNames": [crd.SHORT_NAME],
+            },
+            "scope": "Namespaced",
+            "versions": [
+                {
+                    "name": crd.VERSION,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": [
+                        _column("Model", "string", ".spec.model.name"),
+                        _column("Ready", "string", ".status.ready"),
+                        _column("Sessions", "integer", ".status.sessions"),
+                        _column("Hits", "string", ".status.hitRatio"),
+                        _column("Policy", "string", ".spec.routing.policy"),
+                        _column(
+                            "Status", "string", f'.status.conditions[?(@.type=="{Condition.READY}")].reason'
+                        ),
+                        _column("Age", "date", ".metadata.creationTimestamp"),
+                    ],
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicas",
+                            "statusReplicasPath": ".status.replicas",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "schema": {
+                        "openAPIV3Schema": {
+                            "type": "object",
+                            "description": "Endpoints that serve one model, and the gateway before them.",
+                            "required": ["spec"],
+                            "properties": {"spec": spec, "status": status},
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def generate() -> bytes:
+    """The YAML file."""
+    head = "# Generated from protos/perilune_api/crd.py by `make generate`. Do not edit.\n"
+    body = yaml.dump(custom_resource_definition(), Dumper=_Dumper, sort_keys=False, width=110)
+    return (head + body).encode()
+
+
+class _Dumper(yaml.SafeDumper):
+    """No anchors: the same default in two places is written twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _column(name: str, kind: str, path: str) -> Schema:
+    return {"name": name, "type": kind, "jsonPath": path}
+
+
+def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
+    info = mi.type_info(of)
+    assert isinstance(info, mi.StructType)
+    hidden = crd.DERIVED.get(of, frozenset())
+    fields = [field for field in info.fields if field.name not in hidden]
+    schema: Schema = {"type": "object"}
+    if text := _text(inspect.getdoc(of) or ""):
+        schema["description"] = text
+    if required := [field.encode_name for field in fields if field.required]:
+        schema["required"] = required
+    docs = attribute_docs(of)
+    properties: Schema = {}
+    for field in fields:
+        made = _type(field.type)
+        if text := _text(docs.get(field.name, "")):
+            made["description"] = text
+        default = _default(field, top)
+        if default is not msgspec.NODEFAULT:
+            made["default"] = default
+        properties[field.encode_name] = made
+    if properties:
+        schema["properties"] = properties
+    if rules := crd.RULES.get(of):
+        schema["x-kubernetes-validations"] = [_rule(rule) for rule in rules]
+    return schema
+
+
+def _rule(rule: crd.Rule) -> Schema:
+    made = {"rule": rule.rule, "message": rule.message}
+    if rule.field:
+        made["fieldPath"] = rule.field
+    return made
+
+
+def _default(field: mi.Field, top: bool) -> Any:
+    """What the API server fills in, or NODEFAULT."""
+    if field.default is not msgspec.NODEFAULT:
+        value = field.default
+    elif field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    else:
+        return msgspec.NODEFAULT
+    if isinstance(value, msgspec.Struct):
+        if value != type(value)():
+            return msgspec.to_builtins(value)
+        return {} if top else msgspec.NODEFAULT
+    if value is None or value in ({}, (), ""):
+        return msgspec.NODEFAULT
+    if isinstance(value, tuple):
+        return list(msgspec.to_builtins(value))
+    return value.value if isinstance(value, Enum) else value
+
+
+def _type(of: mi.Type) -> Schema:
+    if isinstance(of, mi.Metadata):
+        schema = _type(of.type)
+        schema.update(of.extra_json_schema or {})
+        return schema
+    if isinstance(of, mi.StructType):
+        return _struct(of.cls, top=False)
+    if isinstance(of, mi.UnionType):
+        return _union(of)
+    for kind, make in _MAKERS.items():
+        if isinstance(of, kind):
+            return make(of)
+    raise TypeError(f"No schema for {of}")
+
+
+def _union(of: mi.UnionType) -> Schema:
+    """`T | None` is an optional T; `int | str` is Kubernetes' int-or-string."""
+    rest = [kind for kind in of.types if not isinstance(kind, mi.NoneType)]
+    if len(rest) == 1:
+        return _type(rest[0])
+    if {type(kind) for kind in rest} == {mi.IntType, mi.StrType}:
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
+    raise TypeError(f"No schema for {of}")
+
+
+def _bounds(of: mi.IntType | mi.FloatType) -> Schema:
+    schema: Schema = {}
+    if of.ge is not None or of.gt is not None:
+        schema["minimum"] = of.ge if of.ge is not None else of.gt
+    if of.le is not None or of.lt is not None:
+        schema["maximum"] = of.le if of.le is not None else of.lt
+    if of.gt is not None:
+        schema["exclusiveMinimum"] = True
+    if of.lt is not None:
+        schema["exclusiveMaximum"] = True
+    return schema
+
+
+def _string(of: Any) -> Schema:
+    schema: Schema = {"type": "string"}
+    if of.min_length is not None:
+        schema["minLength"] = of.min_length
+    if of.max_length is not None:
+        schema["maxLength"] = of.max_length
+    if of.pattern is not None:
+        schema["pattern"] = of.pattern
+    return schema
+
+
+def _array(of: Any) -> Schema:
+    schema: Schema = {"type": "array", "items": _type(of.item_type)}
+    if of.min_length is not None:
+        schema["minItems"] = of.min_length
+    if of.max_length is not None:
+        schema["maxItems"] = of.max_length
+    return schema
+
+
+def _mapping(of: Any) -> Schema:
+    if isinstance(of.value_type, mi.AnyType):
+        return {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    return {"type": "object", "additionalProperties": _type(of.value_type)}
+
+
+_MAKERS: dict[type, Callable[[Any], Schema]] = {
+    mi.BoolType: lambda of: {"type": "boolean"},
+    mi.IntType: lambda of: {"type": "integer", "format": "int64", **_bounds(of)},
+    mi.FloatType: lambda of: {"type": "number", **_bounds(of)},
+    mi.StrType: _string,
+    mi.EnumType: lambda of: {"type": "string", "enum": [member.value for member in of.cls]},
+    mi.LiteralType: lambda of: {"type": "string", "enum": list(of.values)},
+    mi.VarTupleType: _array,
+    mi.DictType: _mapping,
+    mi.DateTimeType: lambda of: {"type": "string", "format": "date-time"},
+}
+
+
+@cache
+def attribute_docs(of: type) -> dict[str, str]:
+    """Field → the string that stands under it in the class's source, or in that of a base."""
+    docs: dict[str, str] = {}
+    for base in reversed(of.__mro__):
+        if not issubclass(base, msgspec.Struct) or not base.__module__.startswith("perilune_api"):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, after in zip(body.body, body.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                docs[field.target.id] = inspect.cleandoc(after.value.value)
+    return docs
+
+
+def _text(doc: str) -> str:
+    """Lines joined, source markup dropped; msgspec's generated docstrings count as none."""
+    return " ".join(doc.replace("`", "").split())

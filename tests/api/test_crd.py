@@ -1,0 +1,88 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_api import crd, pool
+from perilune_api.crd import Policy, SpecError, Transfer
+from perilune_gateway.policy import LIVE
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ["smallest", "prefill-decode", "store", "topology"]
+
+
+def spec(**fields: object) -> dict[str, Any]:
+    return {"model": {"name": "m"}, **fields}
+
+
+def test_the_smallest_pool_is_ten_lines() -> None:
+    lines = (ROOT / "examples/smallest.yaml").read_text().splitlines()
+    assert len([line for line in lines if not line.startswith("#")]) <= 10
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_accepted(name: str) -> None:
+    body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
+    made = crd.convert(body["spec"])
+    assert made.gateway.parent is not None
+
+
+def test_every_policy_that_a_gateway_can_carry_out_may_be_named() -> None:
+    assert sorted(Policy) == sorted(LIVE)
+
+
+def test_the_gateways_document_says_what_the_spec_says() -> None:
+    made = crd.convert(
+        spec(
+            engine={"blockSize": 32, "tensorParallel": 2},
+            routing={"policy": "sticky"},
+            mooncake={"store": {"enabled": True}},
+        )
+    )
+    document = crd.pool_document("p", "ns", made, pool.Topology(nodes={"a": pool.NodePlace("r1")}))
+    assert pool.parse(pool.dump(document)) == document
+    assert document.metadata == pool.Metadata("p", "ns")
+    assert (document.spec.engine.block_size, document.spec.engine.store) == (32, True)
+    assert document.spec.routing.policy == "sticky"
+    assert document.spec.topology.nodes == {"a": pool.NodePlace("r1")}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        pytest.param({}, "missing required field `model`", id="no model"),
+        pytest.param(spec(replicas=-1), ">= 0 - at `$.spec.replicas`", id="range"),
+        pytest.param(spec(replica=1), "unknown field `replica`", id="typo"),
+        pytest.param(
+            spec(engine={"args": ["--seed=1", "--block-size=32"]}),
+            "The operator sets --block-size itself, from the spec - at `$.spec.engine.args[1]`",
+            id="an argument that the spec already says",
+        ),
+        pytest.param(
+            spec(roles={"prefill": {"args": ["-tp", "2"]}, "decode": {}}, mooncake={"transfer": "connector"}),
+            "-tp itself, from the spec - at `$.spec.roles.prefill.args[0]`",
+            id="the same of a role",
+        ),
+        pytest.param(spec(roles={"decode": {}}), "at `$.spec.roles.prefill`", id="half a pair of roles"),
+        pytest.param(spec(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
+        pytest.param(
+            spec(gateway={"mode": "envoyGateway"}), "at `$.spec.gateway.parent`", id="route to nowhere"
+        ),
+        pytest.param(
+            spec(engine={"env": [{"name": "A", "value": "1", "valueFrom": {}}]}),
+            "Either value or valueFrom - at `$.spec.engine.env[0]`",
+            id="value from two places",
+        ),
+    ],
+)
+def test_errors_name_the_field(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as error:
+        crd.convert(given)
+    assert message in str(error.value)
+
+
+def test_a_simulated_engine_has_flags_of_its_own() -> None:
+    assert crd.convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]})).mooncake.transfer is (
+        Transfer.NONE
+    )

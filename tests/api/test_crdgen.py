@@ -1,0 +1,101 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_api import crd, crdgen
+from perilune_api.conditions import Condition
+
+ROOT = Path(__file__).parents[2]
+FILES = ["crds/inferencepools.perilune.dev.yaml", "charts/perilune/crds/inferencepools.perilune.dev.yaml"]
+VERSION: dict[str, Any] = crdgen.custom_resource_definition()["spec"]["versions"][0]
+SCHEMA: dict[str, Any] = VERSION["schema"]["openAPIV3Schema"]
+
+
+def field(path: str) -> dict[str, Any]:
+    schema = SCHEMA
+    for name in path.split("."):
+        schema = schema["properties"][name]
+    return schema
+
+
+def walk(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, inner in schema.get("properties", {}).items():
+        yield from walk(inner, f"{path}.{name}")
+    if "items" in schema:
+        yield from walk(schema["items"], f"{path}[]")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_committed_file_is_current(file: str) -> None:
+    assert (ROOT / file).read_bytes() == crdgen.generate(), "run `make generate`"
+    assert yaml.safe_load(crdgen.generate()) == crdgen.custom_resource_definition()
+
+
+@pytest.mark.parametrize(
+    ("path", "facts"),
+    [
+        pytest.param(
+            "spec.replicas", {"type": "integer", "minimum": 0, "default": 1}, id="range and default"
+        ),
+        pytest.param("spec.engine", {"default": {}}, id="a group is always there"),
+        pytest.param("spec.engine.kind", {"enum": ["vllm", "simulated"], "default": "vllm"}, id="enum"),
+        pytest.param(
+            "spec.rollout.maxSurge", {"x-kubernetes-int-or-string": True}, id="number or percentage"
+        ),
+        pytest.param(
+            "spec.engine.podTemplate", {"x-kubernetes-preserve-unknown-fields": True}, id="passed on as it is"
+        ),
+        pytest.param(
+            "spec.topology.bandwidth.rack", {"minimum": 0, "exclusiveMinimum": True, "type": "number"}, id=">"
+        ),
+        pytest.param("spec.model.aliases", {"type": "array"}, id="list"),
+        pytest.param("spec.engine.args", {"maxItems": 64}, id="bounded list"),
+    ],
+)
+def test_a_field_becomes_a_schema(path: str, facts: dict[str, Any]) -> None:
+    assert facts.items() <= field(path).items()
+
+
+def test_a_text_comes_from_the_string_under_the_attribute() -> None:
+    assert field("spec.engine.blockSize")["description"].startswith("Tokens per KV block; must equal")
+
+
+def test_what_the_operator_fills_in_is_not_asked_for() -> None:
+    assert "store" not in field("spec.engine")["properties"]
+    assert "nodes" not in field("spec.topology")["properties"]
+
+
+def test_an_absent_group_of_options_stays_absent() -> None:
+    assert "default" not in field("spec.roles")
+    assert "default" not in field("spec.scaling")
+    assert "default" not in field("spec.routing.params")
+
+
+def test_every_part_is_structural() -> None:
+    for path, schema in walk(SCHEMA):
+        assert "$ref" not in schema, path
+        assert "type" in schema or "x-kubernetes-int-or-string" in schema, path
+
+
+def test_every_group_of_the_spec_explains_itself() -> None:
+    mute = [name for name, schema in field("spec")["properties"].items() if "description" not in schema]
+    assert not mute
+
+
+def test_every_rule_has_a_message_a_user_can_act_on() -> None:
+    rules = [rule for rules in crd.RULES.values() for rule in rules]
+    assert all(len(rule.message) > 15 for rule in rules)
+    shown = [r["message"] for _, schema in walk(SCHEMA) for r in schema.get("x-kubernetes-validations", [])]
+    assert sorted(shown) == sorted(rule.message for rule in rules)
+
+
+def test_columns_and_subresources() -> None:
+    columns = [column["name"] for column in VERSION["additionalPrinterColumns"]]
+    assert columns == ["Model", "Ready", "Sessions", "Hits", "Policy", "Status", "Age"]
+    assert VERSION["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
+    types = field("status.conditions")["items"]["properties"]["type"]["enum"]
+    assert types == [condition.value for condition in Condition]
