@@ -1,13 +1,19 @@
 """Builders for tests: one object a line, only what the test is about."""
 
+from collections.abc import Mapping
+
 from perilune_api.pool import Role
-from perilune_api.topology import Place
+from perilune_api.topology import Level, Link, Place
+from perilune_gateway.engine_model import H20_30B, EngineModel
 from perilune_gateway.model import (
+    NO_PREFIX,
     Candidate,
     Endpoint,
     Load,
+    Location,
     Overlap,
     Phase,
+    Prefix,
     RequestHead,
     RequestView,
     SessionView,
@@ -25,9 +31,37 @@ def session(host: str = "", *, moved_s_ago: float = float("inf"), id: str = "s")
 
 
 def request(
-    *, ordinal: int = 0, tokens: int = 1_000, of: SessionView | None = None, phase: Phase = Phase.BODY
+    *,
+    ordinal: int = 0,
+    tokens: int = 1_000,
+    of: SessionView | None = None,
+    phase: Phase = Phase.BODY,
+    prefix: Prefix = NO_PREFIX,
+    slo_ttft_s: float = 0.0,
+    slo_tpot_s: float = 0.0,
+    level: int = 0,
 ) -> RequestView:
-    return RequestView(f"r{ordinal}", ordinal, tokens, phase, of)
+    return RequestView(
+        f"r{ordinal}",
+        ordinal,
+        tokens,
+        phase,
+        of,
+        level=level,
+        slo_ttft_s=slo_ttft_s,
+        slo_tpot_s=slo_tpot_s,
+        prefix=prefix,
+    )
+
+
+def prefix(*, score: float = 0.0, pullable: bool = True, **held: int) -> Prefix:
+    """`prefix(a=512, b=128)`: who holds how many tokens, most first."""
+    locations = sorted((Location(address, tokens) for address, tokens in held.items()), key=lambda x: -x[1])
+    return Prefix(tuple(locations), frequency_score=score, pullable=pullable)
+
+
+def link(level: Level = Level.RACK, bytes_per_s: float = 9.7e9, slowdown: float = 1.0) -> Link:
+    return Link(level, bytes_per_s, slowdown)
 
 
 def endpoint(address: str = "a", *, role: Role = Role.BOTH, place: Place = Place()) -> Endpoint:  # noqa: B008
@@ -37,16 +71,46 @@ def endpoint(address: str = "a", *, role: Role = Role.BOTH, place: Place = Place
 def candidate(
     address: str = "a",
     *,
+    role: Role = Role.BOTH,
     pending: int = 0,
+    pending_s: float = 0.0,
     in_flight: int = 0,
+    prefilling: int = 0,
+    waiting: int = 0,
+    kv_usage: float = 0.0,
     sessions: int = 0,
     cached: int = 0,
+    host: int = 0,
+    stored: int = 0,
     kv_free: int = 1_000_000,
+    active_kv: int = 0,
+    decode_s: float = 0.0,
+    draining: bool = False,
+    place: Place = Place(),  # noqa: B008
+    links: Mapping[str, Link] | None = None,
+    engine: EngineModel = H20_30B,
 ) -> Candidate:
+    """`cached`, `host`, `stored`: tokens that the device, then also the host, then also the store holds."""
     load = Load(
-        pending_prefill_tokens=pending, in_flight=in_flight, sessions=sessions, kv_free_tokens=kv_free
+        pending,
+        pending_s,
+        in_flight,
+        waiting=waiting,
+        kv_usage=kv_usage,
+        kv_free_tokens=kv_free,
+        sessions=sessions,
+        prefilling=prefilling,
+        active_kv_tokens=active_kv,
     )
-    return Candidate(endpoint(address), load, Overlap(cached, cached, cached))
+    host = max(host, cached)
+    return Candidate(
+        Endpoint(address, role, place, draining=draining),
+        load,
+        Overlap(cached, host, max(stored, host)),
+        links=links or {},
+        engine=engine,
+        decode_s=decode_s,
+    )
 
 
 def fleet(**pending: int) -> list[Candidate]:
