@@ -19,7 +19,7 @@ from perilune_lab.engine.answers import error_body, form_for
 from perilune_lab.engine.hashing import BASE, Namespace
 from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, parse
 from perilune_lab.engine.scheduler import Request
-from perilune_lab.engine.service import Answer, Service
+from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, Service
 from perilune_lab.engine.words import key_of
 
 VERSION = "0.32.0"
@@ -62,6 +62,9 @@ class _ResponseSink:
     def __init__(self, response: web.StreamResponse, transport: asyncio.Transport | None) -> None:
         self._response = response
         self._transport = transport
+        if transport is not None:
+            # Above this, `write` waits for the client; the engine's one writer must not.
+            transport.set_write_buffer_limits(high=4 * MOST_UNSENT_BYTES)
 
     async def write(self, data: bytes) -> None:
         await self._response.write(data)
@@ -107,6 +110,7 @@ class Server:
 
     async def _generate(self, api: Api, http: web.Request) -> web.StreamResponse:
         service = self._service
+        arrived_s = service.now()
         inbound = parse(api, await http.read(), service.text)
         namespace = self._namespace(inbound)
         if http.headers.get("x-data-parallel-rank", "0") != "0":
@@ -129,7 +133,7 @@ class Server:
         done = asyncio.get_running_loop().create_future()
         if not inbound.stream:
             answer = Answer(request, form, None, done)
-            await self._answered(answer)
+            await self._answered(answer, arrived_s)
             text = service.text.decode(request.output)
             body = form.whole(text, request.output, answer.usage(), str(request.finish))
             return web.Response(body=body, content_type="application/json", headers=headers)
@@ -141,15 +145,16 @@ class Server:
         first = form.begin()
         if first:
             await response.write(first)
-        await self._answered(Answer(request, form, _ResponseSink(response, http.transport), done))
-        await response.write_eof()
+        sink = _ResponseSink(response, http.transport)
+        rest = await self._answered(Answer(request, form, sink, done), arrived_s)
+        await response.write_eof(rest)
         return response
 
-    async def _answered(self, answer: Answer) -> None:
-        """Until the answer is complete; a cancelled handler (the client left) aborts."""
-        self._service.submit(answer)
+    async def _answered(self, answer: Answer, arrived_s: float) -> bytes:
+        """Until the answer is complete, see `Answer.done`; a cancelled handler (the client left) aborts."""
+        self._service.submit(answer, arrived_s)
         try:
-            await answer.done
+            return await answer.done
         finally:
             self._service.abort(answer.request)
 

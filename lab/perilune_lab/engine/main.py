@@ -221,7 +221,13 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
 
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stop)
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        server.app(),
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=3600.0,  # a proxy keeps its connections; it should be the one to close them
+        shutdown_timeout=0.1,
+    )
     await runner.setup()
     await web.SockSite(runner, listening, backlog=1024).start()
     tasks: list[asyncio.Task[None]] = [asyncio.create_task(service.run())]

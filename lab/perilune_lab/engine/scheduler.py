@@ -110,11 +110,6 @@ class Request:
         self.first_token_s = self.last_token_s = self.finished_s = inf
         self.finish: Finish | None = None
 
-    @property
-    def pending_prefill_tokens(self) -> int:
-        """Prompt tokens still to be computed, as far as known."""
-        return max(self.prompt_tokens - self.computed, 0) if not self.produced else 0
-
 
 @dataclass(slots=True)
 class Step:
@@ -129,6 +124,7 @@ class Step:
     batch: list[Request] = field(default_factory=list)
     """All of them, in sampling order."""
     admitted: list[Request] = field(default_factory=list)
+    """For the first time."""
     hits: int = 0
     """Admitted with nothing but their tail to compute."""
     misses: int = 0
@@ -354,19 +350,14 @@ class Scheduler:
                     cache.announce_again(table, len(hits))
                 if self._load(request, now):
                     continue
-            self.running.append(request)
-            budget -= self._start(step, request, budget)
-        return budget
-
-    def _start(self, step: Step, request: Request, budget: int) -> int:
-        """First chunk of an admitted sequence; its blocks are known to fit."""
-        if not request.produced:
-            step.admitted.append(request)
-            if self._is_miss(len(request.table.tokens) - request.computed):
+                step.admitted.append(request)
+            if self._is_miss(total - request.computed):
                 step.misses += 1
             else:
                 step.hits += 1
-        return self._schedule(step, request, budget)
+            self.running.append(request)
+            budget -= self._schedule(step, request, budget)
+        return budget
 
     # the shared store
 

@@ -27,13 +27,15 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 0.02
 """Wall seconds that a token amid an answer may wait for others, where the time scale is above 1."""
-_MOST_UNSENT_BYTES = 1 << 20
+MOST_UNSENT_BYTES = 1 << 20
+"""A stream whose client has not taken this much gets nothing more until its end."""
 
 
 class Sink(Protocol):
     """Where a stream's bytes go."""
 
-    async def write(self, data: bytes) -> None: ...
+    async def write(self, data: bytes) -> None:
+        """Does not wait for the client as long as less than MOST_UNSENT_BYTES are unsent."""
 
     def unsent_bytes(self) -> int:
         """What the client has not taken yet."""
@@ -44,13 +46,13 @@ class Answer:
 
     __slots__ = ("_sent", "done", "form", "request", "sink")
 
-    def __init__(self, request: Request, form: Form, sink: Sink | None, done: "asyncio.Future[None]") -> None:
+    def __init__(self, request: Request, form: Form, sink: Sink | None, done: asyncio.Future[bytes]) -> None:
         """`sink`: None for an answer in one piece."""
         self.request = request
         self.form = form
         self.sink = sink
         self.done = done
-        """Resolved when the last token exists and, in a stream, is written."""
+        """Resolved when the last token exists, with what is left to write of a stream."""
         self._sent = 0
 
     def usage(self) -> Usage:
@@ -101,12 +103,11 @@ class Service:
     def open_requests(self) -> int:
         return len(self._answers)
 
-    def submit(self, answer: Answer) -> None:
-        """The request arrives now."""
-        now = self.now()
-        self._run_steps(now)
+    def submit(self, answer: Answer, arrived_s: float) -> None:
+        """`arrived_s`: engine time when the request came; reading it took part of its overhead already."""
+        self._run_steps(self.now())
         self._answers[answer.request] = answer
-        self.scheduler.add(answer.request, now)
+        self.scheduler.add(answer.request, arrived_s)
         self._wake.set()
 
     def abort(self, request: Request) -> None:
@@ -148,12 +149,14 @@ class Service:
 
     def _due_wall_s(self) -> float:
         """When to look next, on the wall clock."""
+        if self._unflushed:
+            return self._clock()
         due = self.scheduler.next_s()
         if due == inf:
             return inf
         wall = self._start + due / self.time_scale
         step = self.scheduler.step
-        if step is None or step.prefilled or self.time_scale <= 1 or len(step.decoded) != len(step.batch):
+        if step is None or step.prefilled or self.time_scale <= 1:
             return wall
         # Only decoding: look again when a request ends, or after FLUSH_S; an arrival wakes us anyway.
         steps_left = min([len(request.output) - request.produced for request in step.decoded])
@@ -177,21 +180,15 @@ class Service:
             answer = self._answers.get(request)
             if answer is None:
                 continue
-            if answer.sink is not None:
-                if answer.sink.unsent_bytes() > _MOST_UNSENT_BYTES and request.finish is None:
-                    self._unflushed[request] = None  # a slow reader; try again with the next tokens
-                    continue
+            if request.finish is not None:
+                del self._answers[request]
+                if not answer.done.done():
+                    answer.done.set_result(answer.take(self.text) if answer.sink else b"")
+            elif answer.sink is not None and answer.sink.unsent_bytes() < MOST_UNSENT_BYTES:
                 try:
                     await answer.sink.write(answer.take(self.text))
                 except ConnectionError:
-                    self.abort(request)
-                    if not answer.done.done():
-                        answer.done.cancel()
-                    continue
-            if request.finish is not None:
-                self._answers.pop(request, None)
-                if not answer.done.done():
-                    answer.done.set_result(None)
+                    answer.done.cancel()  # the handler aborts the request
 
     def _ended(self, request: Request) -> None:
         self.metrics.request_ended(request)
@@ -202,8 +199,7 @@ class Service:
 
 def log_entry(request: Request) -> Mapping[str, object]:
     """One line of the request log. Times are engine seconds since the engine's start, null where it did
-    not come to
-    it; `admitted` counts admissions from 0, null if it was never admitted."""
+    not come to it; `admitted` counts admissions from 0, null if it was never admitted."""
     table = request.table
     return {
         "request_id": request.request_id,

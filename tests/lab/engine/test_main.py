@@ -319,6 +319,34 @@ async def test_a_client_that_leaves_frees_its_blocks(start):
     assert b'finished_reason="abort"} 2.0' in page
 
 
+async def test_a_client_that_does_not_read_holds_nobody_up(start):
+    engine = start("--time-scale", "2000")
+    host, port = engine.facts["http"].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    try:
+        body = json.dumps(completion(max_tokens=60_000, stream=True)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        await reader.readline()
+        async with asyncio.timeout(20):
+            for i in range(20):
+                await ask(f"{engine.url}/v1/completions", completion([i] * 50, max_tokens=2000))
+
+            # Its answer is complete too, and holds no blocks; only its bytes wait.
+            async def done() -> bool:
+                return await metric(engine.url, "vllm:num_requests_running") == 0
+
+            await until(done)
+        received = b""
+        while chunk := await asyncio.wait_for(reader.read(1 << 20), 10):
+            received += chunk
+            if received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+                break
+        assert received.count(b'"text":') == 60_000
+    finally:
+        writer.close()
+
+
 async def test_sigterm_ends_within_a_second_even_amid_a_stream(start):
     engine = start("--time-scale", "1")
     async with aiohttp.ClientSession() as http:
