@@ -1,14 +1,14 @@
 """What the gateway knows of its endpoints in a simulation: load, readiness, sessions, and how fast things are.
 
-The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so that a
-decision costs only what changed since the last one: an endpoint's `Load` is built again when it changed. Speeds and
-links start wrong by the faults' beliefs and are corrected by what a gateway can observe: the time from a decision to
-the event that ends the prefill, where the endpoint had nothing else to prefill.
+The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so that
+a decision costs only what changed since the last one: an endpoint's `Load` is built again when it changed. Speeds
+and links start wrong by the faults' beliefs and are corrected by the gateway's own `Calibration`, fed with what a
+gateway can observe: when it decided, and the event that ends the prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -16,34 +16,13 @@ from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.feeds.engine_metrics import interval_s
-from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.model import Endpoint, Load, Location
+from perilune_gateway.router import TELLING_PREFILL_S
+from perilune_gateway.state.calibration import Calibration
 from perilune_lab.simulator.engine import Engine, Sequence
 from perilune_lab.simulator.fabric import Fabric
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import Hardware
-
-_WEIGHT = 0.1
-"""Of a new observation in an average."""
-_BOUNDS = (0.1, 30.0)
-_LEAST_TOKENS = 1_024
-"""Shorter prefills and transfers say more of overheads than of speed."""
-
-
-class Ratio:
-    """Observed / predicted, averaged and bounded; the first observations weigh more."""
-
-    __slots__ = ("seen", "value")
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self.seen = 0
-
-    def observe(self, observed: float, predicted: float) -> None:
-        """`predicted` is before correction."""
-        low, high = _BOUNDS
-        ratio = min(high, max(low, observed / predicted))
-        self.seen += 1
-        self.value += (ratio - self.value) * max(_WEIGHT, 1.0 / (self.seen + 1))
 
 
 @dataclass(slots=True)
@@ -88,18 +67,15 @@ class Beliefs:
         self.bound = [0] * n
         self.moved_s = [-inf] * n
         self.ready = [True] * n
-        self.decode_s = [0.0] * n
-        self.speed = [Ratio() for _ in range(n)]
-        """Of prefill, per endpoint."""
-        self.link_speed = [Ratio() for _ in range(n)]
-        """Of transfers, per source."""
+        self.calibration = Calibration()
         self._model = hardware.engine.scaled(faults.engine_belief)
         self._bandwidth = [
-            hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief for level in range(4)
+            hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief
+            for level in range(4)
         ]
         self._fabric = fabric
-        self._models: list[EngineModel | None] = [None] * n
-        self._links: dict[tuple[int, int], Link] = {}
+        self._models = [(0.0, self._model)] * n
+        self._prefilled_s = [0.0] * n
         self._loads: list[Load | None] = [None] * n
         self._metrics = [(0, 0, 0.0)] * n
         self._metrics_s = 0.0
@@ -140,24 +116,24 @@ class Beliefs:
             self._metrics[e] = (engine.running, engine.waiting, min(1.0, engine.kv_usage))
         self._loads = [None] * len(self.engines)
 
-    def engine_model(self, e: int) -> EngineModel:
-        """As believed of one endpoint, corrected."""
-        model = self._models[e]
-        if model is None:
-            model = self._models[e] = self._model.scaled(self.speed[e].value)
-        return model
+    def engine_model(self, e: int, now: float) -> EngineModel:
+        """As fast as it was observed to be, to a hundredth."""
+        ratio = round(self.calibration.prefill_ratio(self.endpoints[e].address, now), 2)
+        known = self._models[e]
+        if known[0] != ratio:
+            known = self._models[e] = (ratio, self._model.scaled(ratio))
+        return known[1]
 
-    def link(self, source: int, target: int) -> Link:
-        """As believed, with the observed slowdown of the source."""
-        link = self._links.get((source, target))
-        if link is None:
-            level = self._fabric.level(source, target)
-            link = Link(level, self._bandwidth[level], self.link_speed[source].value)
-            self._links[source, target] = link
-        return link
-
-    def links(self, target: int, holders: Mapping[int, int]) -> dict[str, Link]:
-        return {self.endpoints[s].address: self.link(s, target) for s in holders if s != target}
+    def links(self, target: int, locations: Iterable[Location], now: float) -> dict[str, Link]:
+        """As believed, and as slow as they were observed to be."""
+        here = self.endpoints[target].address
+        links = {}
+        for address, _ in locations:
+            if address != here:
+                level = self._fabric.level(self.number[address], target)
+                slowdown = self.calibration.slowdown(address, here, now)
+                links[address] = Link(level, self._bandwidth[level], slowdown)
+        return links
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -173,7 +149,7 @@ class Beliefs:
             return
         self.pending_tokens[e] += uncached_tokens
         self.pending_s[e] += prefill_s
-        self.prefilling[e] += 1
+        self.prefilling[e] += uncached_tokens > 0
         self._loads[e] = None
 
     def prefill_done(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
@@ -181,7 +157,7 @@ class Beliefs:
             return
         self.pending_tokens[e] -= uncached_tokens
         self.pending_s[e] -= prefill_s
-        self.prefilling[e] -= 1
+        self.prefilling[e] -= uncached_tokens > 0
         self._loads[e] = None
 
     def finish(self, e: int, context_tokens: int, decoded_s: float) -> None:
@@ -191,8 +167,7 @@ class Beliefs:
         if not self.in_flight[e]:
             self.pending_s[e] = 0.0
         if decoded_s > 0:
-            before = self.decode_s[e]
-            self.decode_s[e] = before + (decoded_s - before) * _WEIGHT if before else decoded_s
+            self.calibration.decoded(self.endpoints[e].address, decoded_s)
         self._loads[e] = None
 
     def bind(self, session: Session, e: int, now: float) -> None:
@@ -222,21 +197,22 @@ class Beliefs:
         self.ready[e] = False
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
 
-    # -- what is learned ---------------------------------------------------------------------------
-
-    def observe_prefill(self, sequence: Sequence, waited_s: float, source: int) -> None:
-        """`waited_s`: decision to the end of the prefill, on an endpoint that had nothing else to prefill."""
+    def observe_prefill(self, sequence: Sequence, now: float) -> None:
+        """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the end
+        of the one before, or from its own decision; a pull took what its prefill does not explain."""
         e, new = sequence.endpoint, sequence.uncached_tokens
-        overhead_s = self._model.request_overhead_s(sequence.prompt_tokens)
-        if source >= 0:
-            fetched = sequence.moved_tokens
-            link = self.link(source, e)
-            expected_s = self._model.transfer_s(fetched, link.bandwidth_bytes_per_s)
-            rest_s = self.engine_model(e).prefill_s(new, sequence.prompt_tokens - new)
-            if fetched >= _LEAST_TOKENS:
-                self.link_speed[source].observe(max(1e-3, waited_s - overhead_s - rest_s), expected_s)
-                self._links = {pair: known for pair, known in self._links.items() if pair[0] != source}
-        elif new >= _LEAST_TOKENS:
-            expected_s = self._model.prefill_s(new, sequence.prompt_tokens - new)
-            self.speed[e].observe(max(1e-3, waited_s - overhead_s), expected_s)
-            self._models[e] = None
+        before, self._prefilled_s[e] = self._prefilled_s[e], now
+        alone_s = now - max(sequence.submitted_s, before)
+        expected_s = self._model.prefill_s(new, max(0, sequence.prompt_tokens - new))
+        address, know = self.endpoints[e].address, self.calibration
+        if sequence.source >= 0:
+            if before < sequence.submitted_s:
+                source = self.endpoints[sequence.source].address
+                bandwidth = self._bandwidth[self._fabric.level(sequence.source, e)]
+                rest_s = expected_s * know.prefill_ratio(address, now)
+                rest_s += self._model.request_overhead_s(sequence.prompt_tokens)
+                pull_s = self._model.transfer_s(sequence.moved_tokens, bandwidth)
+                know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
+        elif expected_s >= TELLING_PREFILL_S:
+            know.prefill(address, alone_s, expected_s, now)
+            know.ttft(address, now - sequence.submitted_s, sequence.expected_ttft_s, now)

@@ -33,13 +33,13 @@ class Sequence:
     simulation began; what has not happened is inf."""
 
     __slots__ = (
-        "alone",
         "answer_run",
         "cached_tokens",
         "computed",
         "depth",
         "due_s",
         "endpoint",
+        "expected_ttft_s",
         "failed",
         "fetched_tokens",
         "finish_step",
@@ -93,14 +93,14 @@ class Sequence:
         self.moved_from = -1
         self.source = -1
         """Endpoint that its prefix is pulled from."""
-        self.alone = False
-        """Nothing else was to be prefilled where it went."""
         self.hot = False
         """Its host was hot when it was submitted."""
         self.priority = 0
         self.uncached_tokens = 0
         """As the gateway believed."""
         self.predicted_s = 0.0
+        """Of its prefill."""
+        self.expected_ttft_s = 0.0
         self.depth = task.prompt_tokens
         """Tokens whose KV must be there before the next one comes out."""
         self.computed = 0
@@ -214,9 +214,7 @@ class Engine:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """A request arrives; it may run once its overhead has passed, and its transfer where that is serial."""
-        sequence.ready_s = max(
-            now + self.model.request_overhead_s(sequence.prompt_tokens), sequence.ready_s
-        )
+        sequence.ready_s = max(now + self.model.request_overhead_s(sequence.prompt_tokens), sequence.ready_s)
         heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
         if not self._busy:
             if sequence.ready_s < self._ends_s:
@@ -410,9 +408,7 @@ class Engine:
         self._busy = self._mixed = True
         self._began_s = now
         self._steps = 1 if sequences else 0
-        self._plan(
-            now + self.hardware.step_s(tokens, attended, sequences, self._context_tokens, begins)
-        )
+        self._plan(now + self.hardware.step_s(tokens, attended, sequences, self._context_tokens, begins))
 
     def _begin_decode(self, now: float) -> None:
         cache = self.cache

@@ -29,6 +29,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy import Policy
+from perilune_gateway.router import MAX_LOCATIONS
 from perilune_lab.simulator.beliefs import Beliefs, Session
 from perilune_lab.simulator.engine import Sequence, Store
 from perilune_lab.simulator.faults import Faults
@@ -36,7 +37,6 @@ from perilune_lab.simulator.index import RunIndex
 
 CLAIM_TTL_S = 120.0
 _SHORTLIST = 32
-_LOCATIONS = 4
 _NOTHING = Overlap()
 
 
@@ -108,11 +108,12 @@ class Gateway:
         session = self.sessions[task.session]
         tokens, overlaps, source = self._prompt(sequence, session, now)
         stored = self._stored(sequence) if self._store else 0
-        candidates = self._candidates(tokens, overlaps, stored, session, now)
+        hotness = self._hot.get(task.run)
+        prefix = self._prefix(overlaps, hotness, now)
+        candidates = self._candidates(tokens, overlaps, prefix, stored, session, now)
         if not candidates:
             self.seen.refused += 1
             return admission.nobody(admission.Wanted(), {})
-        hotness = self._hot.get(task.run)
         view = RequestView(
             request_id="",
             ordinal=sequence.number,
@@ -124,15 +125,22 @@ class Gateway:
                 session.context_tokens,
                 session.turns,
             ),
+            slo_ttft_s=self.setting.limits.ttft_slo_seconds,
+            slo_tpot_s=self.setting.limits.tpot_slo_seconds,
             token_source=source,
-            prefix=self._prefix(overlaps, hotness, now),
+            prefix=prefix,
             block_size=self._block,
             prefill_queue=self.prefill_queue,
         )
         verdict = self.policy(view, candidates, self.setting.params, self._rng)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
-        if self.setting.limits.max_pending_seconds and isinstance(verdict, Decision):
-            verdict = admission.not_overloaded(candidates, self.setting.limits) or verdict
+        if isinstance(verdict, Decision):
+            limits = self.setting.limits
+            verdict = (
+                admission.not_overloaded(candidates, limits)
+                or admission.meets_slo(view, candidates)
+                or verdict
+            )
         self.seen.decisions += 1
         if isinstance(verdict, Refusal):
             self.seen.refused += 1
@@ -164,7 +172,7 @@ class Gateway:
             return Prefix(pullable=self.setting.pullable)
         endpoints = self.beliefs.endpoints
         best = (
-            sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:_LOCATIONS]
+            sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:MAX_LOCATIONS]
             if len(overlaps) > 1
             else list(overlaps)
         )
@@ -184,28 +192,36 @@ class Gateway:
         return min(self._store.match(sequence.run, depth), depth - 1) // block * block
 
     def _candidates(
-        self, tokens: int, overlaps: Mapping[int, int], stored: int, session: Session, now: float
+        self,
+        tokens: int,
+        overlaps: Mapping[int, int],
+        prefix: Prefix,
+        stored: int,
+        session: Session,
+        now: float,
     ) -> list[Candidate]:
         b = self.beliefs
         numbers = self._shortlist(overlaps, session) if self._large else self._everyone
-        best = max(overlaps.values(), default=0)
+        locations, know = prefix.locations, b.calibration
         candidates = []
         nothing = Overlap(0, 0, stored) if stored else _NOTHING
         for e in numbers:
             if not b.ready[e]:
                 continue
             held = overlaps.get(e, 0)
-            model = b.engine_model(e)
+            model = b.engine_model(e, now)
+            endpoint = b.endpoints[e]
             candidates.append(
                 Candidate(
-                    b.endpoints[e],
+                    endpoint,
                     b.load(e, now),
                     Overlap(held, held, max(held, stored)) if held else nothing,
                     model.prefill_s(tokens - held, held),
                     now - b.moved_s[e],
-                    b.links(e, overlaps) if best > held else {},
+                    b.links(e, locations, now) if locations else {},
                     model,
-                    b.decode_s[e],
+                    know.decode_s(endpoint.address),
+                    know.ttft_ratio(endpoint.address, now),
                 )
             )
         return candidates
@@ -241,14 +257,17 @@ class Gateway:
         sequence.endpoint = target
         sequence.reason = decision.reason
         sequence.moved_from = b.number[decision.moved_from] if decision.moved_from else -1
-        sequence.hot = b.pending_tokens[target] > self.setting.params.hot_pending_tokens
         cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
-        sequence.uncached_tokens = max(0, tokens - cached)
-        sequence.predicted_s = chosen.prefill_s
+        new = sequence.uncached_tokens = max(0, tokens - cached)
+        sequence.predicted_s = chosen.engine.prefill_s(new, cached)
+        sequence.expected_ttft_s = chosen.load.pending_prefill_s + sequence.predicted_s
         sequence.prefill_endpoint = prefilling
-        sequence.alone = prefilling == target and not b.prefilling[target]
+        if self.setting.params.ageing_weight:
+            prefill_s = sequence.predicted_s
+            sequence.priority = admission.engine_priority(now, prefill_s, self.setting.params.ageing_weight)
+        sequence.hot = b.pending_tokens[target] > self.setting.params.hot_pending_tokens
         b.start(target, sequence.prompt_tokens)
-        b.prefill_starts(prefilling, sequence.uncached_tokens, chosen.prefill_s)
+        b.prefill_starts(prefilling, new, sequence.predicted_s)
         b.bind(session, target, now)
         session.turns += 1
         session.context_tokens = tokens

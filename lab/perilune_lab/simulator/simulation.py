@@ -2,8 +2,7 @@
 
 Events in one heap: submissions, engines' stretches, late news for the gateway, a death. A session's next turn is
 submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that pulls the
-prefix from elsewhere (`replicate_from`, or the move of a session between engines that can pull) starts a transfer in
-the source NIC's queue: serial: the request waits for it; overlapped: its first token does. A decision that splits
+prefix from elsewhere (`replicate_from`) starts a transfer in the source NIC's queue: serial: the request waits for it; overlapped: its first token does. A decision that splits
 prefill and decode runs the prefill where it says, then sends the KV to the target.
 """
 
@@ -188,7 +187,9 @@ class _Simulation:
                     self._at(task.timestamp_s, self._submit, task)
             elif job.tasks:
                 first = job.tasks[0]
-                self._at(job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s, self._submit, first)
+                self._at(
+                    job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s, self._submit, first
+                )
         if 0 <= self.faults.dead_endpoint < self.fleet.endpoints:
             self._at(self.faults.dead_at_s, self._die, self.engines[self.faults.dead_endpoint])
 
@@ -255,10 +256,9 @@ class _Simulation:
 
     def _pull(self, sequence: Sequence, decision: Decision, target: int, now: float) -> None:
         """Starts the transfer that the decision asks for."""
-        address = decision.replicate_from or (decision.moved_from if self.setting.pullable else "")
-        if not address:
+        if not decision.replicate_from:
             return
-        source = self.beliefs.number[address]
+        source = self.beliefs.number[decision.replicate_from]
         held = self.engines[source].cache.match(sequence.run, sequence.prompt_tokens)
         there = self.engines[target].cache.match(sequence.run, sequence.prompt_tokens)
         if self.store is not None:
@@ -292,17 +292,15 @@ class _Simulation:
     def _prefill_known(self, what: object) -> None:
         """The gateway learns that a prefill has ended."""
         assert isinstance(what, Sequence)
-        if self._prefill_over(what) and what.alone:
-            self.beliefs.observe_prefill(what, what.first_token_s - what.submitted_s, what.source)
+        if self._prefill_over(what) and what.prefill_endpoint == what.endpoint:
+            self.beliefs.observe_prefill(what, self.now)
 
     def _prefill_over(self, sequence: Sequence) -> bool:
         """Nothing of its prefill is pending any more; False: that was known."""
         if sequence.prefill_known:
             return False
         sequence.prefill_known = True
-        self.beliefs.prefill_done(
-            sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s
-        )
+        self.beliefs.prefill_done(sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s)
         return True
 
     def _finished(self, sequence: Sequence, now: float) -> None:
