@@ -6,6 +6,7 @@ About two minutes. The figures that it saw are printed with -s.
 """
 
 import os
+import re
 import subprocess
 import sys
 
@@ -43,3 +44,6 @@ def test_routing_by_cache_pays(tmp_path, monkeypatch, seed):
         assert run.success_rate == 1.0
     assert ear.apc >= 1.25 * round_robin.apc
     assert ear.ttft_s.p90 < round_robin.ttft_s.p90
+    used = [int(share) for share in re.findall(r"used (\d+)% of this machine's CPUs", ended.stdout)]
+    assert len(used) == 2
+    assert max(used) < 80, "too busy for times to mean something"

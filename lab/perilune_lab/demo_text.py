@@ -52,8 +52,8 @@ GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
 def gains(runs: Sequence[report.Run]) -> Table:
     """The first run's numbers over each other's, a row each."""
     first, *others = runs
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim")
-    table.add_column("")
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=0)
+    table.add_column("", no_wrap=True)
     for name, _ in GAINS:
         table.add_column(name, justify="right")
     for other in others:

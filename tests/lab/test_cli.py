@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+
 from perilune_api.pool import SpecError
 from perilune_lab import cli
 
