@@ -12,21 +12,25 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
+from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway import health, logs
 from perilune_gateway.admin import Admin, Sources
 from perilune_gateway.explain import Decisions
-from perilune_gateway.feeds import endpoints, engine_metrics
+from perilune_gateway.feeds import engine_metrics
+from perilune_gateway.feeds.endpoints import PoolFile
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.feeds.events import EventFeeds, EventSink
+from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.policy import POLICIES
@@ -50,17 +54,27 @@ TOKENS_SHARE = 0.9
 MIN_INDEX_BLOCKS = 1_000_000
 
 
+class Source(Protocol):
+    """Where the pool comes from: a file or the Kubernetes API."""
+
+    last_error: str
+    """Why the newest document is not in force; empty: it is."""
+
+    def run(self, on_pool: Callable[[Pool], None]) -> Coroutine[None, None, None]:
+        """Hand over every new pool until cancelled; `on_pool` may raise SpecError."""
+
+
 class Gateway:
     """Every part of one gateway, wired."""
 
     def __init__(
-        self, pool: Pool, pool_file: Path, *, conformance: bool = False, seed: int | None = None
+        self, pool: Pool, source: Source, *, conformance: bool = False, seed: int | None = None
     ) -> None:
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
         registry = CollectorRegistry()
         kv_blocks = spec.engine.kv_pool_tokens // spec.engine.block_size
-        self.pool_file = endpoints.PoolFile(pool_file, pool)
+        self.source = source
         self.metrics = Metrics(registry, clock)
         self.decisions = Decisions()
         self.fleet = Fleet(spec.engine.kv_pool_tokens)
@@ -112,8 +126,8 @@ class Gateway:
                 snapshots.nodes,
                 snapshots.sessions,
                 lambda: self.index.stats(clock()),
-                lambda: snapshots.health(self.pool_file.last_error),
-                lambda: snapshots.health(self.pool_file.last_error).status is not health.Status.UNREADY,
+                lambda: snapshots.health(self.source.last_error),
+                lambda: snapshots.health(self.source.last_error).status is not health.Status.UNREADY,
             )
         )
         self._clock, self._rng = clock, rng
@@ -141,7 +155,7 @@ class Gateway:
             await self.tokenizer.close()
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
-        yield endpoints.run(self.pool_file, self.on_pool)
+        yield self.source.run(self.on_pool)
         yield engine_metrics.run(
             self.fleet.addresses,
             self.on_metrics,
@@ -182,8 +196,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
         epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.router=debug",
     )
-    parser.add_argument(
-        "--pool", type=Path, required=True, metavar="FILE", help="pool document, read again when it changes"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--pool", type=Path, metavar="FILE", help="pool document, read again when it changes")
+    source.add_argument(
+        "--kubernetes",
+        type=_object_name,
+        metavar="NAMESPACE/NAME",
+        help="the pool of that name, watched through the Kubernetes API",
     )
     parser.add_argument(
         "--listen",
@@ -227,12 +246,38 @@ def _address(text: str) -> str:
     return text
 
 
-async def serve(args: argparse.Namespace, pool: Pool) -> None:
+def _object_name(text: str) -> tuple[str, str]:
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAMESPACE/NAME")
+    return namespace, name
+
+
+async def serve(args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    gateway = Gateway(pool, args.pool, conformance=args.conformance, seed=args.seed)
+    if args.kubernetes is None:
+        pool = load(args.pool)
+        await _serve(args, pool, PoolFile(args.pool, pool), stop)
+        return
+    client = kube.Client(kube.find_access())
+    try:
+        watched = KubernetesPool(client, *args.kubernetes)
+        first, stopped = asyncio.create_task(watched.first()), asyncio.create_task(stop.wait())
+        await asyncio.wait((first, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if first.done():
+            await _serve(args, first.result(), watched, stop)
+        else:
+            first.cancel()
+    finally:
+        await client.close()
+
+
+async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asyncio.Event) -> None:
+    gateway = Gateway(pool, source, conformance=args.conformance, seed=args.seed)
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop)
 
 
@@ -241,12 +286,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
-        pool = load(args.pool)
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(args, pool))
+            runner.run(serve(args))
     except SpecError as error:
-        print(f"perilune-gateway: {args.pool}: {error}", file=sys.stderr)
+        print(f"perilune-gateway: {args.pool or '/'.join(args.kubernetes)}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"perilune-gateway: {error}", file=sys.stderr)

@@ -52,3 +52,24 @@ SLO_TTFT_HEADER = "x-slo-ttft-ms"
 SLO_TPOT_HEADER = "x-slo-tpot-ms"
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Name of an InferenceObjective, which stands for a priority; the second is the older spelling."""
+
+# Kubernetes: labels and annotations, written by the operator.
+POOL_LABEL = "perilune.dev/pool"
+"""On everything that belongs to a pool: its name."""
+COMPONENT_LABEL = "perilune.dev/component"
+"""engine (pods that are endpoints), engine-worker, gateway, master."""
+ROLE_LABEL = "perilune.dev/role"
+"""Of an engine pod: prefill, decode, both."""
+EVENTS_PORT = "perilune.dev/kv-events-port"
+"""Annotation of an engine pod: where it publishes KV events; the replay port is the next one."""
+DRAINING = "perilune.dev/draining"
+"""Annotation of an engine pod, any value: known sessions finish there, new ones go elsewhere."""
+ENGINE_PORT = 8000
+"""Where an engine pod serves HTTP."""
+POOL_DOCUMENT = "pool.yaml"
+"""Key of the ConfigMap that holds the pool document."""
+
+
+def gateway_name(pool: str) -> str:
+    """Name of a pool's gateway: Deployment, Service, ConfigMap with the pool document."""
+    return f"{pool}-gateway"

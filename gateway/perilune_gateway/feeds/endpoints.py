@@ -70,6 +70,10 @@ class PoolFile:
             log.error("pool file refused, the old pool stays path=%s error=%s", self.path, error)
         self.last_error = error
 
+    async def run(self, on_pool: Callable[[Pool], None]) -> None:
+        """Hand over every new pool until cancelled; `on_pool` may raise SpecError."""
+        await run(self, on_pool)
+
     def _accept(self, message: str) -> None:
         log.info("%s path=%s", message, self.path)
         self.last_error = ""

@@ -1,0 +1,168 @@
+"""The pool from the Kubernetes API: the operator's ConfigMap, and the pool's pods as endpoints.
+
+    ConfigMap NAME-gateway, key pool.yaml ─▶ model, engine, routing, topology ─┐
+    pods labelled perilune.dev/pool=NAME ──▶ ready and not terminating ────────┴▶ Pool ─▶ on_pool
+
+Both are watched, so a change is in force as soon as the API server says it; a mounted ConfigMap would lag by
+up to a minute. A pod leaves the moment that its deletion is asked for: Envoy obeys a pick of a terminating
+pod. While the API server is away the last pool stays. A document that cannot be taken (a bad one, or a change
+that needs a restart) leaves the old one in force, with the pods of now.
+
+Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from perilune_api import kube, names
+from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse
+
+log = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+FIRST_S = 0.5
+"""Pause before the ConfigMap is asked for again, while it is not there yet."""
+
+
+def endpoint(pod: Object) -> EndpointSpec | None:
+    """None: not to be chosen: it has no address, is not ready, or is leaving."""
+    meta, status = pod["metadata"], pod.get("status", {})
+    ip = status.get("podIP", "")
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
+    if not (ip and ready) or "deletionTimestamp" in meta:
+        return None
+    host = f"[{ip}]" if ":" in ip else ip
+    annotations = meta.get("annotations") or {}
+    port = annotations.get(names.EVENTS_PORT, "")
+    known = port.isdigit()
+    role = (meta.get("labels") or {}).get(names.ROLE_LABEL, "")
+    return EndpointSpec(
+        f"{host}:{names.ENGINE_PORT}",
+        Role(role) if role in set(Role) else Role.BOTH,
+        pod.get("spec", {}).get("nodeName", ""),
+        (f"tcp://{host}:{port}",) if known else (),
+        (f"tcp://{host}:{int(port) + 1}",) if known else (),
+        names.DRAINING in annotations,
+    )
+
+
+def with_pods(document: Pool, pods: Iterable[Object]) -> Pool:
+    """The document with these pods as its endpoints; nodes that it does not know are far from everything."""
+    endpoints = tuple(sorted(filter(None, map(endpoint, pods)), key=lambda e: e.address))
+    topology = document.spec.topology
+    nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
+    spec = msgspec.structs.replace(
+        document.spec,
+        endpoints=endpoints,
+        topology=msgspec.structs.replace(topology, nodes=nodes) if topology.nodes else topology,
+    )
+    return msgspec.structs.replace(document, spec=spec)
+
+
+class KubernetesPool:
+    """What the API server says of one pool, and what of it is in force."""
+
+    def __init__(self, client: kube.Client, namespace: str, name: str) -> None:
+        self.client = client
+        self.namespace = namespace
+        self.name = name
+        self.last_error = ""
+        """Why the newest document is not in force; empty: it is."""
+        self.current: Pool | None = None
+        self._text = ""
+        self._document: Pool | None = None
+        """The newest document that could be read."""
+        self._accepted: Pool | None = None
+        """The document in force."""
+        self._pods: list[Object] = []
+
+    async def first(self) -> Pool:
+        """Wait for the ConfigMap; the pool as it stands. Raises SpecError for a bad document."""
+        while True:
+            try:
+                found = await self.client.request("GET", self._config_maps, params=self._named)
+                pods = await self.client.request("GET", self._pods_path, params=self._selected)
+            except (OSError, kube.ApiError) as error:
+                log.warning("waiting for the API server error=%s", error)
+            else:
+                for item in found.get("items") or ():
+                    self._text = item.get("data", {}).get(names.POOL_DOCUMENT, "")
+                    self._document = self._accepted = parse(self._text)
+                    self._pods = pods.get("items") or []
+                    self.current = with_pods(self._document, self._pods)
+                    return self.current
+            await asyncio.sleep(FIRST_S)
+
+    async def run(self, on_pool: Callable[[Pool], None]) -> None:
+        """Hand every new pool to `on_pool` until cancelled; it may raise SpecError."""
+
+        def documents(found: dict[str, Object]) -> None:
+            self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
+            self.offer(on_pool)
+
+        def pods(found: dict[str, Object]) -> None:
+            self._pods = list(found.values())
+            self.offer(on_pool)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kube.follow(self.client, self._config_maps, documents, self._named))
+            tasks.create_task(kube.follow(self.client, self._pods_path, pods, self._selected))
+
+    def document(self, text: str) -> None:
+        """The ConfigMap says this now; without one, the old document stays."""
+        if not text or text == self._text:
+            return
+        self._text = text
+        try:
+            self._document = parse(text)
+        except SpecError as error:
+            self._refuse(str(error))
+
+    def offer(self, on_pool: Callable[[Pool], None]) -> None:
+        """Have the newest document with the pods of now, else the old document with them."""
+        if self._document is not None and self._document != self._accepted:
+            if self._take(on_pool, self._document):
+                self._accepted, self.last_error = self._document, ""
+                return
+            self._document = self._accepted
+        if self._accepted is not None:
+            self._take(on_pool, self._accepted)
+
+    def _take(self, on_pool: Callable[[Pool], None], document: Pool) -> bool:
+        try:
+            pool = with_pods(document, self._pods)
+            if pool == self.current:
+                return True
+            check(pool)
+            on_pool(pool)
+        except SpecError as error:
+            self._refuse(str(error))
+            return False
+        log.info("pool taken endpoints=%d", len(pool.spec.endpoints))
+        self.current = pool
+        return True
+
+    def _refuse(self, error: str) -> None:
+        if error != self.last_error:
+            log.error("pool document refused, the old one stays error=%s", error)
+        self.last_error = error
+
+    @property
+    def _config_maps(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/configmaps"
+
+    @property
+    def _pods_path(self) -> str:
+        return f"/api/v1/namespaces/{self.namespace}/pods"
+
+    @property
+    def _named(self) -> dict[str, str]:
+        return {"fieldSelector": f"metadata.name={names.gateway_name(self.name)}"}
+
+    @property
+    def _selected(self) -> dict[str, str]:
+        return {"labelSelector": f"{names.POOL_LABEL}={self.name},{names.COMPONENT_LABEL}=engine"}

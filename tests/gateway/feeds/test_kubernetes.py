@@ -1,0 +1,230 @@
+"""The pool from the API: pure parts as tables, the feed against a small server of list and watch."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from perilune_api import kube
+from perilune_api.pool import (
+    EndpointSpec,
+    Metadata,
+    Model,
+    NodePlace,
+    Pool,
+    Role,
+    Routing,
+    Spec,
+    SpecError,
+    Topology,
+    dump,
+)
+from perilune_gateway.feeds.kubernetes import KubernetesPool, endpoint, with_pods
+
+Object = dict[str, Any]
+
+
+def pod(name: str = "a", ip: str = "10.0.0.1", ready: bool = True, **meta: object) -> Object:
+    return {
+        "metadata": {"name": name, "namespace": "ns", "resourceVersion": "1", **meta},
+        "spec": {"nodeName": "n1"},
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
+    }
+
+
+def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
+    return Pool(
+        Metadata("p", "ns"), Spec(Model(model), routing=Routing(policy), topology=Topology(**topology))
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param(pod(), EndpointSpec("10.0.0.1:8000", node="n1"), id="ready"),
+        pytest.param(pod(ready=False), None, id="not ready"),
+        pytest.param(pod(ip=""), None, id="no address yet"),
+        pytest.param(pod(deletionTimestamp="2026-01-01T00:00:00Z"), None, id="terminating, though ready"),
+        pytest.param(
+            pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
+            EndpointSpec(
+                "10.0.0.1:8000", Role.DECODE, "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)
+            ),
+            id="role and events",
+        ),
+        pytest.param(
+            pod(annotations={"perilune.dev/draining": ""}),
+            EndpointSpec("10.0.0.1:8000", node="n1", draining=True),
+            id="draining",
+        ),
+        pytest.param(pod(ip="fd00::1"), EndpointSpec("[fd00::1]:8000", node="n1"), id="IPv6"),
+    ],
+)
+def test_a_pod_is_an_endpoint(given: Object, expected: EndpointSpec | None) -> None:
+    assert endpoint(given) == expected
+
+
+def test_a_node_that_the_document_does_not_know_has_a_place_of_its_own() -> None:
+    pool = with_pods(document(nodes={"n2": NodePlace("r1")}), [pod()])
+    assert pool.spec.topology.nodes == {"n1": NodePlace(), "n2": NodePlace("r1")}
+
+
+class Api:
+    """One API server's list and watch of two collections."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, dict[str, Object]] = {"configmaps": {}, "pods": {}}
+        self.version = 10
+        self.lists = {"configmaps": 0, "pods": 0}
+        self.watchers: dict[str, asyncio.Queue[Object]] = {k: asyncio.Queue() for k in self.objects}
+        self.queries: list[dict[str, str]] = []
+        self.gone = False
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        kind = request.match_info["kind"]
+        self.queries.append(dict(request.query))
+        if "watch" not in request.query:
+            self.lists[kind] += 1
+            items = list(self.objects[kind].values())
+            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            event = await self.watchers[kind].get()
+            if event["type"] == "HANGUP":
+                return answer
+            await answer.write(json.dumps(event).encode() + b"\n")
+
+    def put(self, kind: str, item: Object, event: str = "MODIFIED") -> None:
+        self.version += 1
+        item["metadata"]["resourceVersion"] = str(self.version)
+        if event == "DELETED":
+            self.objects[kind].pop(item["metadata"]["name"], None)
+        else:
+            self.objects[kind][item["metadata"]["name"]] = item
+        self.watchers[kind].put_nowait({"type": event, "object": item})
+
+    def document(self, pool: Pool | bytes) -> None:
+        text = pool if isinstance(pool, bytes) else dump(pool)
+        meta = {"name": "p-gateway", "namespace": "ns"}
+        self.put("configmaps", {"metadata": meta, "data": {"pool.yaml": text.decode()}})
+
+
+class Taker:
+    """Stands for Gateway.on_pool: remembers pools, and refuses another model."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+        self.changed = asyncio.Event()
+
+    def __call__(self, pool: Pool) -> None:
+        self.changed.set()
+        if pool.spec.model.name != "m":
+            raise SpecError("Cannot change while running - at `$.spec.model`")
+        self.pools.append(pool)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not true():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def addresses(self) -> list[str]:
+        return [e.address for e in self.pools[-1].spec.endpoints] if self.pools else []
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+async def watched(api: Api) -> AsyncIterator[KubernetesPool]:
+    app = web.Application()
+    app.router.add_get("/api/v1/namespaces/ns/{kind}", api.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    client = kube.Client(kube.Access(f"http://127.0.0.1:{runner.addresses[0][1]}", token="t"))
+    try:
+        yield KubernetesPool(client, "ns", "p")
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+@pytest.fixture
+async def taker(api: Api, watched: KubernetesPool) -> AsyncIterator[Taker]:
+    """A running feed that has seen one document and pod `a`."""
+    api.document(document())
+    api.put("pods", pod())
+    made = Taker()
+    made.pools.append(await watched.first())
+    for queue in api.watchers.values():
+        while not queue.empty():
+            queue.get_nowait()
+    task = asyncio.create_task(watched.run(made))
+    yield made
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_the_first_pool_is_document_and_pods(api: Api, taker: Taker) -> None:
+    assert taker.addresses() == ["10.0.0.1:8000"]
+    assert {"fieldSelector": "metadata.name=p-gateway"} in api.queries
+    assert {"labelSelector": "perilune.dev/pool=p,perilune.dev/component=engine"} in api.queries
+
+
+async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) -> None:
+    api.put("pods", pod("b", "10.0.0.2"), "ADDED")
+    await taker.until(lambda: taker.addresses() == ["10.0.0.1:8000", "10.0.0.2:8000"])
+    api.put("pods", pod("a", deletionTimestamp="2026-01-01T00:00:00Z"))
+    await taker.until(lambda: taker.addresses() == ["10.0.0.2:8000"])
+
+
+async def test_an_edited_document_is_taken(api: Api, taker: Taker) -> None:
+    api.document(document("sticky"))
+    await taker.until(lambda: taker.pools[-1].spec.routing.policy == "sticky")
+    assert taker.addresses() == ["10.0.0.1:8000"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        pytest.param(b"spec: {", "", id="no YAML"),
+        pytest.param(dump(document(model="other")), "Cannot change while running", id="needs a restart"),
+    ],
+)
+async def test_a_bad_document_changes_nothing_and_pods_go_on(
+    api: Api, taker: Taker, watched: KubernetesPool, bad: bytes, error: str
+) -> None:
+    api.document(bad)
+    api.put("pods", pod("b", "10.0.0.2"), "ADDED")
+    await taker.until(lambda: len(taker.addresses()) == 2 and bool(watched.last_error))
+    assert error in watched.last_error
+    assert taker.pools[-1].spec.model.name == "m"
+
+
+async def test_a_version_that_is_gone_is_listed_again(api: Api, taker: Taker) -> None:
+    lists = api.lists["pods"]
+    api.objects["pods"] = {"c": pod("c", "10.0.0.3")}
+    status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+    api.watchers["pods"].put_nowait({"type": "ERROR", "object": status})
+    await taker.until(lambda: taker.addresses() == ["10.0.0.3:8000"])
+    assert api.lists["pods"] == lists + 1
+
+
+async def test_a_watch_that_ends_goes_on_from_the_last_bookmark(api: Api, taker: Taker) -> None:
+    lists = dict(api.lists)
+    bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "77"}}}
+    api.watchers["pods"].put_nowait(bookmark)
+    api.watchers["pods"].put_nowait({"type": "HANGUP"})
+    api.watchers["pods"].put_nowait({"type": "ADDED", "object": pod("b", "10.0.0.2")})
+    await taker.until(lambda: len(taker.addresses()) == 2)
+    assert api.lists["pods"] <= lists["pods"] + 1
+    assert [q["resourceVersion"] for q in api.queries if "resourceVersion" in q][-1] == "77"
