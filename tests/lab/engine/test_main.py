@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_frees_its_blocks(start):
 
 
 async def test_a_client_that_does_not_read_holds_nobody_up(start):
-    engine = start("--time-scale", "2000")
+    engine = start("--time-scale", "200")
     host, port = engine.facts["http"].split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     try:
@@ -330,7 +330,7 @@ async def test_a_client_that_does_not_read_holds_nobody_up(start):
         await reader.readline()
         async with asyncio.timeout(20):
             for i in range(20):
-                await ask(f"{engine.url}/v1/completions", completion([i] * 50, max_tokens=2000))
+                await ask(f"{engine.url}/v1/completions", completion([i] * 50, max_tokens=500))
 
             # Its answer is complete too, and holds no blocks; only its bytes wait.
             async def done() -> bool:
