@@ -65,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json and chat template [the lab's own]")
     add("--request-log", type=Path, metavar="FILE", help="append one JSON line per ended request")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
-    add = parser.add_argument_group("cache").add_argument
+    cache = parser.add_argument_group("cache")
+    add = cache.add_argument
     add("--block-size", type=_positive, default=16, metavar="TOKENS", help="[%(default)s]")
-    size = parser.add_mutually_exclusive_group()
+    size = cache.add_mutually_exclusive_group()
     size.add_argument(
         "--kv-tokens",
         type=_positive,
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(Algorithm),
         help="vLLM's --prefix-caching-hash-algo [%(default)s]",
     )
-    add("--hash-seed", default="", help="as PYTHONHASHSEED of a real engine [unset]")
+    add("--hash-seed", default="", metavar="S", help="as PYTHONHASHSEED of a real engine [unset]")
     add("--store", type=Path, metavar="FILE", help="shared KV store pool; engines that name it share it")
     add("--store-tokens", type=_positive, default=8_000_000, metavar="N", help="its size [%(default)s]")
     add = parser.add_argument_group("KV events").add_argument
