@@ -240,8 +240,14 @@ def test_runs_compares_and_reports(start, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("moment", ["starting 2 engines", UNDER_LOAD])
+@pytest.mark.parametrize(
+    ("number", "status", "moment"),
+    [
+        pytest.param(signal.SIGINT, 130, "starting 2 engines", id="Ctrl-C while starting"),
+        pytest.param(signal.SIGINT, 130, UNDER_LOAD, id="Ctrl-C under load"),
+        pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load"),
+    ],
+)
 def test_interrupted(start, tmp_path, number, status, moment):
     running = start("--seconds", "60", "--compare", "")
     running.until(moment)
