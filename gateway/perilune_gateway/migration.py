@@ -140,7 +140,7 @@ def plan_migration(
     *,
     pullable: bool = True,
 ) -> Plan:
-    """`endpoints`: all of the pool, each with its links to the hosts and holders. `pullable`: engines can pull
+    """`endpoints`: all of the pool, each with its links to hosts and holders. `pullable`: engines can pull
     from each other."""
     planner = _Planner(endpoints, budget, params, pullable)
     offers = [(planner.offer(session), session) for session in sessions if planner.trigger(session.host)]

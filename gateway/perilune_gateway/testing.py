@@ -19,6 +19,25 @@ from perilune_gateway.model import (
     SessionView,
 )
 
+PLAIN = EngineModel(
+    flops_per_token=1.0,
+    attention_flops=0.0,
+    flops_per_s=1000.0,
+    prefill_fixed_s=0.0,
+    decode_floor_s=0.0,
+    expert_bytes=0.0,
+    shared_bytes=0.0,
+    memory_bytes_per_s=1e9,
+    kv_bytes_per_token=1000,
+    overhead_fixed_s=0.0,
+    overhead_per_token_s=0.0,
+    transfer_fixed_s=0.0,
+    host_bytes_per_s=10e6,
+    store_bytes_per_s=2e6,
+)
+"""An engine to reckon with in one's head: per token 1 ms of prefill, 1 µs of decode, 1000 bytes of KV, 0.1 ms
+from the host's memory, 0.5 ms from the store, 0.2 ms over a link of 5 MB/s."""
+
 
 def head(path: str = "/v1/chat/completions", /, *, has_body: bool = True, **headers: str) -> RequestHead:
     """`head(x_session_id="a")`: underscores in names become dashes."""

@@ -1,0 +1,116 @@
+"""perilune by hand: per token 1 ms of prefill, 0.2 ms over a link of 5 MB/s; a difference lasts 1.5 turns."""
+
+from random import Random
+
+import pytest
+
+from perilune_api.pool import PolicyParams
+from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
+from perilune_gateway.policy.perilune import perilune
+from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, session
+
+PARAMS = PolicyParams()
+T_COOL = PARAMS.cooldown_seconds
+
+
+def run(r, candidates, seed: int = 0) -> Decision:
+    verdict = perilune(r, candidates, PARAMS, Random(seed))
+    assert isinstance(verdict, Decision)
+    return verdict
+
+
+def node(address: str, **kwargs):
+    links = {"a": link(bytes_per_s=5e6)} if address != "a" else {}
+    return candidate(address, engine=PLAIN, **({"links": links} | kwargs))
+
+
+def at_home(**held):
+    return request(tokens=1000, of=session("a"), prefix=prefix(**held))
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "reason"),
+    [
+        pytest.param(0.0, Reason.HOST, id="idle host"),
+        pytest.param(0.15, Reason.HOST, id="cheaper than pulling 0.18 s"),
+        pytest.param(0.179, Reason.HOST, id="just cheaper"),
+        pytest.param(0.1801, Reason.MOVED, id="0.1801 × 1.5 turns > 1.5 × 0.18"),
+    ],
+)
+def test_a_session_leaves_only_when_that_pays(queue_s: float, reason: Reason) -> None:
+    verdict = run(at_home(a=900), [node("a", cached=900, pending_s=queue_s), node("b")])
+    assert verdict.reason is reason
+    assert verdict.target == ("b" if reason is Reason.MOVED else "a")
+    if reason is Reason.MOVED:
+        assert (verdict.moved_from, verdict.replicate_from, verdict.cached_tokens) == ("a", "a", 900)
+        assert verdict.estimated_ttft_s == pytest.approx(0.28)
+
+
+def test_another_endpoint_may_be_cheaper_and_still_not_worth_it() -> None:
+    without_pull = request(tokens=1000, of=session("a"), prefix=prefix(pullable=False, a=900))
+    nodes = [node("a", cached=900, pending_s=0.95), node("b")]
+    assert run(without_pull, nodes).reason is Reason.MOVED, "0.95 × 1.5 > 1.5 × 0.9"
+    nodes = [node("a", cached=900, pending_s=0.89), node("b")]
+    assert run(without_pull, nodes).reason is Reason.HOST
+    patient = PolicyParams(migration_worth=3.0)
+    verdict = perilune(without_pull, [node("a", cached=900, pending_s=0.95), node("b")], patient, Random(0))
+    assert isinstance(verdict, Decision)
+    assert (verdict.target, verdict.reason) == ("a", Reason.NOT_WORTH)
+
+
+def test_slow_links_stop_moves_by_themselves() -> None:
+    def reason(slowdown: float) -> Reason:
+        far = node("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
+        return run(at_home(a=900), [node("a", cached=900, pending_s=0.5), far]).reason
+
+    assert [reason(1.0), reason(3.0)] == [Reason.MOVED, Reason.HOST]
+
+
+def test_cooldown() -> None:
+    def verdict(moved_s_ago: float) -> Decision:
+        r = request(tokens=1000, of=session("a", moved_s_ago=moved_s_ago), prefix=prefix(a=900))
+        return run(r, [node("a", cached=900, pending_s=5.0), node("b")])
+
+    assert (verdict(T_COOL).target, verdict(T_COOL).reason) == ("a", Reason.HOT_COOLDOWN)
+    assert verdict(T_COOL + 0.1).reason is Reason.MOVED
+
+
+@pytest.mark.parametrize("host", ["", "gone"])
+def test_cold_sessions_go_where_it_is_cheapest(host: str) -> None:
+    r = request(tokens=1000, of=session(host), prefix=prefix(b=500))
+    verdict = run(r, [node("a", pending_s=0.1), node("b", cached=500, pending_s=0.4), node("c", pending_s=2)])
+    assert (verdict.target, verdict.reason) == ("b", Reason.COLD)
+
+
+def test_a_draining_host_is_left_at_once() -> None:
+    nodes = [node("a", cached=900, draining=True), node("b", pending_s=3.0), node("c", pending_s=1.0)]
+    verdict = run(at_home(a=900), nodes)
+    assert (verdict.target, verdict.reason, verdict.moved_from) == ("c", Reason.MOVED, "a")
+    alone = run(at_home(a=900), nodes[:1])
+    assert (alone.target, alone.reason) == ("a", Reason.HOST)
+
+
+def test_a_host_that_lost_the_prefix_has_no_claim() -> None:
+    verdict = run(
+        request(tokens=1000, of=session("a"), prefix=prefix(b=900)), [node("a"), node("b", cached=900)]
+    )
+    assert (verdict.target, verdict.reason) == ("b", Reason.MOVED)
+
+
+def test_noise_does_not_move_a_session_that_has_nothing_to_lose() -> None:
+    verdict = run(request(tokens=1000, of=session("a")), [node("a", pending_s=0.05), node("b")])
+    assert (verdict.target, verdict.reason) == ("a", Reason.NOT_WORTH)
+
+
+@pytest.mark.parametrize(
+    ("queue_s", "host", "decides"),
+    [(0.1, "a", True), (5.0, "a", False), (0.0, "", False), (0.0, "gone", False)],
+    ids=["host clearly best", "a move may pay", "new session", "host gone"],
+)
+def test_headers_alone(queue_s: float, host: str, decides: bool) -> None:
+    r = request(tokens=1000, of=session(host), phase=Phase.HEADERS, prefix=prefix(pullable=False, a=900))
+    verdict = perilune(r, [node("a", cached=900, pending_s=queue_s), node("b")], PARAMS, Random(0))
+    assert (verdict is not NEED_BODY) == decides
+    if decides:
+        assert isinstance(verdict, Decision)
+        assert verdict.reason is Reason.HOST

@@ -1,0 +1,127 @@
+"""What must hold for every policy, whatever the facts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune_api.pool import ConductorArm, PolicyParams, Role
+from perilune_api.topology import Level
+from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
+from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
+from perilune_gateway.testing import candidate, link, prefix, request, session
+
+NAMES = "abcdef"
+links_strategy = st.dictionaries(
+    st.sampled_from(NAMES),
+    st.builds(link, st.sampled_from(Level), st.floats(1e8, 1e11), st.floats(0.1, 30.0)),
+)
+candidates_strategy = st.lists(
+    st.builds(
+        candidate,
+        st.sampled_from(NAMES),
+        role=st.sampled_from(Role),
+        pending=st.integers(0, 50_000),
+        pending_s=st.floats(0, 20),
+        in_flight=st.integers(0, 20),
+        prefilling=st.integers(0, 5),
+        waiting=st.integers(0, 5),
+        kv_usage=st.floats(0, 1),
+        cached=st.integers(0, 4_000),
+        host=st.integers(0, 4_000),
+        stored=st.integers(0, 4_000),
+        kv_free=st.integers(0, 10_000),
+        active_kv=st.integers(0, 100_000),
+        decode_s=st.floats(0, 20),
+        draining=st.booleans(),
+        links=links_strategy,
+    ),
+    min_size=1,
+    unique_by=lambda c: c.address,
+)
+requests_strategy = st.builds(
+    request,
+    ordinal=st.integers(0, 20),
+    tokens=st.integers(4_001, 50_000),
+    of=st.none() | st.builds(session, st.sampled_from(["", *NAMES, "z"]), moved_s_ago=st.floats(0, 60)),
+    phase=st.sampled_from(Phase),
+    prefix=st.builds(
+        lambda held, pullable, score: prefix(pullable=pullable, score=score, **held),
+        st.dictionaries(st.sampled_from([*NAMES, "z"]), st.integers(1, 4_000)),
+        st.booleans(),
+        st.floats(0, 5),
+    ),
+    slo_ttft_s=st.just(0.0) | st.floats(0.1, 10),
+    slo_tpot_s=st.just(0.0) | st.floats(0.001, 0.1),
+)
+params_strategy = st.builds(
+    PolicyParams, conductor_arm=st.sampled_from(ConductorArm), dynamo_temperature=st.sampled_from([0.0, 0.5])
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40)
+@given(r=requests_strategy, candidates=candidates_strategy, params=params_strategy, seed=st.integers(0, 9))
+def test_only_candidates_are_named(
+    name: str, r: RequestView, candidates: list[Candidate], params: PolicyParams, seed: int
+) -> None:
+    """Checks have run before: who is not ready or excluded is no candidate, though it may hold the prefix."""
+    verdict = POLICIES[name](r, candidates, params, Random(seed))
+    if not isinstance(verdict, Decision):
+        assert isinstance(verdict, Refusal) or r.phase is Phase.HEADERS
+        return
+    addresses = [c.address for c in candidates]
+    assert verdict.target in addresses
+    assert verdict.prefill in ("", *addresses)
+    assert verdict.prefill != verdict.target
+    assert [cost.address for cost in verdict.costs] == addresses
+    assert verdict.replicate_from in ("", *(location.address for location in r.prefix.locations), *addresses)
+    assert verdict.replicate_from != verdict.prefill_endpoint or not verdict.replicate_from
+    assert 0 <= verdict.cached_tokens <= r.prompt_tokens
+    if name in LIVE and not any(c.endpoint.role is Role.PREFILL for c in candidates):
+        assert not verdict.prefill
+        assert not verdict.prefill_queued
+
+
+def renamed(r: RequestView, candidates: Sequence[Candidate]) -> tuple[RequestView, list[Candidate]]:
+    """Everything under new names whose order is the reverse."""
+
+    def new(address: str) -> str:
+        return f"{chr(219 - ord(address))}!" if address else ""
+
+    of = r.session and replace(r.session, host=new(r.session.host))
+    locations = tuple(Location(new(a), tokens) for a, tokens in r.prefix.locations)
+    return replace(r, session=of, prefix=replace(r.prefix, locations=locations)), [
+        replace(
+            c,
+            endpoint=replace(c.endpoint, address=new(c.address)),
+            links={new(a): known for a, known in c.links.items()},
+        )
+        for c in candidates
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40)
+@given(r=requests_strategy, candidates=candidates_strategy, params=params_strategy)
+def test_renaming_endpoints_renames_the_result(
+    name: str, r: RequestView, candidates: list[Candidate], params: PolicyParams
+) -> None:
+    before = POLICIES[name](r, candidates, params, Random(3))
+    after = POLICIES[name](*renamed(r, candidates), params, Random(3))
+    assert type(before) is type(after)
+    if isinstance(before, Decision) and isinstance(after, Decision):
+        new_names = dict(
+            zip([c.address for c in candidates], [c.address for c in renamed(r, candidates)[1]], strict=True)
+        )
+        assert after.target == new_names[before.target]
+        assert after.reason == before.reason
+        assert [cost.total for cost in after.costs] == [cost.total for cost in before.costs]
+
+
+def test_what_only_the_simulator_runs_is_said_with_its_reason() -> None:
+    assert set(SIMULATED_ONLY) == {"static_pd", "dynamo_disagg"}
+    assert set(LIVE) == set(POLICIES) - set(SIMULATED_ONLY)
