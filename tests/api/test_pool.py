@@ -4,6 +4,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+
 from perilune_api import pool
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
 from perilune_api.topology import Level, Place

@@ -1,4 +1,5 @@
 import pytest
+
 from perilune_api.topology import Level, Place, distance
 
 HERE = Place("n1", "r1", "s1")

@@ -1,4 +1,5 @@
 import pytest
+
 from perilune_gateway.engine_model import H20_30B
 
 MEASURED_PREFILL_S = [
