@@ -179,7 +179,8 @@ class _Planner:
         move = self.offer(session)
         if not move.approved or not (move := self._afford(move)).approved:
             return move
-        share_s = self._queue_s[move.source] / max(1, self._endpoints[move.source].load.sessions)
+        load = self._endpoints[move.source].load
+        share_s = load.pending_prefill_s / max(1, load.sessions)
         self._queue_s[move.source] -= share_s
         self._queue_s[move.target] += share_s
         self._room[move.target] -= session.context_tokens

@@ -1,0 +1,83 @@
+"""Ratios of observed to predicted seconds."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perilune_gateway.state.calibration import GAIN, HALF_LIFE_S, HIGH, LOW, Calibration, Ratio
+from perilune_gateway.stats import EndpointCalibration
+
+
+def test_nothing_observed_is_as_predicted() -> None:
+    known = Calibration()
+    assert known.prefill_ratio("a", 5.0) == known.slowdown("a", "b", 5.0) == 1.0
+    assert known.of("a", 5.0) == EndpointCalibration()
+
+
+def test_the_prediction_counts_as_the_first_observation() -> None:
+    ratio = Ratio()
+    ratio.observe(3.0, 1.0, 0.0)
+    assert ratio.at(0.0) == 2.0
+    ratio.observe(3.0, 1.0, 0.0)
+    assert ratio.at(0.0) == pytest.approx(2.0 + 1 / 3)
+
+
+def test_then_the_average_is_exponential() -> None:
+    ratio = Ratio()
+    for _ in range(200):
+        ratio.observe(2.0, 1.0, 0.0)
+    before = ratio.at(0.0)
+    assert before == pytest.approx(2.0)
+    ratio.observe(4.0, 1.0, 0.0)
+    assert ratio.at(0.0) == pytest.approx(before + GAIN * (4.0 - before))
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0.05, 1e3)), max_size=30))
+def test_ratios_stay_in_bounds(observations: list[tuple[float, float]]) -> None:
+    ratio = Ratio()
+    for observed, predicted in observations:
+        ratio.observe(observed, predicted, 0.0)
+    assert LOW <= ratio.at(0.0) <= HIGH
+    assert ratio.count == len(observations)
+
+
+def test_short_predictions_say_nothing() -> None:
+    ratio = Ratio()
+    ratio.observe(9.0, 0.049, 0.0)
+    assert (ratio.count, ratio.at(0.0)) == (0, 1.0)
+
+
+def test_a_slow_link_gets_another_chance_and_a_slow_engine_stays_slow() -> None:
+    known = Calibration()
+    for _ in range(100):
+        known.transfer("a", "b", 5.0, 1.0, 0.0)
+        known.prefill("a", 5.0, 1.0, 0.0)
+    assert known.slowdown("a", "b", 0.0) == pytest.approx(5.0, abs=0.01)
+    assert known.slowdown("a", "b", HALF_LIFE_S) == pytest.approx(3.0, abs=0.01)
+    assert known.slowdown("a", "b", 0.0) == pytest.approx(5.0, abs=0.01), "reading changes nothing"
+    assert known.prefill_ratio("a", 100 * HALF_LIFE_S) == pytest.approx(5.0, abs=0.01)
+
+
+def test_an_unused_link_is_as_slow_as_its_source() -> None:
+    known = Calibration()
+    known.transfer("a", "b", 3.0, 1.0, 0.0)
+    assert known.slowdown("a", "c", 0.0) == 2.0
+    assert known.slowdown("c", "a", 0.0) == 1.0
+    assert set(known.links(0.0)) == {("a", "b")}
+
+
+def test_decode_seconds_are_averaged() -> None:
+    known = Calibration()
+    known.decoded("a", 4.0)
+    known.decoded("a", 2.0)
+    assert known.decode_s("a") == 3.0
+    assert known.decode_s("b") == 0.0
+
+
+def test_who_left_is_forgotten() -> None:
+    known = Calibration()
+    known.prefill("a", 3.0, 1.0, 0.0)
+    known.transfer("b", "a", 3.0, 1.0, 0.0)
+    known.forget("a")
+    assert known.prefill_ratio("a", 0.0) == 1.0
+    assert not known.links(0.0)
