@@ -1,0 +1,122 @@
+"""A real Kubernetes cluster on one Linux machine, without Docker: real kubelets, containerd, CoreDNS.
+
+    e2e/cluster.py up              eight H20 nodes in two spines × two racks; half a minute once built
+    e2e/cluster.py status          nodes, and the memory of each program
+    e2e/cluster.py kubectl get node
+    e2e/cluster.py run curl …      any program on the network outside, from where Services are reached
+    e2e/cluster.py link node-3 down
+    e2e/cluster.py down            leaves nothing
+
+Needs root and Debian (or its packages). The first `up` builds Kubernetes from source into the cache, ten
+minutes.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from testbed import programs
+from testbed.cluster import NAME, NODES, Cluster, standard_images
+from testbed.shell import ClusterError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    if os.geteuid() != 0:
+        print("cluster: namespaces and cgroups need root", file=sys.stderr)
+        return 1
+    cluster = Cluster(args.name, getattr(args, "nodes", NODES))
+    try:
+        return int(args.what(cluster, args) or 0)
+    except ClusterError as error:
+        print(f"cluster: {error}", file=sys.stderr)
+        return 1
+
+
+def _up(cluster: Cluster, args: argparse.Namespace) -> None:
+    if cluster.is_up:
+        print(f"cluster {cluster.name!r} is up already")
+        return
+    began = time.monotonic()
+    cluster.up([*standard_images(), *args.image])
+    print(f"cluster {cluster.name!r} is up after {time.monotonic() - began:.1f} s")
+    print(
+        f"export KUBECONFIG={cluster.control.kubeconfig}   # for programs started with: {sys.argv[0]} run …"
+    )
+
+
+def _down(cluster: Cluster, args: argparse.Namespace) -> None:
+    cluster.down()
+
+
+def _status(cluster: Cluster, args: argparse.Namespace) -> int:
+    if not cluster.is_up:
+        print(f"cluster {cluster.name!r} is not up")
+        return 3
+    print(cluster.kube.ctl("get", "node", "-L", "topology.kubernetes.io/rack", "-o", "wide"), end="")
+    memory = cluster.resident_bytes()
+    for name, resident in sorted(memory.items(), key=lambda item: -item[1]):
+        if resident >= 1 << 20:
+            print(f"{resident / 1e6:8.0f} MB  {name}")
+    print(f"{sum(memory.values()) / 1e6:8.0f} MB  in all (pages shared by processes are counted in each)")
+    return 0
+
+
+def _run(cluster: Cluster, args: argparse.Namespace) -> None:
+    command = cluster.kube.command(*args.command)
+    os.execvp(command[0], command)
+
+
+def _kubectl(cluster: Cluster, args: argparse.Namespace) -> None:
+    args.command = [str(programs.path("kubectl")), *args.command]
+    _run(cluster, args)
+
+
+def _load(cluster: Cluster, args: argparse.Namespace) -> None:
+    cluster.load(args.archive)
+
+
+def _link(cluster: Cluster, args: argparse.Namespace) -> None:
+    cluster.set_link(args.node, args.state == "up")
+
+
+def _build(cluster: Cluster, args: argparse.Namespace) -> None:
+    standard_images()
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default=NAME, help="several clusters may be up side by side [%(default)s]")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    up = commands.add_parser("up", help="bring it up; nothing happens when it is")
+    up.add_argument("--nodes", type=int, default=NODES, metavar="N", help="1 to 200 [%(default)s]")
+    up.add_argument(
+        "--image", type=Path, action="append", default=[], metavar="ARCHIVE", help="an OCI archive"
+    )
+    up.set_defaults(what=_up)
+    commands.add_parser("down", help="stop everything, remove everything").set_defaults(what=_down)
+    commands.add_parser("status", help="nodes and memory; exit status 3: not up").set_defaults(what=_status)
+    commands.add_parser("build", help="only build programs and images").set_defaults(what=_build)
+    run = commands.add_parser("run", help="a program on the outside network, with KUBECONFIG")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="PROGRAM …")
+    run.set_defaults(what=_run)
+    kubectl = commands.add_parser("kubectl", help="kubectl of the cluster's version")
+    kubectl.add_argument("command", nargs=argparse.REMAINDER, metavar="…")
+    kubectl.set_defaults(what=_kubectl)
+    load = commands.add_parser("load", help="import an OCI archive into every node")
+    load.add_argument("archive", type=Path)
+    load.set_defaults(what=_load)
+    link = commands.add_parser("link", help="plug a node's cable in or out")
+    link.add_argument("node")
+    link.add_argument("state", choices=("up", "down"))
+    link.set_defaults(what=_link)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Up, down, status of one cluster.
+
+Up: clean what a killed run left → images → machines `fabric` and `control` → control plane → nodes, all at
+once → Ready, with labels and GPUs. Down: kill what is in the cluster's cgroups; namespaces, mounts and
+links end with their processes; remove cgroups and files. Both hold a lock, so two never work on the same
+cluster.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from testbed import cgroups, images, network, paths, programs
+from testbed.control_plane import ControlPlane
+from testbed.kube import Kube
+from testbed.machines import Machine
+from testbed.nodes import Node
+from testbed.shell import ClusterError, run, step, until
+
+NAME = "perilune"
+NODES = 8
+
+
+class Cluster:
+    """A handle; making one starts nothing. A cluster that is up knows its own number of nodes."""
+
+    def __init__(self, name: str = NAME, nodes: int = NODES) -> None:
+        self.name = name
+        self.home = paths.state(name)
+        self._mark = self.home / "cluster.json"
+        if self._mark.exists():
+            nodes = json.loads(self._mark.read_text())["nodes"]
+        self.sites = network.sites(nodes)
+        self.fabric = Machine("fabric", self.home / "fabric")
+        self.control = ControlPlane(Machine("control", self.home / "control"), self.home)
+        self.nodes = tuple(
+            Node(name, Machine(site.node, self.home / site.node), site, self.control) for site in self.sites
+        )
+
+    @property
+    def kube(self) -> Kube:
+        """kubectl from outside the cluster. Raises ClusterError when it is not up."""
+        return self.control.kube
+
+    @property
+    def is_up(self) -> bool:
+        return self._mark.exists() and self.control.machine.running and self.control.ready
+
+    def node(self, name: str) -> Node:
+        for node in self.nodes:
+            if node.site.node == name:
+                return node
+        raise ClusterError(f"no node {name!r}; there are {', '.join(n.site.node for n in self.nodes)}")
+
+    def up(self, archives: Sequence[Path]) -> None:
+        """Brings the cluster up with these images. Raises ClusterError; what has started then stays."""
+        with self._lock():
+            self._clean()
+            self.home.mkdir(parents=True)
+            cgroups.make(self.name)
+            with cgroups.member(self.name):
+                images.make_store(self.home, archives)
+                with step("network"):
+                    self._wire()
+                with step("control plane"):
+                    self.control.start()
+                with step(f"{len(self.nodes)} nodes"):
+                    self._start_nodes()
+                self._mark.write_text(json.dumps({"nodes": len(self.nodes)}))
+
+    def down(self) -> None:
+        """Leaves no process, namespace, mount, cgroup or file; also after a killed run."""
+        with self._lock():
+            self._clean()
+
+    def set_link(self, node: str, up: bool) -> None:
+        """Plugs a node's cable in or out."""
+        network.set_link(self.fabric, self.node(node).site.node, up)
+
+    def power_on(self, node: str) -> None:
+        """Boots a node that was powered off: pods, images and identity are still on its disk."""
+        fresh = self.node(node)
+        with cgroups.member(self.name):
+            fresh.machine.start()
+            network.attach_node(self.fabric, fresh.machine, fresh.site, self.sites)
+            fresh.start()
+
+    def load(self, archive: Path) -> None:
+        """Imports an image into every node."""
+        _each(self.nodes, lambda node: images.load(node.machine, archive))
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of the cluster's processes by program name; shared pages are counted in each."""
+        by_name: dict[str, int] = {}
+        for pid in cgroups.processes(self.name):
+            try:
+                fields = (Path("/proc") / str(pid) / "statm").read_text().split()
+                name = (Path("/proc") / str(pid) / "comm").read_text().strip()
+            except OSError:
+                continue  # ended meanwhile
+            by_name[name] = by_name.get(name, 0) + int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+        return by_name
+
+    def _wire(self) -> None:
+        self.fabric.start()
+        self.control.machine.start()
+        network.build_fabric(self.fabric, self.sites)
+        network.attach_control(self.fabric, self.control.machine, self.sites)
+        for node in self.nodes:
+            node.machine.start()
+            network.attach_node(self.fabric, node.machine, node.site, self.sites)
+
+    def _start_nodes(self) -> None:
+        kube = self.kube
+        kube.apply(*(node.object() for node in self.nodes))
+        _each(self.nodes, Node.prepare)
+        _each(self.nodes, Node.start)
+        kube.wait("condition=Ready", "node", "--all", timeout_s=120)
+        kube.apply(*(node.status() for node in self.nodes), flags=("--subresource=status",))
+        until(
+            lambda: all(node.proxies for node in self.nodes), "kube-proxy has written its rules", timeout_s=60
+        )
+        kube.wait("create", "serviceaccount/default", "-n", "default")
+
+    def _clean(self) -> None:
+        cgroups.kill(self.name)
+        cgroups.remove(self.name)
+        for mount in _mounts_below(self.home):
+            run(["umount", "-l", mount])
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        self.home.parent.mkdir(parents=True, exist_ok=True)
+        with self.home.with_suffix(".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ClusterError(
+                    f"cluster {self.name!r} is being brought up or taken down by another"
+                ) from None
+            yield
+
+
+def standard_images() -> list[Path]:
+    """Programs and images that every cluster has; made when missing."""
+    from perilune_lab.envoy import binary
+
+    programs.ensure_packages()
+    programs.ensure(programs.CLUSTER)
+    return list(images.archives(binary()))
+
+
+def _each(nodes: Sequence[Node], what: Callable[[Node], None]) -> None:
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        list(pool.map(what, nodes))
+
+
+def _mounts_below(folder: Path) -> list[str]:
+    mounted = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    return sorted((m for m in mounted if m.startswith(f"{folder}/")), key=len, reverse=True)

@@ -1,0 +1,192 @@
+"""Images without a registry: OCI archives made here, and one image store that all nodes share.
+
+Steps: debootstrap → a base layer, once; layers + a few JSON files → an OCI archive (`write_archive`);
+archives → an image store, by a containerd of its own in a machine that lives for the import; a node's store
+is that one by hard links (layers are only ever read; its two databases are copied), so eight nodes cost one
+node's space and start with all images in a second. A store is named by what is in it, and made again when
+that changes.
+"""
+
+import hashlib
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from testbed import programs
+from testbed.machines import Machine
+from testbed.paths import IMAGES
+from testbed.shell import run, step, succeeds, until
+
+PAUSE = "perilune.test/pause:1"
+ENVOY = "perilune.test/envoy:1"
+ENVOY_GATEWAY = "perilune.test/envoy-gateway:1"
+_PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshotter.v1.overlayfs/metadata.db")
+_UNUSED_IN_BASE = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt/lists")
+_BASE_PACKAGES = "python3,python3-venv,ca-certificates"
+_CURRENT = IMAGES / "store"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    tar: Path
+    digest: str
+    size: int
+
+
+def layer(tar: Path) -> Layer:
+    with tar.open("rb") as file:
+        return Layer(tar, "sha256:" + hashlib.file_digest(file, "sha256").hexdigest(), tar.stat().st_size)
+
+
+def files_layer(to: Path, files: Mapping[str, Path]) -> Layer:
+    """A layer of executable files and folders, the same bytes for the same files."""
+    with tarfile.open(to, "w") as tar:
+        for name, source in sorted(files.items()):
+            tar.add(source, name, filter=_anonymous)
+    return layer(to)
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if member.name.endswith(".pyc"):
+        return None
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def write_archive(
+    name: str, to: Path, layers: Sequence[Layer], entrypoint: Sequence[str], env: Sequence[str] = ()
+) -> None:
+    """An OCI archive that `ctr images import` and buildah read."""
+    config = _json(
+        architecture="amd64",
+        os="linux",
+        config={"Entrypoint": list(entrypoint), "Env": [_PATH, *env]},
+        rootfs={"type": "layers", "diff_ids": [part.digest for part in layers]},
+    )
+    oci = "application/vnd.oci.image"
+    parts = [
+        {"mediaType": f"{oci}.layer.v1.tar", "digest": part.digest, "size": part.size} for part in layers
+    ]
+    manifest = _json(
+        schemaVersion=2,
+        mediaType=f"{oci}.manifest.v1+json",
+        config={"mediaType": f"{oci}.config.v1+json", "digest": _digest(config), "size": len(config)},
+        layers=parts,
+    )
+    names = {"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name}
+    about = {"mediaType": f"{oci}.manifest.v1+json", "digest": _digest(manifest), "size": len(manifest)}
+    index = _json(schemaVersion=2, manifests=[{**about, "annotations": names}])
+    with tarfile.open(to, "w") as tar:
+        _add(tar, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
+        _add(tar, "index.json", index)
+        for blob in (config, manifest):
+            _add(tar, _blob(_digest(blob)), blob)
+        for part in layers:
+            member = tarfile.TarInfo(_blob(part.digest))
+            member.size = part.size
+            with part.tar.open("rb") as file:
+                tar.addfile(member, file)
+
+
+def _json(**document: Any) -> bytes:
+    return json.dumps(document, sort_keys=True).encode()
+
+
+def _digest(blob: bytes) -> str:
+    return "sha256:" + hashlib.sha256(blob).hexdigest()
+
+
+def _blob(digest: str) -> str:
+    return "blobs/" + digest.replace(":", "/")
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def base() -> Layer:
+    """Debian bookworm with Python, as debootstrap makes it; once per machine, about 45 s."""
+    tar = IMAGES / "base.tar"
+    if not tar.exists():
+        root = IMAGES / "base.new"
+        with step("making a Debian base image, once"):
+            shutil.rmtree(root, ignore_errors=True)
+            run(
+                ["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", root],
+                timeout_s=1200,
+            )
+            for folder in _UNUSED_IN_BASE:
+                shutil.rmtree(root / folder, ignore_errors=True)
+            new = tar.with_suffix(".new")
+            run(["tar", "-C", root, "--sort=name", "--one-file-system", "-cf", new, "."])
+            new.rename(tar)
+            shutil.rmtree(root)
+    return layer(tar)
+
+
+def archives(envoy: Path) -> Iterator[Path]:
+    """The cluster's own images: pause, Envoy, Envoy Gateway."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    debian = base()
+    busybox = Path(shutil.which("busybox") or "/bin/busybox")
+    pause = files_layer(IMAGES / "pause.layer", {"busybox": busybox})
+    gateway = files_layer(
+        IMAGES / "envoy-gateway.layer", {"usr/local/bin/envoy-gateway": programs.path("envoy-gateway")}
+    )
+    proxy = files_layer(IMAGES / "envoy.layer", {"usr/local/bin/envoy": envoy})
+    for name, layers, entrypoint in (
+        (PAUSE, [pause], ("/busybox", "sleep", "2147483647")),
+        (ENVOY, [debian, proxy], ("/usr/local/bin/envoy",)),
+        (ENVOY_GATEWAY, [debian, gateway], ("/usr/local/bin/envoy-gateway",)),
+    ):
+        to = IMAGES / (name.split("/")[-1].split(":")[0] + ".tar")
+        write_archive(name, to, layers, entrypoint)
+        yield to
+
+
+def make_store(home: Path, wanted: Sequence[Path]) -> None:
+    """Makes the image store of exactly these archives, unless it is there. The caller is a cgroup member."""
+    key = hashlib.sha256("".join(sorted(layer(archive).digest for archive in wanted)).encode()).hexdigest()[
+        :16
+    ]
+    mark = _CURRENT / "KEY"
+    if mark.exists() and mark.read_text() == key:
+        return
+    with step(f"unpacking {len(wanted)} images"):
+        shutil.rmtree(_CURRENT, ignore_errors=True)
+        machine = Machine("images", home / "images")
+        machine.start()
+        machine.daemon(["containerd"])
+        until(
+            lambda: succeeds(machine.inside(["ctr", "version"])),
+            f"containerd runs, see {machine.home}/containerd.log",
+            timeout_s=30,
+        )
+        for archive in wanted:
+            load(machine, archive)
+        machine.power_off()
+        (machine.home / "lib" / "containerd").rename(_CURRENT)
+        mark.write_text(key)
+
+
+def load(machine: Machine, archive: Path) -> None:
+    """Imports an archive into a running machine's containerd."""
+    machine.run(["ctr", "-n", "k8s.io", "images", "import", archive], timeout_s=300)
+
+
+def populate(folder: Path) -> None:
+    """Makes `folder` a containerd root with every image of the store."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run(["cp", "--archive", "--link", _CURRENT, folder])
+    for database in _DATABASES:
+        (folder / database).unlink()
+        shutil.copy2(_CURRENT / database, folder / database)

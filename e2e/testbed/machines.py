@@ -1,0 +1,117 @@
+"""A machine of the cluster: one init process in network, mount, PID, UTS and IPC namespaces of its own.
+
+Its `/run` is a tmpfs, its `/var/lib` and `/var/log` are folders of the cluster, so programs keep their
+usual paths and nothing of theirs shows outside. Everything that runs in it, everything it has mounted and
+every link it has ends with the init process: to kill that one is to pull the plug.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import CDLL, get_errno
+from dataclasses import dataclass
+from pathlib import Path
+
+from testbed.shell import Args, ClusterError, launch, run, until
+
+_INIT = """
+read -r pid _ < /proc/self/stat             # the id outside: this /proc is still the outside's
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+mount --bind "$1/lib" /var/lib
+mount --bind "$1/log" /var/log
+hostname "$2"
+ip link set lo up
+echo "$pid" > "$1/pid.new" && mv "$1/pid.new" "$1/pid"
+trap "" CHLD                                # orphans that end here are reaped by the kernel
+exec sleep infinity
+"""
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    name: str
+    home: Path
+    """Its files, outside."""
+
+    @property
+    def pid(self) -> int:
+        """Of its init process. Raises ClusterError when it is not running."""
+        try:
+            pid = int((self.home / "pid").read_text())
+            if (Path("/proc") / str(pid) / "comm").read_text().strip() == "sleep":
+                return pid
+        except (OSError, ValueError):
+            pass
+        raise ClusterError(f"machine {self.name} is not running")
+
+    @property
+    def running(self) -> bool:
+        try:
+            return self.pid > 0
+        except ClusterError:
+            return False
+
+    def start(self) -> None:
+        """Powers it on. The caller is a member of the cluster's cgroup."""
+        for folder in ("lib", "log"):
+            (self.home / folder).mkdir(parents=True, exist_ok=True)
+        (self.home / "pid").unlink(missing_ok=True)
+        launch(
+            [
+                *("unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork"),
+                *("--propagation", "private", "sh", "-euc", _INIT, "init", self.home, self.name),
+            ],
+            self.home / "init.log",
+        )
+        until(
+            lambda: self.running,
+            f"machine {self.name} runs, see {self.home}/init.log",
+            timeout_s=10,
+            every_s=0.01,
+        )
+
+    def power_off(self) -> None:
+        """Pulls the plug: everything in it is gone at once."""
+        if self.running:
+            os.kill(self.pid, signal.SIGKILL)
+            until(lambda: not self.running, f"machine {self.name} is off", timeout_s=10, every_s=0.01)
+
+    def inside(self, args: Args) -> list[str]:
+        """The command that runs `args` in all of its namespaces."""
+        return ["nsenter", f"--target={self.pid}", "-n", "-m", "-p", "-u", "-i", "--", *map(str, args)]
+
+    def on_its_network(self, args: Args) -> list[str]:
+        """The command that runs `args` with our files and processes, but its network."""
+        return ["nsenter", f"--target={self.pid}", "-n", "--", *map(str, args)]
+
+    def run(self, args: Args, *, stdin: str | None = None, timeout_s: float = 60) -> str:
+        return run(self.inside(args), stdin=stdin, timeout_s=timeout_s)
+
+    def daemon(self, args: Args, name: str = "") -> None:
+        """Starts a program inside; its output goes to `NAME.log` beside the machine's files."""
+        launch(self.inside(args), self.home / f"{name or Path(str(args[0])).name}.log")
+
+    def configure(self, commands: str) -> None:
+        """Lines of `ip` commands, as one batch."""
+        run(self.on_its_network(["ip", "-batch", "-"]), stdin=commands)
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """While inside, this thread, and what it starts, is on the machine's network."""
+        if sys.platform != "linux":
+            raise ClusterError("network namespaces are Linux's")
+        with open("/proc/thread-self/ns/net") as home, open(f"/proc/{self.pid}/ns/net") as there:
+            _setns(there.fileno())
+            try:
+                yield
+            finally:
+                _setns(home.fileno())
+
+
+def _setns(file: int) -> None:
+    if CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET) != 0:
+        raise OSError(get_errno(), "setns")

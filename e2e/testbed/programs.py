@@ -1,0 +1,139 @@
+"""Programs of the cluster: Go programs built once per machine, packages from Debian.
+
+`KUBEBUILDER_ASSETS` (envtest's convention), when set, is looked into first. What is missing is built from
+pinned versions with Go's own checksums into the cache: about ten minutes on two cores, once; afterwards
+nothing.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from testbed.paths import BIN, GO_BUILD, GO_MODULES, TOOLS
+from testbed.shell import ClusterError, run, step
+
+KUBERNETES = "v1.36.2"
+ENVOY_GATEWAY = "v1.9.1"
+_STRIP = ("-s", "-w")
+_VERSION = "k8s.io/component-base/version"
+_KUBERNETES_FLAGS = (
+    *_STRIP,
+    *(
+        "-X",
+        f"{_VERSION}.gitVersion={KUBERNETES}",
+        "-X",
+        f"{_VERSION}.gitMajor=1",
+        "-X",
+        f"{_VERSION}.gitMinor=36",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    name: str
+    package: str
+    version: str
+    flags: tuple[str, ...] = field(default=_STRIP)
+    in_module: bool = False
+    """Built in the tools module (its go.mod pins the whole tree), else installed at its version."""
+
+
+def _kubernetes(name: str) -> Program:
+    return Program(name, f"k8s.io/kubernetes/cmd/{name}", KUBERNETES, _KUBERNETES_FLAGS, in_module=True)
+
+
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program("etcd", "go.etcd.io/etcd/server/v3", "v3.6.8", in_module=True),
+        *map(_kubernetes, ("kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")),
+        *map(_kubernetes, ("kubelet", "kube-proxy")),
+        Program("coredns", "github.com/coredns/coredns", "v1.12.4"),
+        Program("helm", "helm.sh/helm/v3/cmd/helm", "v3.22.0"),
+        Program("envoy-gateway", "github.com/envoyproxy/gateway/cmd/envoy-gateway", ENVOY_GATEWAY),
+        Program("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
+    )
+}
+CLUSTER = (
+    *("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler"),
+    *("kubelet", "kube-proxy", "coredns", "helm", "envoy-gateway"),
+)
+CHART = GO_MODULES / "github.com/envoyproxy" / f"gateway@{ENVOY_GATEWAY}" / "charts" / "gateway-helm"
+
+PACKAGES = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "ctr": "containerd",
+    "nft": "nftables",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "busybox": "busybox-static",
+    "buildah": "buildah",
+    "debootstrap": "debootstrap",
+    "openssl": "openssl",
+    "nsenter": "util-linux",
+    "sysctl": "procps",
+    "/usr/lib/cni/ptp": "containernetworking-plugins",
+}
+"""Program → its Debian package."""
+
+
+def path(name: str) -> Path:
+    """Where a program lies, or will lie once built."""
+    assets = os.environ.get("KUBEBUILDER_ASSETS")
+    given = Path(assets) / name if assets else None
+    return given if given is not None and given.exists() else BIN / name
+
+
+def ensure(names: tuple[str, ...]) -> None:
+    """Builds what is missing. Raises ClusterError without Go, or when a build fails."""
+    for name in names:
+        program = PROGRAMS[name]
+        stamp = BIN / ".built" / f"{name}@{program.version}"
+        if path(name).parent != BIN or (stamp.exists() and path(name).exists()):
+            continue
+        if shutil.which("go") is None:
+            raise ClusterError(
+                f"{name} {program.version} is not in {BIN}, and there is no Go (>= 1.26) to build it with;"
+                " set KUBEBUILDER_ASSETS to a folder that has it"
+            )
+        with step(f"building {name} {program.version}, once"):
+            _build(program)
+            stamp.parent.mkdir(exist_ok=True)
+            stamp.touch()
+
+
+def _build(program: Program) -> None:
+    BIN.mkdir(parents=True, exist_ok=True)
+    own = {"GOMODCACHE": str(GO_MODULES), "GOCACHE": str(GO_BUILD), "GOBIN": str(BIN)}
+    env = {**os.environ, **own, "CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
+    how = ("-trimpath", "-ldflags", " ".join(program.flags))
+    if program.in_module:
+        args = ["build", *how, "-o", str(BIN / program.name), program.package]
+    else:
+        args = ["install", *how, f"{program.package}@{program.version}"]
+    cwd = TOOLS if program.in_module else Path("/")
+    run(["go", *args], env=env, cwd=cwd, timeout_s=3600)
+
+
+def ensure_packages() -> None:
+    """Installs missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
+    missing = sorted({package for program, package in PACKAGES.items() if not _found(program)})
+    if not missing:
+        return
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        raise ClusterError(f"missing programs; as root: {' '.join(command)}")
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    with step(f"installing {' '.join(missing)}"):
+        run(["apt-get", "update"], env=env)
+        run(command, env=env)
+
+
+def _found(program: str) -> bool:
+    search = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return (
+        Path(program).exists() if program.startswith("/") else shutil.which(program, path=search) is not None
+    )

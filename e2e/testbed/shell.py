@@ -1,0 +1,91 @@
+"""Running programs, telling progress, waiting on conditions."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+T = TypeVar("T")
+Args = Sequence[str | Path]
+
+
+class ClusterError(RuntimeError):
+    """Something of the cluster does not work; the message says what, and where to look."""
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Tells on stderr what is going on, and how long it took."""
+    began = time.monotonic()
+    print(f"{title} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    except BaseException:
+        print(" failed", file=sys.stderr, flush=True)
+        raise
+    print(f" {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+def run(
+    args: Args,
+    *,
+    stdin: str | bytes | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout_s: float = 600,
+) -> str:
+    """A program's standard output. Raises ClusterError with its last words when it fails."""
+    text = stdin.encode() if isinstance(stdin, str) else stdin
+    try:
+        ended = subprocess.run(
+            [str(a) for a in args], input=text, capture_output=True, env=env, cwd=cwd, timeout=timeout_s
+        )
+    except FileNotFoundError:
+        raise ClusterError(f"{args[0]} is not installed") from None
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{_words(args)}: not done after {timeout_s:g} s") from None
+    if ended.returncode != 0:
+        said = (ended.stderr or ended.stdout).decode(errors="replace").strip().splitlines()
+        tail = "\n".join(f"    {line}" for line in said[-12:])
+        raise ClusterError(f"{_words(args)}: exit status {ended.returncode}\n{tail}")
+    return ended.stdout.decode(errors="replace")
+
+
+def succeeds(args: Args, timeout_s: float = 10) -> bool:
+    try:
+        run(args, timeout_s=timeout_s)
+    except ClusterError:
+        return False
+    return True
+
+
+def launch(args: Args, log: Path) -> int:
+    """Starts a program that outlives us; its output goes to `log`. Returns its process id."""
+    sink: IO[bytes]
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            [str(a) for a in args],
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+        ).pid
+
+
+def until(condition: Callable[[], T], what: str, timeout_s: float, every_s: float = 0.1) -> T:
+    """Waits until `condition()` is truthy and returns it. Raises ClusterError when time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{what}: not after {timeout_s:g} s")
+        time.sleep(every_s)
+    return result
+
+
+def _words(args: Args) -> str:
+    words = " ".join(str(a) for a in args)
+    return words if len(words) <= 200 else words[:197] + "…"
