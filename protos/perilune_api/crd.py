@@ -428,7 +428,7 @@ RULES: Mapping[type, Sequence[Rule]] = {
         ),
         Rule(
             "self.engine.kind != 'simulated' || "
-            "(self.mooncake.transfer == 'none' && !self.mooncake.store.enabled)",
+            "(self.mooncake.transfer == 'none' && !(has(self.mooncake.store) && self.mooncake.store.enabled))",
             "simulated engines have no Mooncake: leave mooncake out",
             ".mooncake",
         ),

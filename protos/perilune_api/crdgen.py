@@ -5,9 +5,9 @@ enums, defaults; texts from docstrings and the strings under attributes; the CEL
 their struct stands → wrapped with status schema, subresources and printer columns. Deterministic: the same
 structs give the same bytes.
 
-A field whose default is a struct gets the default `{}` if it stands directly in `spec`, so that the numbers
-people ask about (replicas, engine, gateway) show in `kubectl get -o yaml`; deeper groups stay out of stored
-objects until somebody sets one of their fields.
+A group that stands directly in `spec` has a default, so that what people ask about (replicas, engine,
+gateway) shows in `kubectl get -o yaml`; deeper groups stay out of stored objects until somebody sets one of
+their fields.
 """
 
 import ast
@@ -147,12 +147,21 @@ def _default(field: mi.Field, top: bool) -> Any:
     if isinstance(value, msgspec.Struct):
         if value != type(value)():
             return msgspec.to_builtins(value)
-        return {} if top else msgspec.NODEFAULT
+        return _filled(type(value)) if top else msgspec.NODEFAULT
     if value is None or value in ({}, (), ""):
         return msgspec.NODEFAULT
     if isinstance(value, tuple):
         return list(msgspec.to_builtins(value))
     return value.value if isinstance(value, Enum) else value
+
+
+def _filled(of: type[msgspec.Struct]) -> Schema:
+    """The struct with its defaults written out: a default must pass the rules before it is filled up."""
+    info = mi.type_info(of)
+    assert isinstance(info, mi.StructType)
+    hidden = crd.DERIVED.get(of, frozenset())
+    made = {f.encode_name: _default(f, top=False) for f in info.fields if f.name not in hidden}
+    return {name: value for name, value in made.items() if value is not msgspec.NODEFAULT}
 
 
 def _type(of: mi.Type) -> Schema:

@@ -41,7 +41,11 @@ def test_the_committed_file_is_current(file: str) -> None:
         pytest.param(
             "spec.replicas", {"type": "integer", "minimum": 0, "default": 1}, id="range and default"
         ),
-        pytest.param("spec.engine", {"default": {}}, id="a group is always there"),
+        pytest.param(
+            "spec.rollout",
+            {"default": {"maxUnavailable": 0, "maxSurge": 1, "drainSeconds": 120}},
+            id="a group is always there",
+        ),
         pytest.param("spec.engine.kind", {"enum": ["vllm", "simulated"], "default": "vllm"}, id="enum"),
         pytest.param(
             "spec.rollout.maxSurge", {"x-kubernetes-int-or-string": True}, id="number or percentage"

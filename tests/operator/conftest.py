@@ -1,0 +1,186 @@
+"""A real etcd and API server on loopback, where their binaries are; else tests that ask for them are skipped.
+
+Looked for in $KUBEBUILDER_ASSETS, then ${XDG_CACHE_HOME:-~/.cache}/perilune/bin. With kube-controller-manager
+beside them, ReplicaSets and garbage collection are real too; pods never run.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_api import kube
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "admin-token"
+Object = dict[str, Any]
+
+
+def binaries() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perilune/bin"
+    return Path(os.environ.get("KUBEBUILDER_ASSETS") or cache)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class ApiServer:
+    """A running one."""
+
+    url: str
+    folder: Path
+
+    @property
+    def access(self) -> kube.Access:
+        return self.as_user(TOKEN)
+
+    def as_user(self, token: str) -> kube.Access:
+        tls = ssl.create_default_context()
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        return kube.Access(self.url, tls, token)
+
+    @property
+    def kubeconfig(self) -> Path:
+        path = self.folder / "kubeconfig"
+        cluster = {"server": self.url, "insecure-skip-tls-verify": True}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": {"token": TOKEN}}],
+        }
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+
+@pytest.fixture(scope="session")
+def api_server() -> Iterator[ApiServer]:
+    """Shared by the whole run; tests take a namespace each."""
+    found = binaries()
+    missing = [name for name in ("etcd", "kube-apiserver") if not (found / name).exists()]
+    if missing:
+        pytest.skip(f"NO API SERVER: {', '.join(missing)} not in {found} (set KUBEBUILDER_ASSETS)")
+    with tempfile.TemporaryDirectory(prefix="perilune-api-") as made:
+        folder = Path(made)
+        key = folder / "sa.key"
+        subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
+        (folder / "tokens.csv").write_text(f'{TOKEN},admin,1,"system:masters"\n')
+        etcd, peer, port = free_port(), free_port(), free_port()
+        client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
+        server = ApiServer(f"https://127.0.0.1:{port}", folder)
+        commands = [
+            [
+                "etcd",
+                f"--data-dir={folder / 'etcd'}",
+                f"--listen-client-urls={client_url}",
+                f"--advertise-client-urls={client_url}",
+                f"--listen-peer-urls={peer_url}",
+                f"--initial-advertise-peer-urls={peer_url}",
+                f"--initial-cluster=default={peer_url}",
+                "--unsafe-no-fsync",
+            ],
+            [
+                "kube-apiserver",
+                f"--etcd-servers={client_url}",
+                "--bind-address=127.0.0.1",
+                "--advertise-address=127.0.0.1",
+                f"--secure-port={port}",
+                f"--cert-dir={folder / 'certs'}",
+                f"--token-auth-file={folder / 'tokens.csv'}",
+                "--authorization-mode=RBAC",
+                f"--service-account-key-file={key}",
+                f"--service-account-signing-key-file={key}",
+                "--service-account-issuer=https://kubernetes.default.svc",
+                "--service-cluster-ip-range=10.0.0.0/24",
+                "--endpoint-reconciler-type=none",
+                "--disable-admission-plugins=ServiceAccount",
+            ],
+        ]
+        if (found / "kube-controller-manager").exists():
+            config = server.kubeconfig
+            commands.append(
+                [
+                    "kube-controller-manager",
+                    f"--kubeconfig={config}",
+                    f"--service-account-private-key-file={key}",
+                    "--controllers=deployment,replicaset,statefulset,garbagecollector,namespace",
+                    "--leader-elect=false",
+                    "--kube-api-qps=500",
+                    "--kube-api-burst=500",
+                    "--secure-port=0",
+                ]
+            )
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for command in commands:
+                log = (folder / f"{command[0]}.log").open("wb")
+                with log:
+                    running.append(
+                        subprocess.Popen([str(found / command[0]), *command[1:]], stdout=log, stderr=log)
+                    )
+            asyncio.run(_ready(server, running))
+            yield server
+        finally:
+            for process in reversed(running):
+                process.kill()
+                process.wait()
+
+
+async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
+    """Until it serves our CRD. Its start takes about 5 s."""
+    client = kube.Client(server.access)
+    until = time.monotonic() + 90
+    crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    try:
+        while True:
+            if any(process.poll() is not None for process in running) or time.monotonic() > until:
+                logs = "\n".join(file.read_text()[-2000:] for file in server.folder.glob("*.log"))
+                raise RuntimeError(f"the API server did not start: {logs}")
+            try:
+                await client.request("GET", "/api/v1/namespaces/default")
+                break
+            except (OSError, kube.ApiError):
+                await asyncio.sleep(0.2)
+        await client.request("POST", crds, crd)
+        while True:
+            try:
+                await client.request("GET", "/apis/perilune.dev/v1alpha1/inferencepools")
+                return
+            except kube.ApiError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
+    made = kube.Client(api_server.access)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def namespace(client: kube.Client, request: pytest.FixtureRequest) -> str:
+    """A new one for this test."""
+    name = f"t{time.monotonic_ns()}"
+    await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    return name

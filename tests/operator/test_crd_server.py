@@ -1,0 +1,137 @@
+"""The CRD at a real API server: what it refuses, with which words, and what it fills in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_api import crd
+from perilune_api.kube import MERGE, ApiError, Client
+
+Object = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+PD: Object = {"roles": {"prefill": {}, "decode": {}}, "mooncake": {"transfer": "connector"}}
+RACK, SPINE, ZONE = ({"name": name, "labels": ["l"]} for name in ("rack", "spine", "zone"))
+
+
+def pool(name: str = "p", **spec: object) -> Object:
+    return {
+        "apiVersion": "perilune.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {"model": {"name": "m"}, **spec},
+    }
+
+
+def path(namespace: str, rest: str = "") -> str:
+    return f"/apis/perilune.dev/v1alpha1/namespaces/{namespace}/inferencepools{rest}"
+
+
+async def create(client: Client, namespace: str, body: Object) -> Object:
+    return await client.request("POST", path(namespace), body, params={"fieldValidation": "Strict"})
+
+
+@pytest.mark.parametrize("name", ["smallest", "prefill-decode", "store", "topology"])
+async def test_an_example_is_taken(client: Client, namespace: str, name: str) -> None:
+    body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
+    made = await create(client, namespace, body)
+    assert crd.convert(made["spec"]) == crd.convert(body["spec"])
+
+
+async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace: str) -> None:
+    made = await create(client, namespace, pool())
+    spec = made["spec"]
+    assert (spec["replicas"], spec["engine"]["blockSize"], spec["routing"]["policy"]) == (1, 16, "ear")
+    assert crd.convert(spec) == crd.convert({"model": {"name": "m"}})
+
+
+BAD: list[Any] = [
+    pytest.param({"model": None}, "spec.model: Required value", id="no model"),
+    pytest.param({"model": {"name": ""}}, "spec.model.name", id="empty name"),
+    pytest.param({"replica": 1}, 'unknown field "spec.replica"', id="typo"),
+    pytest.param({"replicas": -1}, "spec.replicas: Invalid value: -1: spec.replicas in body", id="negative"),
+    pytest.param({"engine": {"blockSize": "16"}}, "spec.engine.blockSize", id="text for a number"),
+    pytest.param({"engine": {"blockSize": 12}}, "multiple of 8", id="block size"),
+    pytest.param({"engine": {"kind": "sglang"}}, 'supported values: "vllm", "simulated"', id="enum"),
+    pytest.param(
+        {"engine": {"tensorParallel": 12}}, "fill whole nodes", id="tensor parallel over a node's half"
+    ),
+    pytest.param(
+        {"engine": {"hashing": {"algorithm": "xxhash"}}}, "seed is needed with xxhash", id="random hashes"
+    ),
+    pytest.param({**PD, "roles": {"prefill": {}}}, "prefill needs decode endpoints", id="no decode"),
+    pytest.param({**PD, "roles": {"decode": {}}}, "decode needs prefill endpoints", id="no prefill"),
+    pytest.param({"roles": PD["roles"]}, "roles need mooncake.transfer: connector", id="roles, no transfer"),
+    pytest.param(
+        {**PD, "scaling": {"minReplicas": 1, "maxReplicas": 2}}, "scale each role by its own", id="two scales"
+    ),
+    pytest.param(
+        {"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not be above", id="min > max"
+    ),
+    pytest.param(
+        {"gateway": {"minReplicas": 2}}, "minReplicas and maxReplicas go together", id="half a range"
+    ),
+    pytest.param(
+        {"gateway": {"minReplicas": 3, "maxReplicas": 2}},
+        "minReplicas must not be above",
+        id="gateways min > max",
+    ),
+    pytest.param(
+        {"rollout": {"maxUnavailable": 0, "maxSurge": "0%"}},
+        "nothing could ever be replaced",
+        id="stuck rollout",
+    ),
+    pytest.param({"rollout": {"maxSurge": "many"}}, "spec.rollout.maxSurge", id="no number or percentage"),
+    pytest.param(
+        {"topology": {"levels": [SPINE, RACK]}}, "levels go from narrow to wide", id="levels out of order"
+    ),
+    pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
+    pytest.param(
+        {"topology": {"bandwidth": {"rack": 1.0, "spine": 2.0}}},
+        "must not grow with distance",
+        id="bandwidth",
+    ),
+    pytest.param(
+        {"engine": {"kind": "simulated"}, "mooncake": {"store": {"enabled": True}}},
+        "simulated engines have no Mooncake",
+        id="simulated store",
+    ),
+    pytest.param({"routing": {"policy": "fastest"}}, "spec.routing.policy: Unsupported value", id="policy"),
+    pytest.param({"mooncake": {"store": {"segmentSize": "80 GB"}}}, "segmentSize", id="quantity"),
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), BAD)
+async def test_a_bad_spec_is_refused_in_words(
+    client: Client, namespace: str, spec: Object, message: str
+) -> None:
+    with pytest.raises(ApiError) as error:
+        await create(client, namespace, pool(**spec))
+    assert message in error.value.message
+    assert error.value.status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"model": {"name": "n"}}, "spec.model.name", id="model"),
+        pytest.param({"engine": {"blockSize": 32}}, "blockSize cannot change", id="block size"),
+        pytest.param({"engine": {"kind": "simulated"}}, "kind of engine cannot change", id="kind"),
+    ],
+)
+async def test_what_cannot_change(client: Client, namespace: str, change: Object, message: str) -> None:
+    await create(client, namespace, pool())
+    with pytest.raises(ApiError) as error:
+        await client.request("PATCH", path(namespace, "/p"), {"spec": change}, content_type=MERGE)
+    assert message in error.value.message
+
+
+async def test_scale_and_status_are_apart_from_the_spec(client: Client, namespace: str) -> None:
+    made = await create(client, namespace, pool())
+    scale = {"spec": {"replicas": 3}}
+    await client.request("PATCH", path(namespace, "/p/scale"), scale, content_type=MERGE)
+    status = {"status": {"replicas": 1, "ready": "1/3"}, "spec": {"replicas": 9}}
+    after = await client.request("PATCH", path(namespace, "/p/status"), status, content_type=MERGE)
+    assert (after["spec"]["replicas"], after["status"]["ready"]) == (3, "1/3")
+    assert after["metadata"]["generation"] == made["metadata"]["generation"] + 1
