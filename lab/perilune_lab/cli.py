@@ -40,6 +40,11 @@ COMMANDS = {
         "why a request went where it went, and where other policies would have sent it",
         "perilune explain REQUEST_ID --gateway http://127.0.0.1:9003",
     ),
+    "simulate": Command(
+        "perilune_lab.simulator.cli",
+        "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",
+        "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
+    ),
     "trace": Command(
         "perilune_lab.traces.cli",
         "what a trace is made of: lengths, sessions, reuse, best possible hit rate",

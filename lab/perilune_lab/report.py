@@ -5,7 +5,6 @@ under a header → `encode` / `table` / `figures.draw`. A field that the caller 
 document, never 0 or null. `docs/report.md` describes the schema for readers of the JSON.
 
 All seconds are engine seconds: wall seconds × `time_scale` (1 on real hardware). Cost: linear in the results.
-Not done: confidence intervals over seeds.
 """
 
 from __future__ import annotations
@@ -139,6 +138,18 @@ class Run(msgspec.Struct, frozen=True):
     """Per session: duration / ideal duration, over its turns that were played."""
     scheduling_ms: Scheduling | UnsetType = UNSET
     per_endpoint: tuple[PerEndpoint, ...] | UnsetType = UNSET
+    rate: float | UnsetType = UNSET
+    """Load: sessions per second of generated traffic, times as fast as recorded for a trace file."""
+    seeds: tuple[int, ...] | UnsetType = UNSET
+    """That the numbers are means over; counts are sums."""
+    intervals: dict[str, tuple[float, float]] | UnsetType = UNSET
+    """95 % of the mean over seeds, by bootstrap; keys are paths like `ttft_s.p90`."""
+    floor_ttft_s: Quantiles | UnsetType = UNSET
+    """TTFT if every turn were alone, its session's prefix cached."""
+    regret: float | UnsetType = UNSET
+    """TTFT p90 / its floor."""
+    preemptions: int | UnsetType = UNSET
+    """Sequences that an engine interrupted for want of KV room."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

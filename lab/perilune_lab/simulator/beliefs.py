@@ -1,9 +1,10 @@
-"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, and how fast things are.
+"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, and how fast things
+are.
 
-The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so that
-a decision costs only what changed since the last one: an endpoint's `Load` is built again when it changed. Speeds
-and links start wrong by the faults' beliefs and are corrected by the gateway's own `Calibration`, fed with what a
-gateway can observe: when it decided, and the event that ends the prefill.
+The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so
+that a decision costs only what changed since the last one: an endpoint's `Load` is built again when it
+changed. Speeds and links start wrong by the faults' beliefs and are corrected by the gateway's own
+`Calibration`, fed with what a gateway can observe: when it decided, and the event that ends the prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from perilune_api.pool import Role
-from perilune_api.topology import Link, Place
+from perilune_api.topology import Level, Link, Place
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.model import Endpoint, Load, Location
@@ -71,7 +72,7 @@ class Beliefs:
         self._model = hardware.engine.scaled(faults.engine_belief)
         self._bandwidth = [
             hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief
-            for level in range(4)
+            for level in Level
         ]
         self._fabric = fabric
         self._models = [(0.0, self._model)] * n
@@ -198,8 +199,8 @@ class Beliefs:
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
 
     def observe_prefill(self, sequence: Sequence, now: float) -> None:
-        """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the end
-        of the one before, or from its own decision; a pull took what its prefill does not explain."""
+        """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the
+        end of the one before, or from its own decision; a pull took what its prefill does not explain."""
         e, new = sequence.endpoint, sequence.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
         alone_s = now - max(sequence.submitted_s, before)

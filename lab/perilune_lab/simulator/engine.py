@@ -1,16 +1,18 @@
-"""One simulated engine, stepped from event to event: continuous batching with chunked prefill, in closed form.
+"""One simulated engine, from event to event: continuous batching with chunked prefill, in closed form.
 
-Between events a batch that only decodes is a run of steps of known lengths (each sequence's context grows by one a
-step), so any number of them costs one formula. Events: a step with prefill in it ends; a sequence has produced its
-last token; a waiting request becomes ready, which cuts a run of decode steps at the next step's end.
+Between events a batch that only decodes is a run of steps of known lengths (each sequence's context grows by
+one a step), so any number of them costs one formula. Events: a step with prefill in it ends; a sequence has
+produced its last token; a waiting request becomes ready, which cuts a run of decode steps at the next step's
+end.
 
-One step, as in vLLM: every decoding sequence gets one token; beside them up to `tokens_per_step` prompt tokens are
-prefilled, first those of sequences already running, then of waiting ones in order of (priority, arrival) while
-slots and KV room last. A waiting request looks up its prefix when it is admitted; blocks count as held as soon as
-they are scheduled, so of equal prompts in one batch the first is computed and the others hit (all misses of a step
-are one prefill). A prefix that comes over the network (another engine, the store) is fetched before admission
-(serial) or while the rest is prefilled (overlapped: the first token waits for both). When the pool is full, idle
-runs are evicted, then the youngest decoding sequence is preempted and recomputed later.
+One step, as in vLLM: every decoding sequence gets one token; beside them up to `tokens_per_step` prompt
+tokens are prefilled, first those of sequences already running, then of waiting ones in order of (priority,
+arrival) while slots and KV room last. A waiting request looks up its prefix when it is admitted; blocks count
+as held as soon as they are scheduled, so of equal prompts in one batch the first is computed and the others
+hit (all misses of a step are one prefill). A prefix that comes over the network (another engine, the store)
+is fetched before admission (serial) or while the rest is prefilled (overlapped: the first token waits for
+both). When the pool is full, idle runs are evicted, then the youngest decoding sequence is preempted and
+recomputed later.
 
 Cost: some 5 events of 10 µs per request. Not modelled: blocks' rounding, speculative decoding.
 """
@@ -29,8 +31,8 @@ from perilune_lab.simulator.workload import Task
 
 
 class Sequence:
-    """One request: what the gateway decided, its way through the engine, and what was measured. Seconds since the
-    simulation began; what has not happened is inf."""
+    """One request: what the gateway decided, its way through the engine, and what was measured. Seconds since
+    the simulation began; what has not happened is inf."""
 
     __slots__ = (
         "answer_run",
@@ -208,12 +210,13 @@ class Engine:
     def sequences(self) -> list[Sequence]:
         """All that have not ended."""
         heaps = (self._arriving, self._waiting, self._held, self._decoding)
-        return [entry[2] for heap in heaps for entry in heap] + self._prefilling  # type: ignore[attr-defined]
+        return [entry[2] for heap in heaps for entry in heap] + self._prefilling
 
     # -- writing -----------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """A request arrives; it may run once its overhead has passed, and its transfer where that is serial."""
+        """A request arrives; it may run once its overhead has passed, and its transfer where that is
+        serial."""
         sequence.ready_s = max(now + self.model.request_overhead_s(sequence.prompt_tokens), sequence.ready_s)
         heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
         if not self._busy:
@@ -334,7 +337,8 @@ class Engine:
             self._schedule(at_s, self._version)
 
     def _chunks(self, now: float) -> tuple[int, float, bool]:
-        """Schedules prompt tokens: (how many, pairs attended, whether a prompt's first chunk is among them)."""
+        """Schedules prompt tokens: (how many, pairs attended, whether a prompt's first chunk is among
+        them)."""
         budget = self.model.tokens_per_step
         tokens, attended, begins = 0, 0.0, False
         for sequence in self._prefilling:
@@ -427,8 +431,8 @@ class Engine:
         self._plan(now + self._decode_s(steps))
 
     def _preempt(self) -> int:
-        """The youngest decoding sequence gives its KV back and will be computed again; returns the tokens that
-        this frees."""
+        """The youngest decoding sequence gives its KV back and will be computed again; returns the tokens
+        that this frees."""
         youngest = max(self._decoding, key=lambda entry: entry[1])
         self._decoding.remove(youngest)
         heapq.heapify(self._decoding)

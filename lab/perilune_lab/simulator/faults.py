@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from perilune_api.pool import SpecError
 
@@ -23,8 +23,8 @@ class Faults:
     event_lag_s: float = 0.0
     """KV events and the end of prefills reach the gateway so much later."""
     token_error: float = 0.0
-    """Prompt lengths are estimates: off by up to this share, drawn per session; no exact prefix match then, only
-    what the gateway remembers of the session."""
+    """Prompt lengths are estimates: off by up to this share, drawn per session; no exact prefix match then,
+    only what the gateway remembers of the session."""
     engine_belief: float = 1.3
     """Believed / true seconds of prefill, at the start."""
     link_belief: float = 0.7
@@ -46,10 +46,9 @@ DEFAULTS = {"slow-links": "10", "outliers": "0.05", "dead": "0@60", "lag": "2", 
 
 
 def parse(text: str) -> Faults:
-    """`slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name alone takes its usual value. Raises
-    SpecError."""
+    """`slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name alone takes its usual value.
+    Raises SpecError."""
     faults = Faults()
-    kinds = {f.name: int if f.name == "dead_endpoint" else float for f in fields(Faults)}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
         field = NAMES.get(name)
@@ -58,9 +57,10 @@ def parse(text: str) -> Faults:
             raise SpecError(f"{part}: a fault is one of {', '.join(NAMES)}, as name=value - at `--faults`")
         value, _, at_s = value.partition("@")
         try:
-            faults = replace(faults, **{field: kinds[field](value)})
-            if at_s:
-                faults = replace(faults, dead_at_s=float(at_s))
+            if field == "dead_endpoint":
+                faults = replace(faults, dead_endpoint=int(value), dead_at_s=float(at_s or 0.0))
+            else:
+                faults = replace(faults, **{field: float(value)})  # type: ignore[arg-type]
         except ValueError:
             raise SpecError(f"{part}: not a number - at `--faults`") from None
     return faults

@@ -1,11 +1,12 @@
 """What is simulated: every parameter of an H20 fleet in one place, with its unit and where it comes from.
 
-Compute and memory times are the gateway's `EngineModel` (prefill, decode, request overhead, KV bytes); here is
-what it leaves out: mixed steps beside decode, KV transfer between engines, the DRAM and store tiers, the shape
-of a node. `tests/lab/simulator/test_calibration.py` holds every one of them against its measured points.
+Compute and memory times are the gateway's `EngineModel` (prefill, decode, request overhead, KV bytes); here
+is what it leaves out: mixed steps beside decode, KV transfer between engines, the DRAM and store tiers, the
+shape of a node. `tests/lab/simulator/test_calibration.py` holds every one of them against its measured
+points.
 
-H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200 or
-400 Gb/s (sites differ: `Link`). Nothing that comes out of this is an H20 measurement.
+H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
+or 400 Gb/s (sites differ: `Link`). Nothing that comes out of this is an H20 measurement.
 """
 
 from dataclasses import dataclass, replace
@@ -138,8 +139,8 @@ H20_480B = Hardware(
     ),
     endpoints_per_nic=1,
 )
-"""Qwen3-Coder-480B-A35B in FP8 with BF16 KV, 8 H20 an endpoint (TP8). From the model's shape; no measured point
-to hold it against, and tensor parallelism's communication is left out."""
+"""Qwen3-Coder-480B-A35B in FP8 with BF16 KV, 8 H20 an endpoint (TP8). From the model's shape; no measured
+point to hold it against, and tensor parallelism's communication is left out."""
 
 
 def with_store(hardware: Hardware, bytes_per_s: float) -> Hardware:

@@ -1,8 +1,8 @@
 """The gateway's prefix index in session-run form: answers like `PrefixIndex`, at the cost of a few look-ups.
 
-Per run, which endpoint holds it down to what depth; beside it claims: a prompt that was just routed counts as held
-until the engine's event confirms it or its time is over. Events arrive `lag_s` late. A property test holds it
-against the gateway's own index.
+Per run, which endpoint holds it down to what depth; beside it claims: a prompt that was just routed counts as
+held until the engine's event confirms it or its time is over. Events arrive `lag_s` late. A property test
+holds it against the gateway's own index.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gateway of a simulation: facts → the gateway's own policy function → bookkeeping.
 
-For every submission: what each endpoint holds of the prompt (session-run index) and has to do (beliefs) become the
-`RequestView` and `Candidate`s that the production policies read; the same admission checks run; the decision is
-recorded. In a large fleet a policy sees a shortlist: every holder of the prefix, the session's host, and the
-`_SHORTLIST` least loaded.
+For every submission: what each endpoint holds of the prompt (session-run index) and has to do (beliefs)
+become the `RequestView` and `Candidate`s that the production policies read; the same admission checks run;
+the decision is recorded. In a large fleet a policy sees a shortlist: every holder of the prefix, the
+session's host, and the `_SHORTLIST` least loaded.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class Gateway:
         if self.setting.params.ageing_weight:
             prefill_s = sequence.predicted_s
             sequence.priority = admission.engine_priority(now, prefill_s, self.setting.params.ageing_weight)
-        sequence.hot = b.pending_tokens[target] > self.setting.params.hot_pending_tokens
+        sequence.hot = b.pending_tokens[session.host] > self.setting.params.hot_pending_tokens
         b.start(target, sequence.prompt_tokens)
         b.prefill_starts(prefilling, new, sequence.predicted_s)
         b.bind(session, target, now)

@@ -1,12 +1,12 @@
 """Prompts as positions in a tree of runs: the session-run form of a prefix.
 
-A run is a stretch of text that nobody ever branches off from inside: one session's context is usually one run,
-however many turns it has, after a run for what it shares with others (system prompt, task). A prompt is then two
-numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix caches and the
-index keep one depth per run instead of thousands of blocks.
+A run is a stretch of text that nobody ever branches off from inside: one session's context is usually one
+run, however many turns it has, after a run for what it shares with others (system prompt, task). A prompt is
+then two numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix
+caches and the index keep one depth per run instead of thousands of blocks.
 
-Built once per trace: segments into a tree, then every chain without branches into one run. Cost: a dict look-up
-per segment that a turn adds to its session's previous prompt.
+Built once per trace: segments into a tree, then every chain without branches into one run. Cost: a dict
+look-up per segment that a turn adds to its session's previous prompt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """One simulation: a workload, a policy, a fleet, faults. Deterministic: equal arguments give equal results.
 
-Events in one heap: submissions, engines' stretches, late news for the gateway, a death. A session's next turn is
-submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that pulls the
-prefix from elsewhere (`replicate_from`) starts a transfer in the source NIC's queue: serial: the request waits for it; overlapped: its first token does. A decision that splits
-prefill and decode runs the prefill where it says, then sends the KV to the target.
+Events in one heap: submissions, engines' stretches, late news for the gateway, a death. A session's next turn
+is submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that
+pulls the prefix from elsewhere (`replicate_from`) starts a transfer in the source NIC's queue: serial: the
+request waits for it; overlapped: its first token does. A decision that splits prefill and decode runs the
+prefill where it says, then sends the KV to the target.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from perilune_api.pool import Role
@@ -79,7 +81,8 @@ def simulate(
     seed: int = 0,
     stopwatch: Callable[[], float] = time.process_time,
 ) -> Outcome:
-    """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on it."""
+    """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on
+    it."""
     began = stopwatch()
     simulation = _Simulation(
         workload, setting, POLICIES[setting.policy], fleet or Fleet(), faults or Faults(), seed
@@ -104,8 +107,8 @@ class _Simulation:
         self.faults = faults
         self.setting = setting
         self.now = 0.0
-        self.heap: list[tuple[float, int, int, object, float]] = []
-        """(time, tie, endpoint or kind, what, more)"""
+        self.heap: list[tuple[float, int, int, int, Callable[[], None] | None]] = []
+        """(time, tie, engine, version, None) or (time, tie, -1, 0, action)"""
         self.tie = 0
         self.done: list[Sequence] = []
         self.open = 0
@@ -143,7 +146,7 @@ class _Simulation:
     def _engine(self, e: int, hardware: Hardware) -> Engine:
         def schedule(at_s: float, version: int) -> None:
             self.tie += 1
-            heapq.heappush(self.heap, (at_s, self.tie, e, None, version))
+            heapq.heappush(self.heap, (at_s, self.tie, e, version, None))
 
         def changed(run: int, depth: int) -> None:
             self.index.changed(e, run, depth, self.now)
@@ -158,9 +161,9 @@ class _Simulation:
             store=self.store,
         )
 
-    def _at(self, at_s: float, action: Callable[[object], None], what: object) -> None:
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
         self.tie += 1
-        heapq.heappush(self.heap, (at_s, self.tie, -1, (action, what), 0.0))
+        heapq.heappush(self.heap, (at_s, self.tie, -1, 0, action))
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -168,15 +171,14 @@ class _Simulation:
         self._begin()
         heap, engines, pop = self.heap, self.engines, heapq.heappop
         while heap:
-            at_s, _, e, what, version = pop(heap)
+            at_s, _, e, version, action = pop(heap)
             if at_s >= self.sample_s and self.open:
                 self._sample(at_s)
             self.now = at_s
             if e >= 0:
-                engines[e].event(at_s, int(version))
-            else:
-                action, argument = what  # type: ignore[misc]
-                action(argument)
+                engines[e].event(at_s, version)
+            elif action is not None:
+                action()
         return self._outcome()
 
     def _begin(self) -> None:
@@ -184,14 +186,15 @@ class _Simulation:
         for job in workload.jobs:
             if workload.mode is Mode.TIMESTAMPS:
                 for task in job.tasks:
-                    self._at(task.timestamp_s, self._submit, task)
+                    self._at(task.timestamp_s, partial(self._submit, task))
             elif job.tasks:
                 first = job.tasks[0]
                 self._at(
-                    job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s, self._submit, first
+                    job.start_s if workload.mode is Mode.THINKTIME else first.timestamp_s,
+                    partial(self._submit, first),
                 )
         if 0 <= self.faults.dead_endpoint < self.fleet.endpoints:
-            self._at(self.faults.dead_at_s, self._die, self.engines[self.faults.dead_endpoint])
+            self._at(self.faults.dead_at_s, partial(self._die, self.engines[self.faults.dead_endpoint]))
 
     def _outcome(self) -> Outcome:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
@@ -217,8 +220,7 @@ class _Simulation:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _submit(self, what: object) -> None:
-        assert isinstance(what, Task)
+    def _submit(self, what: Task) -> None:
         now = self.now
         sequence = Sequence(what, self.submitted, now, now)
         self.submitted += 1
@@ -285,13 +287,12 @@ class _Simulation:
             self._prefill_leg_done(sequence, now)
             return
         if self.faults.event_lag_s:
-            self._at(now + self.faults.event_lag_s, self._prefill_known, sequence)
+            self._at(now + self.faults.event_lag_s, partial(self._prefill_known, sequence))
         else:
             self._prefill_known(sequence)
 
-    def _prefill_known(self, what: object) -> None:
+    def _prefill_known(self, what: Sequence) -> None:
         """The gateway learns that a prefill has ended."""
-        assert isinstance(what, Sequence)
         if self._prefill_over(what) and what.prefill_endpoint == what.endpoint:
             self.beliefs.observe_prefill(what, self.now)
 
@@ -323,7 +324,7 @@ class _Simulation:
             return
         after = tasks[task.number + 1]
         at_s = now + after.gap_s if workload.mode is Mode.THINKTIME else max(now, after.timestamp_s)
-        self._at(at_s, self._submit, after)
+        self._at(at_s, partial(self._submit, after))
 
     # -- prefill and decode apart ------------------------------------------------------------------
 
@@ -368,21 +369,19 @@ class _Simulation:
         )
         whole.transfer_ends_s = 0.0  # there is nothing to overlap it with
         whole.ready_s = now + whole.transfer_s
-        self._at(whole.ready_s, self._join_decode, whole)
-        self._at(now, self._feed, None)
+        self._at(whole.ready_s, partial(self._join_decode, whole))
+        self._at(now, self._feed)
 
-    def _feed(self, what: object) -> None:
+    def _feed(self) -> None:
         if self.waiting_legs:
             self._feed_prefill(self.now)
 
-    def _join_decode(self, what: object) -> None:
-        assert isinstance(what, Sequence)
+    def _join_decode(self, what: Sequence) -> None:
         self.engines[what.endpoint].add(what, self.now)
 
     # -- a death -----------------------------------------------------------------------------------
 
-    def _die(self, what: object) -> None:
-        assert isinstance(what, Engine)
+    def _die(self, what: Engine) -> None:
         e, now = what.number, self.now
         lost = what.die()
         self.index.forget(e)

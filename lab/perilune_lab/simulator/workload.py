@@ -1,4 +1,5 @@
-"""A trace made ready for simulation: prompts as positions in a tree of runs, ideal times, best possible reuse.
+"""A trace made ready for simulation: prompts as positions in a tree of runs, ideal times, best possible
+reuse.
 
 Done once per trace and shared by all policies. Cost: about 5 µs per turn beside the tree.
 """
@@ -6,7 +7,8 @@ Done once per trace and shared by all policies. Cost: about 5 µs per turn besid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from perilune_gateway.engine_model import EngineModel
 from perilune_lab.quantiles import quantile
@@ -35,6 +37,8 @@ class Task:
     ideal_ttft_s: float = 0.0
     """Alone, its own session's prefix cached."""
     ideal_decode_s: float = 0.0
+    ideal_at_s: float = 0.0
+    """When an unloaded system would see it."""
 
     @property
     def ideal_s(self) -> float:
@@ -59,6 +63,12 @@ class Workload:
     runs: Runs
     jobs: tuple[Job, ...]
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    warmup_s: float = 0.0
+    """Turns that an unloaded system would see earlier are played, but not measured: caches fill meanwhile."""
+
+    @property
+    def measured(self) -> list[Task]:
+        return [t for job in self.jobs for t in job.tasks if t.ideal_at_s >= self.warmup_s]
 
     @property
     def requests(self) -> int:
@@ -66,12 +76,21 @@ class Workload:
 
     def floor_ttft_s(self, q: float) -> float:
         """Quantile of TTFT if every turn ran alone with a perfect cache of its own session."""
-        return quantile(sorted(t.ideal_ttft_s for job in self.jobs for t in job.tasks), q)
+        return quantile(sorted(t.ideal_ttft_s for t in self.measured), q)
 
 
-def prepare(trace: Trace, engine: EngineModel, mode: Mode = Mode.THINKTIME, speed: float = 1.0) -> Workload:
-    """`speed`: the trace's starts and timestamps (not its gaps) come so much faster. Raises SpecError where the
-    mode needs timestamps that the trace does not have."""
+def prepare(
+    trace: Trace,
+    engine: EngineModel,
+    mode: Mode = Mode.THINKTIME,
+    speed: float = 1.0,
+    window_s: float = inf,
+    warmup_s: float = 0.0,
+) -> Workload:
+    """`speed`: the trace's starts and timestamps (not its gaps) come so much faster. `window_s`: only turns
+    that an unloaded system would see that early, as a recording of that length has them: without, the tail of
+    a few long sessions runs for hours on an idle fleet. Raises SpecError where the mode needs timestamps that
+    the trace does not have."""
     runs, ends = build([session.turns for session in trace.sessions])
     first_s = min((s.start_s for s in trace.sessions), default=0.0)
     jobs = []
@@ -97,7 +116,25 @@ def prepare(trace: Trace, engine: EngineModel, mode: Mode = Mode.THINKTIME, spee
         for task in job.tasks:
             task.ideal_ttft_s = ideal_ttft_s(engine, task.prompt_tokens, task.own_tokens)
             task.ideal_decode_s = ideal_decode_s(engine, task.prompt_tokens, task.output_tokens)
-    return Workload(trace.name, mode, runs, tuple(jobs), trace.parameters)
+    kept = [_within(job, mode, window_s) for job in jobs]
+    return Workload(trace.name, mode, runs, tuple(kept), trace.parameters, warmup_s)
+
+
+def _within(job: Job, mode: Mode, window_s: float) -> Job:
+    """The session's turns until the window's end, perhaps none, each with the time at which an unloaded
+    system would see it."""
+    at_s, kept = job.start_s, []
+    for task in job.tasks:
+        if mode is Mode.THINKTIME:
+            at_s += task.gap_s
+        else:
+            at_s = max(at_s, task.timestamp_s) if mode is Mode.MAX else task.timestamp_s
+        if at_s >= window_s:
+            break
+        task.ideal_at_s = at_s
+        kept.append(task)
+        at_s += task.ideal_s
+    return replace(job, tasks=tuple(kept))
 
 
 def _reuse(runs: Runs, jobs: list[Job]) -> None:

@@ -1,0 +1,280 @@
+"""`perilune simulate`: policies side by side on modelled engines, the same seeds for all.
+
+Steps: find R where a rate is given in it → play every (rate, seed) with every policy → a table per rate with
+95 % intervals over seeds, JSON and a figure where asked for. Nothing printed is a measurement of hardware.
+
+Exit status: 0; 2 for a wrong call or trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from perilune_api.pool import PolicyParams, SpecError
+from perilune_gateway.policy import POLICIES
+from perilune_lab import report
+from perilune_lab.simulator import faults as faults_of
+from perilune_lab.simulator import output
+from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.h20 import H20, LINKS, with_store
+from perilune_lab.simulator.harness import Load, Plan, find_rate, play, pooled
+from perilune_lab.simulator.simulation import Fleet
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Mode
+from perilune_lab.traces.source import AGENTIC
+
+WRONG_CALL = 2
+_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?$")
+
+_EPILOG = f"""\
+examples:
+  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json out.json --png
+  out.png perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo
+  --rates 1,2 perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
+  perilune simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
+
+rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
+  lmetric (or --reference) has TTFT p90 = 5 × the floor: every turn alone, its session's prefix cached.
+faults: name=value,… of {", ".join(faults_of.NAMES)} (dead=ENDPOINT@SECONDS)
+modes: {Mode.THINKTIME} closed loop, recorded gaps; {Mode.TIMESTAMPS} open loop; {Mode.MAX} the later of both
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    plan: Plan
+    rates: tuple[str, ...]
+    reference: str
+    seeds: tuple[int, ...]
+    jobs: int
+    json: Path | None
+    png: Path | None
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+        return run(options, Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True))
+    except SpecError as error:
+        print(f"perilune simulate: {error}", file=sys.stderr)
+        return WRONG_CALL
+
+
+def run(options: Options, out: Console, err: Console) -> int:
+    """Plays, prints, writes. Raises SpecError."""
+    plan, began = options.plan, time.perf_counter()
+    rates = _rates(options, err)
+    pieces = len(rates) * len(options.seeds)
+    err.print(
+        f"simulating {len(plan.policies)} policies × {len(rates)} rates × {len(options.seeds)} seeds on"
+        f" {plan.fleet.endpoints} modelled H20, mode {plan.load.mode}, {options.jobs} processes",
+        highlight=False,
+    )
+    rows = []
+    for i, piece in enumerate(play(plan, rates, options.seeds, options.jobs), 1):
+        rows += piece
+        simulated_s, wall_s = sum(p.simulated_s for p in piece), sum(p.wall_s for p in piece)
+        err.print(
+            f"{i}/{pieces}: rate {piece[0].rate:.4g}, seed {piece[0].seed}, {piece[0].run.requests} requests,"
+            f" {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core",
+            highlight=False,
+        )
+    runs = pooled(plan, rows)
+    for grid in output.tables(runs, _unit(plan)):
+        out.print(grid)
+    simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
+    requests = sum(p.run.requests for p in rows)
+    out.print(
+        f"simulated; mode {plan.load.mode}; {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core,"
+        f" {requests / max(wall_s, 1e-9):,.0f} requests per second,"
+        f" {time.perf_counter() - began:.1f} s in all",
+        highlight=False,
+    )
+    document = report.Report(
+        simulated=True,
+        mode=plan.load.mode,
+        endpoints=plan.fleet.endpoints,
+        time_scale=1.0,
+        trace=describe(options),
+        runs=tuple(runs),
+    )
+    if options.json:
+        options.json.write_bytes(report.encode(document))
+        err.print(f"report: {options.json}", highlight=False)
+    if options.png:
+        title = f"{plan.load.trace}, mode {plan.load.mode}, {plan.fleet.endpoints} endpoints"
+        output.draw(runs, options.png, _unit(plan), title)
+        err.print(f"figure: {options.png}", highlight=False)
+    return 0
+
+
+def describe(options: Options) -> dict[str, object]:
+    """The workload and everything that was assumed."""
+    plan = options.plan
+    fleet = plan.fleet
+    return {
+        "name": plan.load.trace,
+        "rate_unit": _unit(plan),
+        "window_s": plan.load.window_s,
+        "warmup_s": plan.load.warmup_s,
+        "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
+        "transfers": "overlapped" if fleet.overlapped else "serial",
+        "link": msgspec.to_builtins(fleet.hardware.link),
+        "faults": msgspec.to_builtins(plan.faults),
+        "params": msgspec.to_builtins(plan.params),
+        "zipf_alpha": plan.load.parameters.zipf_alpha,
+    }
+
+
+def _unit(plan: Plan) -> str:
+    return "sessions/s" if plan.load.trace == AGENTIC else "× recorded speed"
+
+
+def _rates(options: Options, err: Console) -> list[float]:
+    """Numbers, `R` resolved."""
+    found_r = 0.0
+    rates = []
+    for text in options.rates:
+        match = _RATE.match(text)
+        if match is None:
+            rates.append(float(text))
+            continue
+        if not found_r:
+            seeds = options.seeds[:4]
+            try:
+                found_r = find_rate(options.plan, seeds, options.reference, options.jobs)
+            except ValueError as error:
+                raise SpecError(f"{error} - at `--rates`") from None
+            err.print(f"R = {found_r:.4g} {_unit(options.plan)} ({options.reference})", highlight=False)
+        rates.append(found_r * float(match["times"] or 1) / float(match["by"] or 1))
+    return rates
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog="perilune simulate",
+        description="Play a trace through the gateway's policies on modelled engines, and compare.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--trace", default=AGENTIC, metavar="FILE|agentic", help="Mooncake's schema or ours [%(default)s]")
+    add("--policies", default="all", metavar="A,B", help="all, or some of: " + ", ".join(POLICIES))
+    add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
+    add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
+    add("--endpoints", type=_count, default=8, metavar="N", help="[%(default)s]")
+    add("--seeds", type=_count, default=16, metavar="N", help="paired over policies [%(default)s]")
+    add("--seeds-from", type=int, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
+    add("--window", type=_positive, default=1800.0, metavar="S", help="of generated traffic [%(default)s]")
+    add("--warmup", type=_seconds, default=600.0, metavar="S", help="of it, not measured [%(default)s]")
+    add("--limit", type=_count, metavar="N", help="of a file, the first N requests")
+    add("--zipf", type=_seconds, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]")
+    add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
+    add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
+    add("--kv-tokens", type=_count, metavar="N", help="KV pool of one endpoint [281600]")
+    add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
+    add("--faults", default="", metavar="NAME=V,…", help="see below")
+    add(
+        "--param", action="append", default=[], metavar="NAME=V", help="of policies, e.g. cooldown_seconds=10"
+    )
+    add("--jobs", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
+    add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
+    add("--png", type=Path, metavar="FILE", help="draw it")
+    args = parser.parse_args(argv)
+    for path in (args.json, args.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise SpecError(f"{path.parent}: no such folder")
+    hardware = replace(H20, link=LINKS[args.link])
+    if args.kv_tokens:
+        hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
+    if args.store:
+        hardware = with_store(hardware, _bytes_per_s(args.store))
+    load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, Agentic(zipf_alpha=args.zipf))
+    if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
+        raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
+    if load.trace == AGENTIC and load.warmup_s >= load.window_s:
+        raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
+    rates = tuple(args.rates.split(","))
+    for rate in rates:
+        if not (_RATE.match(rate) or _is_positive(rate)):
+            raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
+    return Options(
+        plan=Plan(
+            policies=_policies(args.policies),
+            load=load,
+            fleet=Fleet(args.endpoints, hardware, bool(args.store), overlapped=args.overlapped),
+            faults=faults_of.parse(args.faults) if args.faults else Faults(),
+            params=_params(args.param),
+        ),
+        rates=rates,
+        reference=_policies(args.reference)[0],
+        seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
+        jobs=args.jobs,
+        json=args.json,
+        png=args.png,
+    )
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    names = tuple(POLICIES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `--policies`")
+    return names
+
+
+def _params(pairs: Sequence[str]) -> PolicyParams:
+    """Values as the pool document takes them, names in either spelling."""
+    camel = {f.name: f.encode_name for f in msgspec.structs.fields(PolicyParams)}
+    values = {}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        values[camel.get(name, name)] = value
+    try:
+        return msgspec.convert(values, PolicyParams, strict=False)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"{error} - at `--param`") from None
+
+
+def _bytes_per_s(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
+    if match is None or not float(match[1]):
+        raise SpecError(f"{text!r}: bytes per second like 3GBps - at `--store`")
+    return float(match[1]) * 1e9
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    if not _is_positive(text):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return float(text)
+
+
+def _seconds(text: str) -> float:
+    if text not in ("0", "0.0") and not _is_positive(text):
+        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+    return float(text)

@@ -1,0 +1,162 @@
+"""Many simulations: policies × rates × seeds, every policy on the same seeds, and the rate that the loads
+refer to.
+
+A piece of work is (rate, seed): its workload is made once and every policy plays it. Pieces run in processes
+of their own, as many as `jobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from math import inf, sqrt
+from typing import NamedTuple
+
+from perilune_api.pool import Limits, PolicyParams
+from perilune_gateway.policy import SIMULATED_ONLY
+from perilune_lab.quantiles import mean
+from perilune_lab.report import Run
+from perilune_lab.simulator import measure
+from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
+from perilune_lab.simulator.workload import Workload, prepare
+from perilune_lab.traces import agentic
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Mode, Style, Trace
+from perilune_lab.traces.source import AGENTIC, open_trace
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is played."""
+
+    trace: str = AGENTIC
+    """`agentic`, or a file."""
+    mode: Mode = Mode.THINKTIME
+    window_s: float = 1800.0
+    """Of generated traffic: turns that an unloaded system would see later are left out."""
+    warmup_s: float = 600.0
+    """Of generated traffic: turns that an unloaded system would see earlier are not measured."""
+    limit: int | None = None
+    """Of a file: only the first requests."""
+    parameters: Agentic = field(default_factory=Agentic)
+
+    def workload(self, rate: float, seed: int, fleet: Fleet) -> Workload:
+        """`rate`: sessions per second, or times as fast as recorded. Seeds change generated traffic only."""
+        engine = fleet.hardware.engine
+        if self.trace != AGENTIC:
+            return prepare(open_trace(self.trace, self.limit), engine, self.mode, rate)
+        p = replace(self.parameters, sessions_per_s=rate)
+        started = takewhile(lambda s: s.start_s < self.window_s, agentic.sessions(p, seed))
+        trace = Trace(AGENTIC, Style.CHAT, tuple(started), {"seed": seed, **agentic.describe(p)})
+        return prepare(trace, engine, self.mode, window_s=self.window_s, warmup_s=self.warmup_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compared."""
+
+    policies: tuple[str, ...]
+    load: Load = field(default_factory=Load)
+    fleet: Fleet = field(default_factory=Fleet)
+    faults: Faults = field(default_factory=Faults)
+    params: PolicyParams = field(default_factory=PolicyParams)
+    limits: Limits = field(default_factory=Limits)
+
+    def fleet_for(self, policy: str) -> Fleet:
+        """Policies that split prefill and decode get half of the endpoints for each."""
+        if policy in SIMULATED_ONLY:
+            return replace(self.fleet, prefill_endpoints=max(1, self.fleet.endpoints // 2))
+        return self.fleet
+
+    def play(self, policy: str, workload: Workload, seed: int) -> Outcome:
+        setting = Setting(policy, self.params, self.limits)
+        return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
+
+
+class Played(NamedTuple):
+    """One simulation's numbers."""
+
+    rate: float
+    seed: int
+    run: Run
+    simulated_s: float
+    wall_s: float
+    """Of one core, the simulation alone."""
+
+
+def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
+    """Every policy at one rate with one seed."""
+    rate, seed = work
+    workload = plan.load.workload(rate, seed, plan.fleet)
+    played = []
+    for policy in plan.policies:
+        outcome = plan.play(policy, workload, seed)
+        run = measure.run(outcome, workload, plan.params.cooldown_seconds)
+        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s))
+    return played
+
+
+def play(plan: Plan, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1) -> Iterator[list[Played]]:
+    """Piece by piece, in order: rates outside, seeds inside."""
+    work = [(rate, seed) for rate in rates for seed in seeds]
+    yield from _map(partial(piece, plan), work, jobs)
+
+
+def _map(
+    function: Callable[[tuple[float, int]], list[Played]], work: Iterable[tuple[float, int]], jobs: int
+) -> Iterator[list[Played]]:
+    if jobs <= 1:
+        yield from map(function, work)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(function, work)
+
+
+def pooled(plan: Plan, played: Iterable[Played]) -> list[Run]:
+    """Over seeds: rates outside, policies inside."""
+    rows = list(played)
+    runs = []
+    for rate in dict.fromkeys(row.rate for row in rows):
+        for policy in plan.policies:
+            mine = [row for row in rows if row.rate == rate and row.run.policy == policy]
+            if mine:
+                runs.append(measure.pooled([row.run for row in mine], [row.seed for row in mine], rate))
+    return runs
+
+
+REGRET_AT_R = 5.0
+"""R is where the reference's TTFT p90 is so many times the floor."""
+
+
+def find_rate(plan: Plan, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
+    """R: the rate at which the reference policy has TTFT p90 = 5 × the unloaded floor, to 3 %. The mean of
+    both over the seeds. Raises ValueError where no rate between 1/64 and 64 times the first guess is it."""
+    alone = replace(plan, policies=(reference,))
+
+    def regret(rate: float) -> float:
+        runs = [rows[0].run for rows in play(alone, [rate], seeds, jobs)]
+        p90 = mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs)
+        return p90 / mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
+
+    guess = 0.1 * plan.fleet.endpoints if plan.load.trace == AGENTIC else 1.0
+    low = high = guess
+    while regret(low) >= REGRET_AT_R:
+        low, high = low / 2, low
+        if low < guess / 64:
+            raise ValueError(f"{reference} is above {REGRET_AT_R:g} × the floor at any load")
+    while high == low or regret(high) < REGRET_AT_R:
+        low, high = high, high * 2
+        if high > guess * 64:
+            raise ValueError(f"{reference} stays below {REGRET_AT_R:g} × the floor at any load")
+    while high / low > 1.03:
+        middle = sqrt(low * high)
+        if regret(middle) < REGRET_AT_R:
+            low = middle
+        else:
+            high = middle
+    return sqrt(low * high)

@@ -1,0 +1,260 @@
+"""What a simulation measured, in the report's format.
+
+`run` gives one policy's `report.Run` of one simulation; a test holds it against `report.run` over the same
+requests. `pooled` joins runs over seeds: means, and 95 % intervals by bootstrap over the seeds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from random import Random
+from statistics import median
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from perilune_gateway.model import Reason
+from perilune_lab.client import Result
+from perilune_lab.quantiles import mean, quantile
+from perilune_lab.report import (
+    SUCCESSOR_TURNS,
+    Ceiling,
+    Hotspot,
+    Migrations,
+    PerEndpoint,
+    Run,
+    quantiles,
+)
+from perilune_lab.simulator.engine import Sequence as Request
+from perilune_lab.simulator.simulation import Outcome
+from perilune_lab.simulator.workload import Workload
+
+_RESAMPLES = 1000
+
+
+def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
+    """One policy's numbers of one seed, of the turns after the workload's warm-up; makespans are of all."""
+    done = [s for s in outcome.sequences if s.task.ideal_at_s >= workload.warmup_s]
+    good = [s for s in done if not (s.failed or s.rejected)]
+    prompt = sum(s.prompt_tokens for s in good)
+    span_s = (max(s.finished_s for s in good) - min(s.submitted_s for s in done)) if good else 0.0
+    ttft_s = [s.first_token_s - s.submitted_s for s in good]
+    tpot = [(s, _tpot_s(s)) for s in good if s.output_tokens > 1]
+    closed = workload.mode != "timestamps"
+    floor = [task.ideal_ttft_s for task in workload.measured]
+    measured = quantiles(ttft_s)
+    return Run(
+        policy=outcome.policy,
+        requests=len(done),
+        succeeded=len(good),
+        rejected=sum(s.rejected for s in done),
+        success_rate=len(good) / len(done) if done else 0.0,
+        apc=sum(_cached(s) for s in good) / prompt if prompt else UNSET,
+        apc_ceiling=Ceiling(
+            any=sum(s.task.any_tokens for s in good) / prompt,
+            intra_session=sum(s.task.own_tokens for s in good) / prompt,
+        )
+        if prompt
+        else UNSET,
+        ttft_s=measured,
+        tpot_s=quantiles(t for _, t in tpot),
+        e2e_s=quantiles(s.finished_s - s.submitted_s for s in good),
+        turn_s=quantiles(s.finished_s - s.due_s for s in good),
+        output_tokens_per_s=sum(s.output_tokens for s in good) / span_s if span_s else UNSET,
+        migrations=_migrations(outcome, good, span_s, cooldown_s),
+        hotspot=_hotspot(good),
+        interference=mean(t * (s.output_tokens - 1) / s.task.ideal_decode_s for s, t in tpot)
+        if tpot
+        else UNSET,
+        node_load_variance=mean(outcome.queue_variance) if outcome.queue_variance else UNSET,
+        wall_clock_factor=outcome.simulated_s / ideal_makespan_s(workload) if closed and good else UNSET,
+        stretch=quantiles(_stretches(good, workload)) if closed else UNSET,
+        per_endpoint=_per_endpoint(outcome, good),
+        floor_ttft_s=quantiles(floor),
+        regret=measured.p90 / quantile(sorted(floor), 0.9) if measured else UNSET,
+        preemptions=outcome.preemptions,
+    )
+
+
+def ideal_makespan_s(workload: Workload) -> float:
+    """Every turn alone with its session's prefix cached, the recorded gaps between them."""
+    ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
+    return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
+
+
+def results(outcome: Outcome, workload: Workload) -> list[Result]:
+    """The requests as a load client would report them."""
+    rows = []
+    for s in outcome.sequences:
+        good = not (s.failed or s.rejected)
+        rows.append(
+            Result(
+                session=workload.jobs[s.task.session].name,
+                turn=s.task.number,
+                request_id=str(s.number),
+                submitted_at_s=s.submitted_s,
+                finished_at_s=s.finished_s,
+                due_at_s=s.due_s,
+                status=200 if good else 429 if s.rejected else 503,
+                error="" if good else "refused" if s.rejected else "its endpoint died",
+                endpoint=outcome.addresses[s.endpoint] if s.endpoint >= 0 else "",
+                reason=s.reason or "",
+                simulated=True,
+                ttft_s=s.first_token_s - s.submitted_s if good else None,
+                tpot_s=_tpot_s(s) if good and s.output_tokens > 1 else None,
+                e2e_s=s.finished_s - s.submitted_s if good else None,
+                prompt_tokens=s.prompt_tokens,
+                cached_tokens=_cached(s) if good else None,
+                output_tokens=s.output_tokens if good else 0,
+            )
+        )
+    return rows
+
+
+def _tpot_s(s: Request) -> float:
+    return (s.finished_s - s.first_token_s) / (s.output_tokens - 1)
+
+
+def _cached(s: Request) -> int:
+    return s.cached_tokens if s.leg_cached_tokens < 0 else s.leg_cached_tokens
+
+
+def _migrations(
+    outcome: Outcome, good: Sequence[Request], span_s: float, cooldown_s: float
+) -> Migrations | UnsetType:
+    if not span_s:
+        return UNSET
+    moves, accurate, judged, thrash = 0, 0, 0, 0
+    for rows in _by_session(good).values():
+        at = [i for i, s in enumerate(rows) if s.reason is Reason.MOVED]
+        moves += len(at)
+        for i in at:
+            after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]
+            judged += bool(after)
+            accurate += bool(after) and not any(s.hot for s in after)
+        thrash += sum(rows[b].submitted_s - rows[a].submitted_s < cooldown_s for a, b in pairwise(at))
+    return Migrations(
+        total=moves,
+        per_minute=moves / span_s * 60,
+        per_request=moves / len(good),
+        bytes=outcome.moved_bytes,
+        transfer_s=quantiles(outcome.transfer_s),
+        accuracy=accurate / judged if judged else UNSET,
+        thrash_rate=thrash / moves if moves else UNSET,
+    )
+
+
+def _by_session(good: Sequence[Request]) -> Mapping[int, list[Request]]:
+    rows: dict[int, list[Request]] = defaultdict(list)
+    for s in sorted(good, key=lambda s: s.number):
+        rows[s.task.session].append(s)
+    return rows
+
+
+def _by_endpoint(good: Sequence[Request]) -> Mapping[int, list[Request]]:
+    rows: dict[int, list[Request]] = defaultdict(list)
+    for s in good:
+        rows[s.endpoint].append(s)
+    return rows
+
+
+def _hotspot(good: Sequence[Request]) -> Hotspot | UnsetType:
+    p90s = [
+        quantile(sorted(s.first_token_s - s.submitted_s for s in rows), 0.9)
+        for rows in _by_endpoint(good).values()
+    ]
+    if not p90s:
+        return UNSET
+    middle = median(p90s)
+    return Hotspot(middle, max(p90s), max(p90s) / middle)
+
+
+def _per_endpoint(outcome: Outcome, good: Sequence[Request]) -> tuple[PerEndpoint, ...] | UnsetType:
+    found = []
+    for e, rows in sorted(_by_endpoint(good).items()):
+        prompt = sum(s.prompt_tokens for s in rows)
+        found.append(
+            PerEndpoint(
+                endpoint=outcome.addresses[e],
+                requests=len(rows),
+                sessions=len({s.task.session for s in rows}),
+                prompt_tokens=prompt,
+                output_tokens=sum(s.output_tokens for s in rows),
+                apc=sum(_cached(s) for s in rows) / prompt,
+                ttft_s=quantiles(s.first_token_s - s.submitted_s for s in rows),
+            )
+        )
+    return tuple(found) or UNSET
+
+
+def _stretches(good: Sequence[Request], workload: Workload) -> list[float]:
+    """Per session that was played to its end: duration / ideal duration."""
+    found = []
+    for session, rows in _by_session(good).items():
+        tasks = workload.jobs[session].tasks
+        if len(rows) < len(tasks):
+            continue
+        ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
+        found.append((rows[-1].finished_s - rows[0].submitted_s) / ideal_s)
+    return found
+
+
+# -- over seeds --------------------------------------------------------------------------------------------
+
+
+def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
+    """The mean of each number over seeds, with its interval. Endpoints are not pooled: they differ by
+    seed."""
+    rows = [_flat(msgspec.to_builtins(run)) for run in runs]
+    values: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        for path, value in row.items():
+            values[path].append(value)
+    document: dict[str, Any] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for path, sample in values.items():
+        _put(document, path, mean(sample))
+        if len(sample) > 1:
+            intervals[".".join(path)] = interval(sample)
+    document |= {"policy": runs[0].policy, "rate": rate, "seeds": list(seeds), "intervals": intervals}
+    for name in ("requests", "succeeded", "rejected", "preemptions"):
+        document[name] = round(sum(values[name,]))
+        intervals.pop(name, None)
+    if "migrations" in document:
+        for name in ("total", "bytes"):
+            document["migrations"][name] = round(sum(values["migrations", name]))
+            intervals.pop(f"migrations.{name}", None)
+    return msgspec.convert(document, Run)
+
+
+def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Of the mean, by bootstrap; the dice are fixed, so equal samples give equal intervals."""
+    rng = Random(len(sample))
+    n = len(sample)
+    means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(_RESAMPLES))
+    return quantile(means, (1 - share) / 2), quantile(means, (1 + share) / 2)
+
+
+def paired(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float, float]:
+    """(mean, low, high) of ours − theirs, seed by seed."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return mean(differences), *interval(differences)
+
+
+def _flat(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for name, part in value.items():
+        if isinstance(part, Mapping):
+            found |= _flat(part, (*path, name))
+        elif isinstance(part, int | float):
+            found[*path, name] = part
+    return found
+
+
+def _put(document: dict[str, Any], path: tuple[str, ...], value: float) -> None:
+    for name in path[:-1]:
+        document = document.setdefault(name, {})
+    document[path[-1]] = value

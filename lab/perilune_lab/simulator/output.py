@@ -1,0 +1,133 @@
+"""Tables and figures of simulations; everything says that it is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from msgspec import UNSET, UnsetType
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from perilune_lab.report import Run
+
+_COLUMNS = (
+    "TTFT p50",
+    "p90 [95 %]",
+    "p99",
+    "TPOT p90",
+    "E2E p90",
+    "APC",
+    "worst endpoint",
+    "interference",
+    "wall clock",
+    "stretch",
+    "regret",
+    "moves",
+    "ok",
+)
+
+
+def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
+    """One table per rate, a row per policy, lowest TTFT p90 first."""
+    for rate in dict.fromkeys(run.rate for run in runs):
+        mine = [run for run in runs if run.rate == rate]
+        seeds = mine[0].seeds or ()
+        ceiling = mine[0].apc_ceiling
+        title = f"SIMULATED · {rate:.4g} {unit} · {len(seeds)} seeds"
+        if ceiling:
+            title += f" · APC ceiling {ceiling.any:.1%} any, {ceiling.intra_session:.1%} intra-session"
+        if floor := mine[0].floor_ttft_s:
+            title += f" · floor of TTFT p90 {_seconds(floor.p90)}"
+        grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        grid.add_column("policy", no_wrap=True)
+        for name in _COLUMNS:
+            grid.add_column(name, justify="right", no_wrap=True)
+        for run in sorted(mine, key=lambda run: run.ttft_s.p90 if run.ttft_s else float("inf")):
+            grid.add_row(run.policy, *_cells(run))
+        yield grid
+
+
+def _cells(run: Run) -> list[str]:
+    ttft, tpot, e2e = run.ttft_s or None, run.tpot_s or None, run.e2e_s or None
+    low_high = run.intervals.get("ttft_s.p90") if run.intervals else None
+    p90 = _seconds(ttft.p90) if ttft else ""
+    if low_high:
+        p90 += f" [{low_high[0]:.3g}–{low_high[1]:.3g}]"
+    return [
+        _seconds(ttft.p50) if ttft else "",
+        p90,
+        _seconds(ttft.p99) if ttft else "",
+        _seconds(tpot.p90) if tpot else "",
+        _seconds(e2e.p90) if e2e else "",
+        _number(run.apc, "{:.1%}"),
+        _seconds(run.hotspot.ttft_p90_max_s) if run.hotspot else "",
+        _number(run.interference, "{:.2f}"),
+        _number(run.wall_clock_factor, "{:.2f}"),
+        _number(run.stretch.p50 if run.stretch else UNSET, "{:.2f}"),
+        _number(run.regret, "{:.2f}"),
+        str(run.migrations.total) if run.migrations else "",
+        f"{run.success_rate:.1%}" if run.success_rate < 1 else "",
+    ]
+
+
+def _number(value: float | UnsetType, form: str) -> str:
+    return "" if isinstance(value, UnsetType) else form.format(value)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+
+
+_FIGURES = (
+    ("TTFT p90 (s)", "ttft_s.p90", True),
+    ("APC", "apc", False),
+    ("worst endpoint, TTFT p90 (s)", "hotspot.ttft_p90_max_s", True),
+    ("wall-clock factor", "wall_clock_factor", False),
+)
+
+
+def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
+    """Four panels over the rate, bands are 95 % intervals; one rate: bars. Raises OSError."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    policies = list(dict.fromkeys(run.policy for run in runs))
+    rates = sorted({float(run.rate) for run in runs if run.rate})
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    for axes, (label, name, logarithmic) in zip(figure.subplots(2, 2).flat, _FIGURES, strict=True):
+        for i, policy in enumerate(policies):
+            points = [p for run in runs if run.policy == policy for p in [_point(run, name)] if p]
+            style = {"color": f"C{i % 10}", "label": policy}
+            if len(rates) == 1:
+                for _, y, low, high in points:
+                    axes.bar(i, y, yerr=[[max(0.0, y - low)], [max(0.0, high - y)]], **style)
+            else:
+                xs, ys, lows, highs = zip(*sorted(points), strict=True) if points else ((), (), (), ())
+                axes.plot(xs, ys, marker="o", linestyle="-" if i < 10 else "--", **style)
+                axes.fill_between(xs, lows, highs, alpha=0.15, color=f"C{i % 10}")
+        axes.set_title(label)
+        axes.grid(alpha=0.3)
+        if logarithmic:
+            axes.set_yscale("log")
+        if len(rates) == 1:
+            axes.set_xticks(range(len(policies)), policies, rotation=60, ha="right")
+        else:
+            axes.set_xlabel(unit)
+    if len(rates) > 1:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    figure.suptitle(f"SIMULATED — {title}")
+    figure.savefig(path, dpi=110)
+
+
+def _point(run: Run, name: str) -> tuple[float, float, float, float] | None:
+    """(rate, value, low, high)."""
+    value: object = run
+    for part in name.split("."):
+        value = getattr(value, part, UNSET)
+    if not isinstance(value, float) or not run.rate:
+        return None
+    low, high = run.intervals.get(name, (value, value)) if run.intervals else (value, value)
+    return float(run.rate), value, low, high
