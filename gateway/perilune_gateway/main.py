@@ -35,13 +35,14 @@ from perilune_gateway.metrics import Metrics
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.router import Router
-from perilune_gateway.server import Server
 from perilune_gateway.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.transport import SERVERS, Transport
+from perilune_gateway.transport.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,13 @@ class Gateway:
     """Every part of one gateway, wired."""
 
     def __init__(
-        self, pool: Pool, source: Source, *, conformance: bool = False, seed: int | None = None
+        self,
+        pool: Pool,
+        source: Source,
+        *,
+        transport: Transport = Transport.GRPC,
+        conformance: bool = False,
+        seed: int | None = None,
     ) -> None:
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
@@ -106,7 +113,7 @@ class Gateway:
             self.index, spec.engine.block_size, store=spec.engine.store, max_names=2 * max_blocks
         )
         self.events = EventFeeds(EventSink(blocks, self.parity, self.router, clock), time.time)
-        self.server = Server(
+        self.service = Service(
             self.router,
             self.tokenizer,
             limits=spec.routing.limits,
@@ -114,6 +121,7 @@ class Gateway:
             conformance=conformance,
             hooks=self.metrics,
         )
+        self.server = SERVERS[transport](self.service)
         snapshots = Snapshots(self.router, self.events, self.parity, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy)
@@ -174,7 +182,7 @@ class Gateway:
             if here != there:
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
         self.router.configure(pool)
-        self.server.limits = new.routing.limits
+        self.service.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy)
         self.events.follow(self.fleet.endpoints())
 
@@ -217,6 +225,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="127.0.0.1:9003",
         metavar="IP:PORT",
         help="metrics and explanations over HTTP; says session ids, so keep it private (default %(default)s)",
+    )
+    parser.add_argument(
+        "--transport",
+        type=Transport,
+        choices=tuple(Transport),
+        default=Transport.GRPC,
+        help="ext_proc by gRPC's own server, or by a lean one that costs less CPU (default %(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",
@@ -277,7 +292,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asyncio.Event) -> None:
-    gateway = Gateway(pool, source, conformance=args.conformance, seed=args.seed)
+    gateway = Gateway(pool, source, transport=args.transport, conformance=args.conformance, seed=args.seed)
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop)
 
 

@@ -2,7 +2,7 @@
 
     client ─▶ Envoy ─▶ StubEndpoint (says what it received, answers as its path tells)
                 │
-                └─ perilune_gateway.server with ScriptedRouter, or StubProcessor: ext_proc by hand
+                └─ perilune_gateway.transport with ScriptedRouter, or StubProcessor: ext_proc by hand
 
 Each request says by its own headers and path what is to happen to it, so that tests share one Envoy and run
 side by side. Nothing here measures, retries or sleeps on its own account.

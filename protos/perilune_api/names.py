@@ -15,7 +15,8 @@ CONFORMANCE_SELECTION_HEADER = "test-epp-endpoint-selection"
 CONFORMANCE_SERVED_HEADER = "x-conformance-test-served-endpoint"
 
 EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-HEALTH_SERVICES = ("", "liveness", "readiness", EXT_PROC_SERVICE, "inference-extension")
+LIVENESS = "liveness"
+HEALTH_SERVICES = ("", LIVENESS, "readiness", EXT_PROC_SERVICE, "inference-extension")
 
 # Ours.
 DECISION_HEADER = "x-perilune-decision"

@@ -1,4 +1,4 @@
-"""The gRPC server, asked by a gRPC client on loopback."""
+"""Both servers, asked by a gRPC client on loopback."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -12,9 +12,11 @@ from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
-from perilune_gateway.server import Server
+from perilune_gateway.transport import SERVERS, Server, Transport
+from perilune_gateway.transport.service import Service
 from perilune_lab.doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 
+OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
 METHOD = f"/{EXT_PROC_SERVICE}/Process"
 A = "10.0.0.1:8000"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -50,8 +52,8 @@ class Hooks:
 
 
 class Rig:
-    def __init__(self, server: Server, router: ScriptedRouter, port: int, channel) -> None:
-        self.server, self.router, self.port = server, router, port
+    def __init__(self, server: Server, service: Service, router: ScriptedRouter, port: int, channel) -> None:
+        self.server, self.service, self.router, self.port = server, service, router, port
         self._channel = channel
 
     def call(self):
@@ -62,17 +64,22 @@ class Rig:
         return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
 
 
-@asynccontextmanager
-async def serving(tokenizer_answer=None, decision_seconds: float = 30.0, router=None, **options):
-    router = router or ScriptedRouter()
-    limits = Limits(decision_seconds=decision_seconds)
-    server = Server(router, Tokenizer(tokenizer_answer), limits=limits, **options)
-    port = await server.start("127.0.0.1:0")
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Rig(server, router, port, channel)
-    finally:
-        await server.stop(0)
+@pytest.fixture(params=list(Transport), ids=str)
+def serving(request):
+    @asynccontextmanager
+    async def serving(tokenizer_answer=None, decision_seconds: float = 30.0, router=None, **options):
+        router = router or ScriptedRouter()
+        limits = Limits(decision_seconds=decision_seconds)
+        service = Service(router, Tokenizer(tokenizer_answer), limits=limits, **options)
+        server = SERVERS[request.param](service)
+        port = await server.start("127.0.0.1:0")
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
+                yield Rig(server, service, router, port, channel)
+        finally:
+            await server.stop(0)
+
+    return serving
 
 
 def request_headers(phase: str = "headers", mode: str = "BUFFERED", **more: str) -> bytes:
@@ -98,33 +105,33 @@ async def ask(call, raw: bytes) -> pb.ProcessingResponse:
     return pb.ProcessingResponse.FromString(await call.read())
 
 
-async def test_conversation_decided_on_headers():
+async def test_conversation_decided_on_headers(serving):
     hooks = Hooks()
     async with serving(hooks=hooks) as rig:
         call = rig.call()
         assert (await ask(call, request_headers())).WhichOneof("response") == "request_headers"
-        assert rig.server.streams_open == 1
+        assert rig.service.streams_open == 1
         assert (await ask(call, response_headers(200))).WhichOneof("response") == "response_headers"
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
         assert await rig.router.outcome("t") is Outcome.COMPLETED
-        assert (rig.server.streams_open, rig.server.streams_total) == (0, 1)
-        assert rig.server.body_bytes_received == 0
+        assert (rig.service.streams_open, rig.service.streams_total) == (0, 1)
+        assert rig.service.body_bytes_received == 0
     assert hooks.heard == ["opened", "closed"]
 
 
-async def test_bodies_are_counted():
+async def test_bodies_are_counted(serving):
     hooks = Hooks()
     async with serving(hooks=hooks) as rig:
         call = rig.call()
         await ask(call, request_headers("body"))
         assert (await ask(call, request_body(b"abc"))).WhichOneof("response") == "request_body"
-        assert rig.server.body_bytes_received == 3
+        assert rig.service.body_bytes_received == 3
         call.cancel()
     assert hooks.heard == ["opened", 3, "closed"]
 
 
-async def test_body_of_32_mib_is_taken():
+async def test_body_of_32_mib_is_taken(serving):
     async with serving() as rig:
         call = rig.call()
         await ask(call, request_headers("body"))
@@ -133,7 +140,7 @@ async def test_body_of_32_mib_is_taken():
         call.cancel()
 
 
-async def test_cancelled_call_gives_the_ticket_back():
+async def test_cancelled_call_gives_the_ticket_back(serving):
     async with serving() as rig:
         call = rig.call()
         await ask(call, request_headers())
@@ -142,7 +149,7 @@ async def test_cancelled_call_gives_the_ticket_back():
         assert rig.router.outcomes["t"] == [Outcome.CANCELLED]
 
 
-async def test_tokens_are_waited_for():
+async def test_tokens_are_waited_for(serving):
     tokens = Tokens(5, TokenSource.ENGINE)
     async with serving(tokens) as rig:
         call = rig.call()
@@ -152,18 +159,18 @@ async def test_tokens_are_waited_for():
         call.cancel()
 
 
-async def test_tokens_that_come_too_late_are_estimated(caplog):
+async def test_tokens_that_come_too_late_are_estimated(serving, caplog):
     async with serving(None, decision_seconds=0.05, bytes_per_token=2.0) as rig:
         call = rig.call()
         await ask(call, request_headers("tokens"))
         await ask(call, request_body(bytes(100)))
         assert rig.router.tokens["t"] == Tokens(50, TokenSource.ESTIMATE)
-        assert rig.server.late_tokens == 1
+        assert rig.service.late_tokens == 1
         call.cancel()
     assert "late_tokens body_bytes=100" in caplog.text
 
 
-async def test_prompt_at_fault_is_refused():
+async def test_prompt_at_fault_is_refused(serving):
     async with serving(Refusal(RefuseReason.BAD_REQUEST, "no such token")) as rig:
         call = rig.call()
         await ask(call, request_headers("tokens"))
@@ -174,7 +181,7 @@ async def test_prompt_at_fault_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
-async def test_bug_while_tokens_are_awaited(mode, caplog):
+async def test_bug_while_tokens_are_awaited(serving, mode, caplog):
     async with serving(RuntimeError("a bug")) as rig:
         call = rig.call()
         await call.write(request_headers("tokens", mode))
@@ -186,7 +193,7 @@ async def test_bug_while_tokens_are_awaited(mode, caplog):
             answer = pb.ProcessingResponse.FromString(await call.read())
             assert answer.immediate_response.status.code == 500
             call.cancel()
-        assert rig.server.failures == 1
+        assert rig.service.failures == 1
     assert "stream_failed state=tokens" in caplog.text
 
 
@@ -195,7 +202,7 @@ class BuggyRouter(ScriptedRouter):
         raise RuntimeError("a bug")
 
 
-async def test_bug_after_the_pick_ends_the_call_and_gives_the_ticket_back(caplog):
+async def test_bug_after_the_pick_ends_the_call_and_gives_the_ticket_back(serving, caplog):
     async with serving(router=BuggyRouter()) as rig:
         call = rig.call()
         await ask(call, request_headers())
@@ -209,28 +216,28 @@ async def test_bug_after_the_pick_ends_the_call_and_gives_the_ticket_back(caplog
 @pytest.mark.parametrize(
     "raw", [b"\xff\xff", b"", request_body(b"first")], ids=["no protobuf", "empty", "a body first"]
 )
-async def test_nonsense_ends_the_call_with_an_error(raw, caplog):
+async def test_nonsense_ends_the_call_with_an_error(serving, raw, caplog):
     async with serving() as rig:
         call = rig.call()
         await call.write(raw)
         assert await call.code() is grpc.StatusCode.INTERNAL
-        assert (rig.server.protocol_errors, rig.server.failures) == (1, 0)
+        assert (rig.service.protocol_errors, rig.service.failures) == (1, 0)
     assert "protocol_error state=start" in caplog.text
 
 
-async def test_refusal():
+async def test_refusal(serving):
     async with serving() as rig:
         call = rig.call()
         answer = await ask(call, request_headers(**{REFUSE: "no_endpoint"}))
         assert answer.immediate_response.status.code == 503
         call.cancel()
-        await until(lambda: rig.server.streams_open == 0)
+        await until(lambda: rig.service.streams_open == 0)
         assert rig.router.outcomes == {}
 
 
-async def test_new_limits_are_in_force_with_the_next_stream():
+async def test_new_limits_are_in_force_with_the_next_stream(serving):
     async with serving() as rig:
-        rig.server.limits = Limits(max_body_bytes=2)
+        rig.service.limits = Limits(max_body_bytes=2)
         call = rig.call()
         await ask(call, request_headers("body"))
         assert (await ask(call, request_body(b"abc"))).immediate_response.status.code == 413
@@ -240,7 +247,7 @@ async def test_new_limits_are_in_force_with_the_next_stream():
 # Health.
 
 
-async def test_alive_from_the_start_ready_when_said():
+async def test_alive_from_the_start_ready_when_said(serving):
     async with serving() as rig:
         answers = {service: await rig.health(service) for service in HEALTH_SERVICES}
         assert answers == dict.fromkeys(HEALTH_SERVICES, NOT_SERVING) | {"liveness": SERVING}
@@ -251,14 +258,14 @@ async def test_alive_from_the_start_ready_when_said():
         assert await rig.health("liveness") == SERVING
 
 
-async def test_unknown_service_is_not_found():
+async def test_unknown_service_is_not_found(serving):
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await rig.health("something else")
         assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_stop_lets_running_streams_end():
+async def test_stop_lets_running_streams_end(serving):
     async with serving() as rig:
         await rig.server.set_ready(True)
         watch = health_pb2_grpc.HealthStub(rig._channel).Watch(health_pb2.HealthCheckRequest())
@@ -275,7 +282,7 @@ async def test_stop_lets_running_streams_end():
         assert rig.router.outcomes["t"] == [Outcome.COMPLETED]
 
 
-async def test_stop_without_grace_cancels_running_streams():
+async def test_stop_without_grace_cancels_running_streams(serving):
     async with serving() as rig:
         call = rig.call()
         await ask(call, request_headers())
@@ -284,8 +291,8 @@ async def test_stop_without_grace_cancels_running_streams():
         assert await rig.router.outcome("t") is Outcome.CANCELLED
 
 
-async def test_taken_port_is_a_clear_error():
+async def test_taken_port_is_a_clear_error(serving):
     async with serving() as rig:
-        second = Server(ScriptedRouter(), Tokenizer(None), limits=Limits())
+        second = type(rig.server)(Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
         with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{rig.port}"):
             await second.start(f"127.0.0.1:{rig.port}")

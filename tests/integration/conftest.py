@@ -1,4 +1,7 @@
-"""One event loop for the folder, one Envoy per configuration; see perilune_lab.doubles for the stand-ins."""
+"""One event loop for the folder, one Envoy per configuration; see perilune_lab.doubles for the stand-ins.
+
+Tests that take `rig` run over both transports; those about Envoy alone take `stub_rig`.
+"""
 
 import asyncio
 import itertools
@@ -15,7 +18,8 @@ import pytest_asyncio
 from perilune_api.pool import Limits
 from perilune_gateway.model import Tokens
 from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.server import Server
+from perilune_gateway.transport import SERVERS, Server, Transport
+from perilune_gateway.transport.service import Service
 from perilune_lab import doubles
 from perilune_lab.doubles import ScriptedRouter, StubEndpoint, StubProcessor
 from perilune_lab.envoy import Envoy, Mode, config
@@ -32,45 +36,49 @@ class SlowTokenizer:
 class Rig:
     """Three endpoints, a gateway with a scripted router, and Envoys in front, started when asked for."""
 
-    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
-        self.endpoints = [StubEndpoint(name) for name in "abc"]
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        folder: Path,
+        transport: Transport,
+        endpoints: list[StubEndpoint],
+        processor: StubProcessor,
+        http: aiohttp.ClientSession,
+    ) -> None:
+        self.transport = transport
+        self.endpoints = endpoints
+        self.processor = processor
+        self.http = http
         self.router = ScriptedRouter()
-        self.server = self.new_server(self.router, decision_seconds=0.2)
-        self.processor = StubProcessor({})
+        self.service, self.server = self.new_server(self.router, decision_seconds=0.2)
         self.gateway = ""
-        self.http: aiohttp.ClientSession
         self._stack = stack
         self._folder = folder
         self._envoys: dict[str, Envoy] = {}
         self._logs: dict[Envoy, Path] = {}
         self._ids = itertools.count()
 
-    @staticmethod
-    def new_server(router: ScriptedRouter, decision_seconds: float) -> Server:
+    def new_server(self, router: ScriptedRouter, decision_seconds: float) -> tuple[Service, Server]:
         limits = Limits(max_body_bytes=16 * 1024 * 1024, decision_seconds=decision_seconds)
-        return Server(router, SlowTokenizer(), limits=limits, conformance=True)
+        service = Service(router, SlowTokenizer(), limits=limits, conformance=True)
+        return service, SERVERS[self.transport](service)
 
     async def start(self) -> None:
-        for endpoint in self.endpoints:
-            await self._stack.enter_async_context(endpoint)
         self.gateway = f"127.0.0.1:{await self.server.start('127.0.0.1:0')}"
         self._stack.push_async_callback(self.server.stop, 0)
-        await self._stack.enter_async_context(self.processor)
-        connector = aiohttp.TCPConnector(limit=0)
-        self.http = await self._stack.enter_async_context(aiohttp.ClientSession(connector=connector))
 
     @property
     def addresses(self) -> list[str]:
         return [endpoint.address for endpoint in self.endpoints]
 
     def new_id(self) -> str:
-        return f"test-{next(self._ids)}"
+        return f"{self.transport}-{next(self._ids)}"
 
     async def envoy(self, processor: str, **options: Any) -> Envoy:
         """`options` of envoy.config."""
         key = repr((processor, sorted(options.items(), key=lambda item: item[0])))
         if key not in self._envoys:
-            log = self._folder / f"access-{len(self._envoys)}.json"
+            log = self._folder / f"access-{self.transport}-{len(self._envoys)}.json"
             endpoints = options.pop("endpoints", self.addresses)
             bootstrap = config(endpoints, [processor], access_log=log, **options)
             self._envoys[key] = await self._stack.enter_async_context(Envoy(bootstrap))
@@ -98,14 +106,32 @@ class Rig:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def rig(tmp_path_factory: pytest.TempPathFactory):
+async def rigs(tmp_path_factory: pytest.TempPathFactory):
+    """One rig per transport; they share endpoints, StubProcessor and client."""
     async with AsyncExitStack() as stack:
-        rig = Rig(stack, tmp_path_factory.mktemp("envoy"))
-        await rig.start()
-        yield rig
-    assert rig.router.tickets == {}, "tickets that were never given back"
-    assert all(len(outcomes) == 1 for test_id, outcomes in rig.router.outcomes.items() if test_id)
-    assert rig.server.failures == 0
+        folder = tmp_path_factory.mktemp("envoy")
+        endpoints = [await stack.enter_async_context(StubEndpoint(name)) for name in "abc"]
+        processor = await stack.enter_async_context(StubProcessor({}))
+        connector = aiohttp.TCPConnector(limit=0)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        rigs = {kind: Rig(stack, folder, kind, endpoints, processor, http) for kind in Transport}
+        for rig in rigs.values():
+            await rig.start()
+        yield rigs
+    for rig in rigs.values():
+        assert rig.router.tickets == {}, "tickets that were never given back"
+        assert all(len(outcomes) == 1 for test_id, outcomes in rig.router.outcomes.items() if test_id)
+        assert (rig.service.failures, rig.service.streams_open) == (0, 0)
+
+
+@pytest.fixture(params=list(Transport), ids=str)
+def rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
+    return rigs[request.param]
+
+
+@pytest.fixture
+def stub_rig(rigs: dict[Transport, Rig]) -> Rig:
+    return rigs[Transport.GRPC]
 
 
 @pytest.fixture

@@ -70,25 +70,25 @@ async def test_body_arrives_as_it_was_sent(rig, size, mode, phase):
 async def test_tokens_that_come_too_late_are_estimated_from_bytes(rig, mode):
     envoy, test_id, body = await getattr(rig, mode)(), rig.new_id(), body_of(130_000)
     headers = rig.headers(test_id, to=rig.addresses[2], phase="tokens")
-    late = rig.server.late_tokens
+    late = rig.service.late_tokens
     async with rig.http.post(f"{envoy.url}/v1/x", data=body, headers=headers) as reply:
         received = await reply.json()
     assert (received["name"], says(received)) == ("c", sent(body))
     assert rig.router.tokens[test_id] == Tokens(32_500, TokenSource.ESTIMATE)
-    assert rig.server.late_tokens == late + 1
+    assert rig.service.late_tokens == late + 1
 
 
 async def test_header_only_request_keeps_its_body_from_the_gateway(rig):
     envoy, test_id, body = await rig.buffered(), rig.new_id(), body_of(130_000)
-    before = rig.server.body_bytes_received
+    before = rig.service.body_bytes_received
     async with rig.http.post(f"{envoy.url}/v1/x", data=body, headers=rig.headers(test_id)) as reply:
         assert says(await reply.json()) == sent(body)
     await rig.router.outcome(test_id)
-    assert rig.server.body_bytes_received == before
+    assert rig.service.body_bytes_received == before
     headers = rig.headers(rig.new_id(), phase="body")
     async with rig.http.post(f"{envoy.url}/v1/x", data=body, headers=headers) as reply:
         assert reply.status == 200
-    assert rig.server.body_bytes_received == before + 130_000
+    assert rig.service.body_bytes_received == before + 130_000
 
 
 async def test_filter_that_ignores_the_override_sends_the_body_after_the_pick(rig):
@@ -139,12 +139,14 @@ async def test_destination_sent_by_the_client_is_replaced(rig, mode, phase):
         assert (await reply.json())["name"] == "b"
 
 
-async def test_destination_sent_by_the_client_is_not_obeyed_while_the_gateway_is_down(rig, unused_address):
-    envoy = await rig.envoy(unused_address, grpc_retries=0)
+async def test_destination_sent_by_the_client_is_not_obeyed_while_the_gateway_is_down(
+    stub_rig, unused_address
+):
+    envoy = await stub_rig.envoy(unused_address, grpc_retries=0)
     names = set()
     for _ in range(6):
-        headers = {DESTINATION_HEADER: rig.addresses[2]}
-        async with rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=headers) as reply:
+        headers = {DESTINATION_HEADER: stub_rig.addresses[2]}
+        async with stub_rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=headers) as reply:
             names.add((await reply.json())["name"])
     assert names == {"a", "b", "c"}
 
@@ -226,7 +228,7 @@ async def test_refusal_is_an_error_in_openai_form(rig, mode, phase, reason, stat
 @pytest.mark.parametrize("said", ["with", "without"])
 async def test_body_above_the_limit_is_refused(rig, mode, said):
     envoy = await getattr(rig, mode)()
-    body = bytes(rig.server.limits.max_body_bytes + 1)
+    body = bytes(rig.service.limits.max_body_bytes + 1)
 
     async def chunks():
         for start in range(0, len(body), 1 << 20):
@@ -259,8 +261,8 @@ FAULT = {
 @pytest.mark.parametrize("mode", MODES)
 async def test_answer_of_an_earlier_filter_passes(rig, mode):
     """The stream then begins with response headers."""
-    envoy, streams = await getattr(rig, mode)(filters_before=[FAULT]), rig.server.streams_total
+    envoy, streams = await getattr(rig, mode)(filters_before=[FAULT]), rig.service.streams_total
     async with rig.http.post(f"{envoy.url}/v1/x", data=b"{}", headers=rig.headers("")) as reply:
         assert (reply.status, await reply.text()) == (418, "fault filter abort")
-    assert rig.server.streams_total == streams + 1
-    assert rig.server.protocol_errors == 0
+    assert rig.service.streams_total == streams + 1
+    assert rig.service.protocol_errors == 0

@@ -143,7 +143,7 @@ async def test_status_of_the_answer_decides(rig, mode, phase, status, expected):
 
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
 async def test_client_that_leaves_while_tokens_are_awaited_ends_the_stream_at_once(rig, mode):
-    server = rig.new_server(rig.router, decision_seconds=60)
+    service, server = rig.new_server(rig.router, decision_seconds=60)
     port = await server.start("127.0.0.1:0")
     try:
         envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, message_timeout_s=60)
@@ -151,19 +151,19 @@ async def test_client_that_leaves_while_tokens_are_awaited_ends_the_stream_at_on
         headers = rig.headers(test_id, phase="tokens")
         request = asyncio.ensure_future(rig.http.post(f"{envoy.url}/x", data=b"{}", headers=headers))
         await until(lambda: test_id in rig.router.bodies)
-        assert server.streams_open == 1
+        assert service.streams_open == 1
         request.cancel()
-        await until(lambda: server.streams_open == 0)
+        await until(lambda: service.streams_open == 0)
     finally:
         await server.stop(0)
     assert test_id not in rig.router.outcomes
-    assert server.failures == 0
+    assert service.failures == 0
 
 
-async def test_sse_of_20_s_keeps_its_ticket_to_the_end(rig):
-    """Longer than Envoy's default route timeout of 15 s; all paths at once."""
+async def test_sse_of_20_s_keeps_its_ticket_to_the_end(rigs):
+    """Longer than Envoy's default route timeout of 15 s; all paths of both transports at once."""
 
-    async def stream(mode: str, phase: str) -> tuple[float, float, Outcome]:
+    async def stream(rig, mode: str, phase: str) -> tuple[float, float, Outcome]:
         envoy, test_id = await getattr(rig, mode)(), rig.new_id()
         started = time.monotonic()
         headers = rig.headers(test_id, phase=phase)
@@ -177,7 +177,7 @@ async def test_sse_of_20_s_keeps_its_ticket_to_the_end(rig):
         return ended - started, time.monotonic() - ended, outcome
 
     for took_s, released_after_s, outcome in await asyncio.gather(
-        *(stream(*path) for path in PATHS.values())
+        *(stream(rig, *path) for rig in rigs.values() for path in PATHS.values())
     ):
         assert took_s >= LONG_S
         assert released_after_s < 1

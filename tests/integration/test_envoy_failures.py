@@ -131,68 +131,70 @@ def open_in_any_mode(fail_open: bool) -> dict:
 @both_modes
 @pytest.mark.parametrize(("status_on_error", "status"), [(0, 500), (503, 503)])
 async def test_gateway_down_and_closed_is_an_error_at_once(
-    rig, mode, status_on_error, status, unused_address
+    stub_rig, mode, status_on_error, status, unused_address
 ):
-    envoy = await rig.envoy(
+    envoy = await stub_rig.envoy(
         unused_address, mode=mode, fail_open=False, status_on_error=status_on_error, grpc_retries=0
     )
-    path = f"/v1/{rig.new_id()}"
-    assert await ask(rig, envoy, path=path) == (status, "")
-    await until(lambda: bool(rig.access_log(envoy, path)))
-    assert "ext_proc_error_gRPC_error_14" in rig.access_log(envoy, path)[0]["details"]
+    path = f"/v1/{stub_rig.new_id()}"
+    assert await ask(stub_rig, envoy, path=path) == (status, "")
+    await until(lambda: bool(stub_rig.access_log(envoy, path)))
+    assert "ext_proc_error_gRPC_error_14" in stub_rig.access_log(envoy, path)[0]["details"]
 
 
-async def test_gateway_down_and_open_is_served_by_the_fallback(rig, unused_address):
-    envoy = await rig.envoy(unused_address, mode=Mode.BUFFERED, grpc_retries=0)
-    status, answer = await ask(rig, envoy)
+async def test_gateway_down_and_open_is_served_by_the_fallback(stub_rig, unused_address):
+    envoy = await stub_rig.envoy(unused_address, mode=Mode.BUFFERED, grpc_retries=0)
+    status, answer = await ask(stub_rig, envoy)
     assert status == 200
     assert says(answer) in [received(name) for name in "abc"]
 
 
-async def test_gateway_down_and_open_has_no_fallback_with_original_dst(rig, unused_address):
-    envoy = await rig.envoy(unused_address, cluster=Cluster.ORIGINAL_DST, grpc_retries=0)
-    assert await ask(rig, envoy) == (503, "no healthy upstream")
+async def test_gateway_down_and_open_has_no_fallback_with_original_dst(stub_rig, unused_address):
+    envoy = await stub_rig.envoy(unused_address, cluster=Cluster.ORIGINAL_DST, grpc_retries=0)
+    assert await ask(stub_rig, envoy) == (503, "no healthy upstream")
 
 
-async def test_gateway_down_is_an_error_in_full_duplex_even_when_open(rig, unused_address):
-    envoy = await rig.envoy(unused_address, mode=Mode.FULL_DUPLEX, grpc_retries=0, **open_in_any_mode(True))
-    status, _ = await ask(rig, envoy, body=bytes(130_000))
+async def test_gateway_down_is_an_error_in_full_duplex_even_when_open(stub_rig, unused_address):
+    envoy = await stub_rig.envoy(
+        unused_address, mode=Mode.FULL_DUPLEX, grpc_retries=0, **open_in_any_mode(True)
+    )
+    status, _ = await ask(stub_rig, envoy, body=bytes(130_000))
     assert status == 500
 
 
 # The gateway misbehaves.
 
 
-async def test_no_answer_is_504_after_the_message_timeout(rig):
+async def test_no_answer_is_504_after_the_message_timeout(stub_rig):
     started = time.monotonic()
-    status, _ = await stub_ask(rig, "silent", Mode.BUFFERED, fail_open=False)
+    status, _ = await stub_ask(stub_rig, "silent", Mode.BUFFERED, fail_open=False)
     assert status == 504
     assert TIMEOUT_S <= time.monotonic() - started < 10 * TIMEOUT_S
 
 
-async def test_no_answer_is_served_by_the_fallback_when_open(rig):
-    status, answer = await stub_ask(rig, "silent", Mode.BUFFERED)
+async def test_no_answer_is_served_by_the_fallback_when_open(stub_rig):
+    status, answer = await stub_ask(stub_rig, "silent", Mode.BUFFERED)
     assert (status, answer["sha1"]) == (200, received("")[1])
 
 
-async def test_no_answer_has_no_timer_in_full_duplex(rig):
-    status, answer = await stub_ask(rig, "late", Mode.FULL_DUPLEX)
+async def test_no_answer_has_no_timer_in_full_duplex(stub_rig):
+    status, answer = await stub_ask(stub_rig, "late", Mode.FULL_DUPLEX)
     assert (status, says(answer)) == (200, received("b"))
 
 
-async def test_late_answer_is_no_answer_when_buffered(rig):
-    status, _ = await stub_ask(rig, "late", Mode.BUFFERED, fail_open=False)
+async def test_late_answer_is_no_answer_when_buffered(stub_rig):
+    status, _ = await stub_ask(stub_rig, "late", Mode.BUFFERED, fail_open=False)
     assert status == 504
 
 
-async def test_stream_ended_without_answer_is_served_by_the_fallback_with_its_body(rig):
-    status, answer = await stub_ask(rig, "leave", Mode.BUFFERED, fail_open=False)
+async def test_stream_ended_without_answer_is_served_by_the_fallback_with_its_body(stub_rig):
+    status, answer = await stub_ask(stub_rig, "leave", Mode.BUFFERED, fail_open=False)
     assert (status, answer["sha1"]) == (200, received("")[1])
 
 
-async def test_stream_ended_without_answer_forwards_an_empty_body_in_full_duplex(rig):
+async def test_stream_ended_without_answer_forwards_an_empty_body_in_full_duplex(stub_rig):
     """Why the exchange never ends a stream early and cleanly."""
-    status, answer = await stub_ask(rig, "leave", Mode.FULL_DUPLEX)
+    status, answer = await stub_ask(stub_rig, "leave", Mode.FULL_DUPLEX)
     assert (status, answer["bytes"]) == (200, 0)
 
 
@@ -205,8 +207,8 @@ async def test_stream_ended_without_answer_forwards_an_empty_body_in_full_duplex
         pytest.param(Mode.FULL_DUPLEX, False, 500, id="full duplex: 500"),
     ],
 )
-async def test_wrong_or_extra_message_or_exception(rig, do, mode, fail_open, status):
-    answer = await stub_ask(rig, do, mode, **open_in_any_mode(fail_open))
+async def test_wrong_or_extra_message_or_exception(stub_rig, do, mode, fail_open, status):
+    answer = await stub_ask(stub_rig, do, mode, **open_in_any_mode(fail_open))
     assert answer[0] == status
     if status == 200:
         assert answer[1]["sha1"] == received("")[1]
@@ -222,7 +224,7 @@ async def test_immediate_response_reaches_the_client_and_ends_the_stream(rig, mo
         assert (reply.status, reply.headers[REFUSE_REASON_HEADER]) == (status, reason)
         assert reply.content_type == "application/json"
         assert (await reply.json())["error"]["code"] == reason
-    await until(lambda: rig.server.streams_open == 0)
+    await until(lambda: rig.service.streams_open == 0)
 
 
 # Bodies above Envoy's buffer limit.
@@ -254,9 +256,9 @@ async def test_body_above_the_buffer_limit_passes_in_full_duplex(rig):
         pytest.param(130_000, 504, id="above it: waits for ever, 504"),
     ],
 )
-async def test_streamed_body_that_is_answered_at_its_end(rig, size, status):
+async def test_streamed_body_that_is_answered_at_its_end(stub_rig, size, status):
     answer = await stub_ask(
-        rig,
+        stub_rig,
         "at_the_end",
         Mode.BUFFERED,
         bytes(size),
@@ -350,23 +352,25 @@ async def test_retry_in_full_duplex_needs_a_body_within_the_buffer_limit(rig, si
         pytest.param(Mode.HEADERS, "TRAILERS", True, id="trailers asked for: as long as the response"),
     ],
 )
-async def test_stream_lasts(rig, mode, response, kept):
-    rig.processor.acts = ACTS
+async def test_stream_lasts(stub_rig, mode, response, kept):
+    stub_rig.processor.acts = ACTS
     modes = {"response_header_mode": "SKIP"}
     if response == "TRAILERS":
         modes["response_trailer_mode"] = "SEND"
-    envoy = await rig.envoy(rig.processor.address, mode=mode, processing_mode=modes)
-    test_id = rig.new_id()
-    headers = {doubles.ID: test_id, doubles.DO: "pick", doubles.ROUTE: rig.addresses[0]}
-    async with rig.http.post(f"{envoy.url}/sse", data=b"{}", headers=headers) as reply:
+    envoy = await stub_rig.envoy(stub_rig.processor.address, mode=mode, processing_mode=modes)
+    test_id = stub_rig.new_id()
+    headers = {doubles.ID: test_id, doubles.DO: "pick", doubles.ROUTE: stub_rig.addresses[0]}
+    async with stub_rig.http.post(f"{envoy.url}/sse", data=b"{}", headers=headers) as reply:
         assert await reply.content.readline() == b"data: first\n"
-        ended = rig.processor.ended[test_id]
+        ended = stub_rig.processor.ended[test_id]
         if not kept:
             await asyncio.wait_for(ended.wait(), 10)
         else:
-            await ask(rig, envoy, **{doubles.DO: "pick", doubles.ROUTE: rig.addresses[0]})  # time passes
+            await ask(
+                stub_rig, envoy, **{doubles.DO: "pick", doubles.ROUTE: stub_rig.addresses[0]}
+            )  # time passes
             assert not ended.is_set()
-        rig.endpoints[0].let_go(test_id)
+        stub_rig.endpoints[0].let_go(test_id)
         assert (await reply.read()).endswith(b"data: [DONE]\n\n")
     await asyncio.wait_for(ended.wait(), 10)
 
@@ -379,7 +383,7 @@ async def test_stream_lasts(rig, mode, response, kept):
         pytest.param(BodyMode.BUFFERED, "SKIP", True, id="without, but buffered: as long as the response"),
     ],
 )
-async def test_stream_with_mode_override_lasts(rig, body, trailers, kept):
+async def test_stream_with_mode_override_lasts(stub_rig, body, trailers, kept):
     async def override(call: Call) -> None:
         answer = pb.ProcessingResponse.FromString(
             wire.encode(Continue(Kind.REQUEST_HEADERS, override=Override(body)))
@@ -389,18 +393,18 @@ async def test_stream_with_mode_override_lasts(rig, body, trailers, kept):
         while message := await call.read():
             await call.write(Continue(Kind(message.WhichOneof("request"))))
 
-    rig.processor.acts = {"override": override, "": override}
-    envoy = await rig.envoy(rig.processor.address)
-    test_id = rig.new_id()
+    stub_rig.processor.acts = {"override": override, "": override}
+    envoy = await stub_rig.envoy(stub_rig.processor.address)
+    test_id = stub_rig.new_id()
     headers = {doubles.ID: test_id, doubles.DO: "override"}
-    endpoint_of = dict(zip(rig.addresses, rig.endpoints, strict=True))
-    async with rig.http.post(f"{envoy.url}/sse", data=b"{}", headers=headers) as reply:
+    endpoint_of = dict(zip(stub_rig.addresses, stub_rig.endpoints, strict=True))
+    async with stub_rig.http.post(f"{envoy.url}/sse", data=b"{}", headers=headers) as reply:
         assert await reply.content.readline() == b"data: first\n"
-        ended = rig.processor.ended[test_id]
+        ended = stub_rig.processor.ended[test_id]
         if not kept:
             await asyncio.wait_for(ended.wait(), 10)
         else:
-            assert (await ask(rig, envoy))[0] == 200  # time passes
+            assert (await ask(stub_rig, envoy))[0] == 200  # time passes
             assert not ended.is_set()
         for endpoint in endpoint_of.values():
             endpoint.let_go(test_id)
@@ -408,7 +412,7 @@ async def test_stream_with_mode_override_lasts(rig, body, trailers, kept):
     await asyncio.wait_for(ended.wait(), 10)
 
 
-async def test_mode_override_is_ignored_in_full_duplex(rig):
+async def test_mode_override_is_ignored_in_full_duplex(stub_rig):
     seen = []
 
     async def override(call: Call) -> None:
@@ -422,9 +426,9 @@ async def test_mode_override_is_ignored_in_full_duplex(rig):
             else:
                 await call.write(Continue(kind))
 
-    rig.processor.acts = {"": override}
-    envoy = await rig.envoy(rig.processor.address, mode=Mode.FULL_DUPLEX)
-    status, answer = await ask(rig, envoy)
+    stub_rig.processor.acts = {"": override}
+    envoy = await stub_rig.envoy(stub_rig.processor.address, mode=Mode.FULL_DUPLEX)
+    status, answer = await ask(stub_rig, envoy)
     assert (status, answer["sha1"]) == (200, received("")[1])
     assert Kind.REQUEST_BODY in seen
 
@@ -448,12 +452,13 @@ async def test_pings_without_data(rig, server):
 GATEWAY = """
 import asyncio, sys
 from perilune_api.pool import Limits
-from perilune_gateway.server import Server
+from perilune_gateway.transport import SERVERS
+from perilune_gateway.transport.service import Service
 from perilune_lab.doubles import ScriptedRouter
 
 async def main():
     print("loaded", flush=True)
-    server = Server(ScriptedRouter(), None, limits=Limits())
+    server = SERVERS[sys.argv[1]](Service(ScriptedRouter(), None, limits=Limits()))
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
     await asyncio.Event().wait()
 
@@ -467,10 +472,13 @@ CLIENTS = 8
 class Gateway:
     """The server as a process of its own, which can be killed."""
 
+    def __init__(self, transport):
+        self.transport = transport
+
     async def __aenter__(self):
         pipe = asyncio.subprocess.PIPE
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", GATEWAY, stdin=pipe, stdout=pipe
+            sys.executable, "-c", GATEWAY, self.transport, stdin=pipe, stdout=pipe
         )
         assert await self.process.stdout.readline() == b"loaded\n"
         return self
@@ -503,7 +511,7 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
             except aiohttp.ClientPayloadError:  # an answer that was on its way
                 statuses.append(0)
 
-    async with Gateway() as first, Gateway() as second:
+    async with Gateway(rig.transport) as first, Gateway(rig.transport) as second:
         port = await first.serve(0)
         options = {"fail_open": False, "grpc_retries": grpc_retries}
         envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)

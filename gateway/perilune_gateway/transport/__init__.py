@@ -1,0 +1,47 @@
+"""How Envoy reaches the gateway: one gRPC method, served by either of two servers that behave alike.
+
+    bytes ─▶ server ─▶ Stream.receive ─▶ Step: messages, then nothing │ Wait │ Abort ─▶ server ─▶ bytes
+             grpc_server, or h2         service: wire, exchange, tokenizer, counters
+
+`grpc_server` is gRPC's own server. `h2` is a single-purpose HTTP/2 server: about a tenth of the CPU with
+headers only, a third with a 130 KB body (`docs/benchmarks.md`), without TLS and for a trusted peer, which
+Envoy is.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+from perilune_gateway.transport.grpc_server import GrpcServer
+from perilune_gateway.transport.h2.server import H2Server
+from perilune_gateway.transport.service import Service
+
+
+class Server(Protocol):
+    """Serves ext_proc and gRPC health on one port, without TLS."""
+
+    async def start(self, listen: str) -> int:
+        """Serve on `listen` (`ip:port`, port 0: any); the port. Alive, but not ready: see `set_ready`.
+
+        Raises OSError when the port is taken or not ours.
+        """
+        ...
+
+    async def set_ready(self, ready: bool) -> None:
+        """What health answers for every service but `liveness`, which is SERVING from `start` to `stop`."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Health says NOT_SERVING, new streams are refused, running ones get `grace_s` to end."""
+        ...
+
+
+class Transport(StrEnum):
+    GRPC = "grpc"
+    H2 = "h2"
+
+
+SERVERS: Mapping[Transport, Callable[[Service], Server]] = {
+    Transport.GRPC: GrpcServer,
+    Transport.H2: H2Server,
+}

@@ -1,0 +1,101 @@
+"""The gRPC server: Envoy's one method, and gRPC health, by grpc.aio.
+
+Messages of a stream are handled in order; while its tokens are awaited a stream reads nothing, but learns
+at once that Envoy has gone.
+
+Choices: messages are handled as bytes with the read/write API, which costs a third less than generated
+servicers; uvloop, where main installs it, another tenth. Pings from Envoy are welcome at any rate (the
+default policy would drop the connection). A taken port is an error (no SO_REUSEPORT: Envoy keeps one
+connection per worker, so it would not spread the load anyway).
+
+Costs about 250 µs CPU per request with headers only, 350 µs with a 130 KB body. No TLS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES, LIVENESS
+from perilune_gateway.exchange import Abort, Wait
+from perilune_gateway.transport.service import MESSAGE_BYTES, Service, Step, Stream
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class GrpcServer:
+    """One listening server; see transport.Server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, listen: str) -> int:
+        server = grpc.aio.server(options=OPTIONS)
+        method: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._process)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": method}),)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            port = server.add_insecure_port(listen)
+        except RuntimeError as error:
+            await server.stop(None)
+            raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
+        await self.set_ready(False)
+        await self._health.set(LIVENESS, SERVING)
+        await server.start()
+        self._server = server
+        return port
+
+    async def set_ready(self, ready: bool) -> None:
+        for service in HEALTH_SERVICES:
+            if service != LIVENESS:
+                await self._health.set(service, SERVING if ready else NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    async def _process(self, _requests: Any, context: Context) -> None:
+        """One stream."""
+        stream = self._service.open()
+        try:
+            while await _take(stream, context):
+                pass
+        finally:
+            stream.closed()
+
+
+async def _take(stream: Stream, context: Context) -> bool:
+    """One message; False at the end of the stream. A function, so that no body is held while the next
+    message is awaited, which may take as long as the answer."""
+    raw = await context.read()
+    if not isinstance(raw, bytes):  # grpc.aio.EOF
+        return False
+    await _carry_out(stream, context, stream.receive(raw))
+    return True
+
+
+async def _carry_out(stream: Stream, context: Context, step: Step) -> None:
+    for message in step.messages:
+        await context.write(message)
+    match step.then:
+        case Wait(encode):
+            await _carry_out(stream, context, await stream.tokens(encode))
+        case Abort(reason):
+            await context.abort(grpc.StatusCode.INTERNAL, reason)
