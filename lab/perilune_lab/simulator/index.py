@@ -11,6 +11,9 @@ from collections import deque
 
 from perilune_lab.simulator.runs import Runs
 
+_Claim = tuple[int, int, float]
+"""(above this depth, down to this one, until)"""
+
 
 class RunIndex:
     """Endpoints are numbers."""
@@ -20,7 +23,7 @@ class RunIndex:
         self._ttl_s = claim_ttl_s
         self._lag_s = lag_s
         self._held: dict[int, dict[int, int]] = {}
-        self._claims: dict[int, dict[int, tuple[int, float]]] = {}
+        self._claims: dict[int, dict[int, list[_Claim]]] = {}
         self._late: deque[tuple[float, int, int, int]] = deque()
 
     def changed(self, endpoint: int, run: int, depth: int, now: float) -> None:
@@ -46,30 +49,38 @@ class RunIndex:
         holders = self._held.get(run)
         if holders is None:
             holders = self._held[run] = {}
-        grown = depth > holders.get(endpoint, 0)
         holders[endpoint] = depth
         claims = self._claims.get(run)
-        if grown and claims and endpoint in claims and claims[endpoint][0] <= depth:
-            del claims[endpoint]
-            if not claims:
-                del self._claims[run]
+        if claims and endpoint in claims:
+            left = [(max(above, depth), to, until) for above, to, until in claims[endpoint] if to > depth]
+            self._set_claims(run, endpoint, left)
 
     def claim(self, endpoint: int, run: int, depth: int, now: float) -> None:
         """The prompt (run, depth) was routed there."""
         start, end = self._runs.start, self._runs.end
-        for r in reversed(self._runs.chain[run]):
+        until = now + self._ttl_s
+        for r in self._runs.chain[run]:
             top = min(depth, end[r])
-            if top > start[r] and self._held.get(r, {}).get(endpoint, 0) < top:
-                claims = self._claims.setdefault(r, {})
-                claims[endpoint] = (max(top, claims.get(endpoint, (0, 0.0))[0]), now + self._ttl_s)
+            held = self._held.get(r, {}).get(endpoint, start[r])
+            if top <= held:
+                continue
+            older = self._claims.get(r, {}).get(endpoint, ())
+            beyond = [(max(above, top), to, ends) for above, to, ends in older if to > top]
+            self._set_claims(r, endpoint, [(held, top, until), *beyond])
+
+    def _set_claims(self, run: int, endpoint: int, claims: list[_Claim]) -> None:
+        """In the order of depth."""
+        if claims:
+            self._claims.setdefault(run, {})[endpoint] = claims
+        elif self._claims[run].pop(endpoint, None) is not None and not self._claims[run]:
+            del self._claims[run]
 
     def forget(self, endpoint: int) -> None:
         """It is gone, or lost its cache."""
-        for table in (self._held, self._claims):
-            for run in [run for run, holders in table.items() if endpoint in holders]:
-                del table[run][endpoint]
-                if not table[run]:
-                    del table[run]
+        for run in [run for run, holders in self._held.items() if endpoint in holders]:
+            self._apply(endpoint, run, self._runs.start[run])
+        for run in [run for run, claims in self._claims.items() if endpoint in claims]:
+            self._set_claims(run, endpoint, [])
 
     def match(self, run: int, depth: int, now: float, most: int = 1 << 30) -> dict[int, int]:
         """Leading tokens of the prompt (run, depth) by endpoint, those that hold none left out.
@@ -99,17 +110,18 @@ class RunIndex:
         return self._of(endpoint, self._runs.chain[run], depth, now)
 
     def _of(self, endpoint: int, chain: tuple[int, ...], depth: int, now: float) -> int:
-        held, claims, end = self._held, self._claims, self._runs.end
+        held, claims, start, end = self._held, self._claims, self._runs.start, self._runs.end
         matched = 0
         for r in chain:
             holders = held.get(r)
             d = holders.get(endpoint, 0) if holders else 0
             claimed = claims.get(r)
-            if claimed:
-                claim = claimed.get(endpoint)
-                if claim and claim[1] > now and claim[0] > d:
-                    d = claim[0]
-            if not d:
+            if claimed and endpoint in claimed:
+                d = d or start[r]
+                for above, to, until in claimed[endpoint]:
+                    if above <= d < to and until > now:
+                        d = to
+            if d <= start[r]:
                 break
             matched = d
             if d < end[r]:
