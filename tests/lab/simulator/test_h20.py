@@ -106,7 +106,7 @@ def test_the_simulated_engine_makes_its_neighbours_wait_as_long(tokens: int, sec
         alone.due.remove(event)
         alone.engine.event(*event)
     made = alone.engine._step - before
-    assert (intruder.first_token_s - began_s) / made == pytest.approx(seconds, rel=0.15)
+    assert (intruder.first_token_s - began_s) / made == pytest.approx(seconds, rel=0.10)
 
 
 def test_links_by_distance():
