@@ -13,6 +13,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from perilune_api import pool as spec
+from perilune_gateway.transport import Transport
 from perilune_lab.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -68,9 +69,11 @@ def turns(count: int, name: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{name} " + f"turn {i} says something " * 150} for i in range(count)]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def user() -> AsyncIterator[User]:
-    async with Stack(engines=3, options=OPTIONS) as stack, aiohttp.ClientSession() as http:
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=list(Transport), ids=str)
+async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
+    by = ("--transport", request.param)
+    stack = Stack(engines=3, options=OPTIONS, gateway_arguments=by)
+    async with stack, aiohttp.ClientSession() as http:
         yield User(stack, http)
 
 

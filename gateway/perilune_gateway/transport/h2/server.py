@@ -22,7 +22,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_gateway.exchange import Abort, Wait
@@ -133,8 +133,7 @@ class Link(asyncio.Protocol):
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._server.links.add(self)
         if self._server.draining:
             self.drain()
