@@ -29,7 +29,7 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import Seconds, cheapest, host_of, lasting_turns, seconds
+from perilune_gateway.policy.cost import Seconds, cheapest, host_of, lasting_turns, lowest, seconds
 
 
 def perilune(
@@ -48,7 +48,7 @@ def perilune(
     if not others:
         return _decision(host, Reason.HOST, here, costs)
     turns = 1.0 if host.draining else lasting_turns(request.session.turns, params)
-    best = max(others, key=lambda c: gain(here[host.address], here[c.address], turns, params))
+    best = lowest(others, lambda c: -gain(here[host.address], here[c.address], turns, params), rng)
     worth = host.draining or gain(here[host.address], here[best.address], turns, params) > 0
     cooled = host.draining or request.session.seconds_since_move > params.cooldown_seconds
     if worth and cooled:
