@@ -5,10 +5,10 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench generate lock clean
+.PHONY: help venv demo test check e2e bench generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
-	@grep -hE '^[a-z0-9]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
 
 venv: $(STAMP) ## make .venv with everything locked in requirements-dev.lock
 $(STAMP): requirements-dev.lock pyproject.toml
@@ -33,6 +33,15 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 
 e2e: $(STAMP) ## full-size runs: the demo's promises for three seeds, a 2,000-request trace replay
 	$(BIN)/python -m pytest tests e2e -m e2e $(ARGS)
+
+cluster: $(STAMP) ## the whole thing on one Linux machine (root): a real Kubernetes of eight nodes, no Docker
+	$(BIN)/python e2e/cluster.py up $(ARGS)
+
+cluster-down: $(STAMP) ## stop that cluster; leaves nothing
+	$(BIN)/python e2e/cluster.py down $(ARGS)
+
+e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
+	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
 bench: $(STAMP) ## benchmarks: ratios against a baseline of the same run
 	$(BIN)/python -m pytest tests/bench -m bench -s $(ARGS)

