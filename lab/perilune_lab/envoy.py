@@ -14,8 +14,11 @@ What is not: no xDS, no TLS; one route to one cluster.
 
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.
+
+`python -m perilune_lab.envoy ENDPOINT…` prints the bootstrap for a gateway that runs by itself.
 """
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -447,3 +450,51 @@ class Envoy:
                 listeners = await reply.json(content_type=None)
         where = listeners["listener_statuses"][0]["local_address"]["socket_address"]
         self.url = f"http://{where['address']}:{where['port_value']}"
+
+
+def _ip_port(text: str) -> str:
+    try:
+        _address(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT") from None
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 for a wrong call."""
+    parser = argparse.ArgumentParser(
+        prog="python -m perilune_lab.envoy",
+        description="Print Envoy's bootstrap (JSON): one listener, the gateway as ext_proc filter, the"
+        " endpoints that it picks from. In the shape that Envoy Gateway generates.",
+        epilog="example: python -m perilune_lab.envoy 127.0.0.1:8001 127.0.0.1:8002 > envoy.json;"
+        f" {binary()} -c envoy.json",
+    )
+    parser.add_argument(
+        "endpoints", nargs="+", type=_ip_port, metavar="ENDPOINT", help="IP:PORT, as in the pool document"
+    )
+    parser.add_argument(
+        "--gateway",
+        type=_ip_port,
+        default="127.0.0.1:9002",
+        metavar="IP:PORT",
+        help="its --listen (default %(default)s)",
+    )
+    parser.add_argument(
+        "--listen",
+        type=_ip_port,
+        default="127.0.0.1:10000",
+        metavar="IP:PORT",
+        help="where clients go (default %(default)s)",
+    )
+    parser.add_argument(
+        "--mode", type=Mode, choices=list(Mode), default=Mode.BUFFERED, help="what the gateway is sent of a"
+        " request (default %(default)s)",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    bootstrap = config(args.endpoints, [args.gateway], mode=args.mode, listen=args.listen)
+    print(json.dumps(bootstrap, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

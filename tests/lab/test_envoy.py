@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -92,3 +94,17 @@ async def test_envoy_that_cannot_start_says_why():
     with pytest.raises(RuntimeError, match=r"Envoy ended with 1:(?s:.*)name"):
         async with Envoy(bootstrap):
             pass
+
+
+def test_command_line_prints_the_bootstrap():
+    argv = [*ENDPOINTS, "--gateway", *GATEWAY, "--listen", "127.0.0.1:4", "--mode", "full_duplex"]
+    done = subprocess.run(
+        [sys.executable, "-m", "perilune_lab.envoy", *argv], capture_output=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == config(ENDPOINTS, GATEWAY, mode=Mode.FULL_DUPLEX, listen="127.0.0.1:4")
+
+
+def test_command_line_refuses_what_is_no_address(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        envoy.main(["somewhere"])
+    assert "'somewhere' is not IP:PORT" in capsys.readouterr().err
