@@ -15,8 +15,9 @@ import aiohttp
 
 from perilune_gateway.model import Reason
 from perilune_lab import live, report
+from perilune_lab.admin_pages import Seen, conclude
 from perilune_lab.client import Result
-from perilune_lab.quantiles import mean, quantile
+from perilune_lab.quantiles import quantile
 from perilune_lab.stack import Stack
 
 
@@ -50,16 +51,10 @@ class Watch:
         self.queues.append([float(load["running"] + load["waiting"]) for load in loads])
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
-        """The gateway's own times of its last decisions; stays None when it does not answer."""
-        try:
-            rows = (await _get(http, "/api/decisions?n=1000"))["decisions"]
-        except (aiohttp.ClientError, TimeoutError):
-            return
-        took_ms = sorted(row["scheduling_us"] / 1e3 for row in rows if row["scheduling_us"] is not None)
-        if took_ms:
-            self.scheduling = report.Scheduling(
-                mean=mean(took_ms), p50=quantile(took_ms, 0.5), p99=quantile(took_ms, 0.99)
-            )
+        """The gateway's own times of its last decisions and per step; stays None when it does not answer."""
+        seen = Seen()
+        await conclude(http, "", seen)  # `http` knows the address
+        self.scheduling = seen.scheduling
 
     def frame(self) -> live.Frame:
         scale = self.stack.options.time_scale
