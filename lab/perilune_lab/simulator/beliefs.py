@@ -25,6 +25,8 @@ from perilune_lab.simulator.fabric import Fabric
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import Hardware
 
+_LINK_S = 5.0
+
 
 @dataclass(slots=True)
 class Session:
@@ -75,7 +77,11 @@ class Beliefs:
             for level in Level
         ]
         self._fabric = fabric
-        self._models = [(0.0, self._model)] * n
+        self.models = [self._model] * n
+        """As believed of each endpoint, and corrected by what was observed."""
+        self.ttft_ratio = [1.0] * n
+        self._links: list[dict[str, tuple[float, Link]]] = [{} for _ in range(n)]
+        """Per target, by source: valid until, link."""
         self._prefilled_s = [0.0] * n
         self._loads: list[Load | None] = [None] * n
         self._metrics = [(0, 0, 0.0)] * n
@@ -117,23 +123,20 @@ class Beliefs:
             self._metrics[e] = (engine.running, engine.waiting, min(1.0, engine.kv_usage))
         self._loads = [None] * len(self.engines)
 
-    def engine_model(self, e: int, now: float) -> EngineModel:
-        """As fast as it was observed to be, to a hundredth."""
-        ratio = round(self.calibration.prefill_ratio(self.endpoints[e].address, now), 2)
-        known = self._models[e]
-        if known[0] != ratio:
-            known = self._models[e] = (ratio, self._model.scaled(ratio))
-        return known[1]
-
     def links(self, target: int, locations: Iterable[Location], now: float) -> dict[str, Link]:
-        """As believed, and as slow as they were observed to be."""
-        here = self.endpoints[target].address
+        """As believed, and as slow as they were observed to be (looked up again every few seconds: what was
+        learned fades slowly)."""
+        known, here = self._links[target], self.endpoints[target].address
         links = {}
         for address, _ in locations:
             if address != here:
-                level = self._fabric.level(self.number[address], target)
-                slowdown = self.calibration.slowdown(address, here, now)
-                links[address] = Link(level, self._bandwidth[level], slowdown)
+                entry = known.get(address)
+                if entry is None or entry[0] < now:
+                    level = self._fabric.level(self.number[address], target)
+                    slowdown = self.calibration.slowdown(address, here, now)
+                    link = Link(level, self._bandwidth[level], slowdown)
+                    entry = known[address] = (now + _LINK_S, link)
+                links[address] = entry[1]
         return links
 
     # -- requests ----------------------------------------------------------------------------------
@@ -214,6 +217,12 @@ class Beliefs:
                 rest_s += self._model.request_overhead_s(sequence.prompt_tokens)
                 pull_s = self._model.transfer_s(sequence.moved_tokens, bandwidth)
                 know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
+                for links in self._links:
+                    links.pop(source, None)
         elif expected_s >= TELLING_PREFILL_S:
             know.prefill(address, alone_s, expected_s, now)
             know.ttft(address, now - sequence.submitted_s, sequence.expected_ttft_s, now)
+            self.ttft_ratio[e] = know.ttft_ratio(address, now)
+            ratio = round(know.prefill_ratio(address, now), 2)
+            if self.models[e].scale != self._model.scale * ratio:
+                self.models[e] = self._model.scaled(ratio)

@@ -128,6 +128,7 @@ def describe(options: Options) -> dict[str, object]:
         "window_s": plan.load.window_s,
         "warmup_s": plan.load.warmup_s,
         "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
+        "pullable": plan.pullable,
         "transfers": "overlapped" if fleet.overlapped else "serial",
         "link": msgspec.to_builtins(fleet.hardware.link),
         "faults": msgspec.to_builtins(plan.faults),
@@ -184,6 +185,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
     add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
     add("--kv-tokens", type=_count, metavar="N", help="KV pool of one endpoint [281600]")
+    add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
     add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
     add("--faults", default="", metavar="NAME=V,…", help="see below")
     add(
@@ -217,6 +219,7 @@ def parse(argv: Sequence[str]) -> Options:
             fleet=Fleet(args.endpoints, hardware, bool(args.store), overlapped=args.overlapped),
             faults=faults_of.parse(args.faults) if args.faults else Faults(),
             params=_params(args.param),
+            pullable=not args.no_pull,
         ),
         rates=rates,
         reference=_policies(args.reference)[0],

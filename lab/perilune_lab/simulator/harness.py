@@ -66,6 +66,8 @@ class Plan:
     faults: Faults = field(default_factory=Faults)
     params: PolicyParams = field(default_factory=PolicyParams)
     limits: Limits = field(default_factory=Limits)
+    pullable: bool = True
+    """Engines can pull KV from each other; else a moved session is recomputed, or read from the store."""
 
     def fleet_for(self, policy: str) -> Fleet:
         """Policies that split prefill and decode get half of the endpoints for each."""
@@ -74,7 +76,7 @@ class Plan:
         return self.fleet
 
     def play(self, policy: str, workload: Workload, seed: int) -> Outcome:
-        setting = Setting(policy, self.params, self.limits)
+        setting = Setting(policy, self.params, self.limits, pullable=self.pullable)
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
 

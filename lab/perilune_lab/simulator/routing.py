@@ -209,7 +209,7 @@ class Gateway:
             if not b.ready[e]:
                 continue
             held = overlaps.get(e, 0)
-            model = b.engine_model(e, now)
+            model = b.models[e]
             endpoint = b.endpoints[e]
             candidates.append(
                 Candidate(
@@ -221,7 +221,7 @@ class Gateway:
                     b.links(e, locations, now) if locations else {},
                     model,
                     know.decode_s(endpoint.address),
-                    know.ttft_ratio(endpoint.address, now),
+                    b.ttft_ratio[e],
                 )
             )
         return candidates

@@ -71,7 +71,7 @@ def test_speeds_are_learned_from_what_a_gateway_sees():
         [FakeEngine(), FakeEngine()], H20, faults, Fabric(H20, faults, Random(0)), [Role.BOTH] * 2
     )
     true_s = H20.engine.prefill_s(20_000)
-    assert beliefs.engine_model(0, 0.0).prefill_s(20_000) == pytest.approx(1.3 * true_s)
+    assert beliefs.models[0].prefill_s(20_000) == pytest.approx(1.3 * true_s)
 
     class Seen:
         endpoint, uncached_tokens, prompt_tokens, source, moved_tokens = 0, 20_000, 20_000, -1, 0
@@ -80,5 +80,5 @@ def test_speeds_are_learned_from_what_a_gateway_sees():
     for n in range(1, 60):
         Seen.submitted_s = n * 10.0
         beliefs.observe_prefill(Seen(), n * 10.0 + true_s)
-    assert beliefs.engine_model(0, 600.0).prefill_s(20_000) == pytest.approx(true_s, rel=0.02)
-    assert beliefs.engine_model(1, 600.0).prefill_s(20_000) == pytest.approx(1.3 * true_s)
+    assert beliefs.models[0].prefill_s(20_000) == pytest.approx(true_s, rel=0.02)
+    assert beliefs.models[1].prefill_s(20_000) == pytest.approx(1.3 * true_s)
