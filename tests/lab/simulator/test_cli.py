@@ -1,0 +1,85 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from perilune_lab import report
+from perilune_lab.simulator.cli import main, parse
+
+QUICK = ["--window", "60", "--warmup", "0", "--jobs", "1", "--seeds", "2"]
+
+
+def test_a_table_a_report_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    files = ["--json", str(tmp_path / "r.json"), "--png", str(tmp_path / "r.png")]
+    assert main(["--policies", "ear,round_robin", "--rates", "0.5,1", *QUICK, *files]) == 0
+    said = capsys.readouterr()
+    assert said.out.count("SIMULATED") == 2
+    assert "round_robin" in said.out
+    assert "× real time per core" in said.out
+    assert "4/4: rate 1, seed 2" in said.err
+    document = report.decode((tmp_path / "r.json").read_bytes())
+    assert document.simulated
+    assert [(run.rate, run.policy, run.seeds) for run in document.runs] == [
+        (0.5, "ear", (1, 2)),
+        (0.5, "round_robin", (1, 2)),
+        (1.0, "ear", (1, 2)),
+        (1.0, "round_robin", (1, 2)),
+    ]
+    assert document.trace["faults"]["engine_belief"] == 1.3
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recorded_trace_open_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = [
+        {"timestamp": 100 * i, "input_length": 1024, "output_length": 9, "hash_ids": [0, i]}
+        for i in range(40)
+    ]
+    path = tmp_path / "mooncake.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    argv = ["--trace", str(path), "--policies", "sticky", "--rates", "1,4", "--mode", "timestamps"]
+    assert main([*argv, "--seeds", "1", "--jobs", "1"]) == 0
+    assert "4 × recorded speed" in capsys.readouterr().out
+
+
+def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
+    argv = ["--policies", "ear", "--rates", "R/2,R,1.25R", "--reference", "round_robin"]
+    assert main([*argv, *QUICK[:-1], "1"]) == 0
+    said = capsys.readouterr()
+    assert "R = " in said.err
+    assert said.out.count("SIMULATED") == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--policies", "best"], "Unknown policy 'best'"),
+        (["--rates", "fast"], "at `--rates`"),
+        (["--store", "3"], "at `--store`"),
+        (["--faults", "fire"], "at `--faults`"),
+        (["--param", "cooldown_seconds=-1"], "at `--param`"),
+        (["--mode", "max"], "no timestamps"),
+        (["--warmup", "1800"], "nothing is measured"),
+        (["--trace", "absent.jsonl", "--rates", "1"], "absent.jsonl"),
+        (["--json", "absent/r.json"], "no such folder"),
+    ],
+)
+def test_wrong_calls_are_one_line(argv: list[str], what: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*argv, "--jobs", "1"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("perilune simulate: ")
+    assert what in said[-1]
+
+
+def test_assumptions_reach_the_plan():
+    argv = "--store 5GBps --link loaded --kv-tokens 100000 --no-pull --overlapped"
+    argv += " --param cooldown_seconds=10 --seeds-from 7 --seeds 2 --zipf 0.5"
+    options = parse(argv.split())
+    plan = options.plan
+    hardware = plan.fleet.hardware
+    assert (hardware.engine.store_bytes_per_s, hardware.kv_pool_tokens) == (5e9, 100_000)
+    assert hardware.link.fixed_s == 0.3
+    assert (plan.pullable, plan.fleet.store, plan.fleet.overlapped) == (False, True, True)
+    assert plan.params.cooldown_seconds == 10.0
+    assert plan.load.parameters.zipf_alpha == 0.5
+    assert options.seeds == (7, 8)

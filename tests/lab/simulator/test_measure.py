@@ -1,0 +1,89 @@
+import msgspec
+import pytest
+
+from perilune_gateway.model import Reason
+from perilune_lab import report
+from perilune_lab.simulator import measure
+from perilune_lab.simulator.h20 import H20
+from perilune_lab.simulator.harness import Load, Plan, find_rate, piece, pooled
+from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.simulation import simulate
+from perilune_lab.simulator.workload import prepare
+from perilune_lab.traces.agentic import Agentic, generate
+from perilune_lab.traces.model import Mode
+
+SMALL = Load(window_s=120.0, warmup_s=30.0)
+
+
+def test_its_numbers_are_those_of_a_report():
+    trace = generate(
+        Agentic(sessions_per_s=1.5, gap_scale=0.05, same_task_share=0.0, system_prompts=1), 2, 120
+    )
+    workload = prepare(trace, H20.engine)
+    outcome = simulate(workload, Setting("ear"))
+    ours = measure.run(outcome, workload)
+    theirs = report.run(
+        report.Measured(
+            policy="ear",
+            results=measure.results(outcome, workload),
+            sessions=trace.sessions,
+            mode=Mode.THINKTIME,
+            engine=H20.engine,
+            migration_bytes=outcome.moved_bytes,
+            transfer_s=outcome.transfer_s,
+        )
+    )
+    assert any(s.reason is Reason.MOVED for s in outcome.sequences)
+    same = msgspec.to_builtins(theirs)
+    mine = msgspec.to_builtins(ours)
+    for name in ("wall_clock_factor_legacy", "itl_s", "scheduling_ms"):
+        same.pop(name, None)
+    # who computed a prefix first depends on the order of submission, which the plan and the play see apart
+    assert mine.pop("apc_ceiling")["intra_session"] == pytest.approx(
+        same.pop("apc_ceiling")["intra_session"], abs=1e-3
+    )
+    for name, value in same.items():
+        assert near(mine[name], value), name
+
+
+def near(mine: object, theirs: object) -> bool:
+    if isinstance(theirs, dict):
+        return all(near(mine[key], value) for key, value in theirs.items())
+    if isinstance(theirs, list):
+        return len(mine) == len(theirs) and all(map(near, mine, theirs))
+    if isinstance(theirs, float):
+        return mine == pytest.approx(theirs, rel=1e-3)
+    return mine == theirs
+
+
+def test_means_and_intervals_over_seeds():
+    plan = Plan(("sticky", "round_robin"), SMALL)
+    rows = [row for seed in (1, 2, 3) for row in piece(plan, (1.0, seed))]
+    sticky, robin = pooled(plan, rows)
+    p90 = [row.run.ttft_s.p90 for row in rows if row.run.policy == "sticky"]
+    assert sticky.ttft_s.p90 == pytest.approx(sum(p90) / 3)
+    low, high = sticky.intervals["ttft_s.p90"]
+    assert min(p90) <= low < sticky.ttft_s.p90 < high <= max(p90)
+    assert (sticky.rate, sticky.seeds) == (1.0, (1, 2, 3))
+    assert sticky.requests == robin.requests == sum(r.run.requests for r in rows) / 2
+    assert "requests" not in sticky.intervals
+
+
+def test_seeds_are_paired():
+    plan = Plan(("sticky", "round_robin"), SMALL)
+    a, b = piece(plan, (1.0, 5))
+    assert a.run.floor_ttft_s == b.run.floor_ttft_s
+    mean, low, high = measure.paired([3.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    assert mean == pytest.approx(7 / 3)
+    assert low <= mean <= high
+
+
+def test_the_interval_of_equal_values_is_a_point():
+    assert measure.interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+
+
+def test_r_is_where_the_reference_is_five_times_above_the_floor():
+    plan = Plan(("ear",), Load(window_s=150.0, warmup_s=0.0))
+    rate = find_rate(plan, [1], "round_robin")
+    regret = [piece(Plan(("round_robin",), plan.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)]
+    assert regret[0] < 5.0 < regret[1] * 1.2
