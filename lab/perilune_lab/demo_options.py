@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy import LIVE
 from perilune_lab.traces.agentic import demo_time_scale
 
 Number = TypeVar("Number", int, float)
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> Options:
         epilog="example: perilune demo --endpoints 4 --seconds 20 --compare round_robin,sticky --json FILE",
     )
     parser.add_argument("--endpoints", type=_at_least(1, int), default=8, metavar="N", help="default 8")
-    known = ", ".join(sorted(POLICIES))
+    known = ", ".join(sorted(LIVE))
     parser.add_argument("--policy", type=_policy, default="ear", metavar="P", help=f"default ear; {known}")
     parser.add_argument(
         "--compare",
@@ -101,8 +101,8 @@ def _file(text: str) -> Path:
 
 
 def _policy(text: str) -> str:
-    if text not in POLICIES:
-        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(POLICIES))})")
+    if text not in LIVE:
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(LIVE))})")
     return text
 
 

@@ -19,6 +19,8 @@ from perilune_lab.stack import EngineOptions, Stack
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=100_000)
+PATIENT = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
+"""A busy test machine does not turn exact tokens into estimates."""
 DECISION = "x-perilune-decision"
 BODY_BYTES = "perilune_body_received_bytes_total"
 
@@ -72,7 +74,7 @@ def turns(count: int, name: str) -> list[dict[str, Any]]:
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=list(Transport), ids=str)
 async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
     by = ("--transport", request.param)
-    stack = Stack(engines=3, options=OPTIONS, gateway_arguments=by)
+    stack = Stack(engines=3, options=OPTIONS, routing=PATIENT, gateway_arguments=by)
     async with stack, aiohttp.ClientSession() as http:
         yield User(stack, http)
 
@@ -222,7 +224,7 @@ async def test_the_pool_file_is_read_again(user: User) -> None:
 
 @pytest.mark.asyncio(loop_scope="function")
 async def test_a_killed_engine_is_routed_around() -> None:
-    async with Stack(engines=3, options=OPTIONS) as stack, aiohttp.ClientSession() as http:
+    async with Stack(engines=3, options=OPTIONS, routing=PATIENT) as stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
         (first, _, _), *_ = await conversation(user, "victim", 1, x_session_id="victim")
         host = first.split("; ")[0]
@@ -243,7 +245,7 @@ async def test_a_killed_engine_is_routed_around() -> None:
 @pytest.mark.asyncio(loop_scope="function")
 async def test_engines_with_another_hash_seed_are_found_out() -> None:
     odd = replace(OPTIONS, arguments=("--hash-seed", "7"))
-    async with Stack(engines=1, options=odd) as stack, aiohttp.ClientSession() as http:
+    async with Stack(engines=1, options=odd, routing=PATIENT) as stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
         seen = await conversation(user, "odd", 2)
         assert seen[1][2] > 0
@@ -255,7 +257,7 @@ async def test_engines_with_another_hash_seed_are_found_out() -> None:
 @pytest.mark.asyncio(loop_scope="function")
 async def test_engines_without_events_are_known_by_what_was_sent_there() -> None:
     silent = replace(OPTIONS, arguments=("--events", "none"))
-    async with Stack(engines=2, options=silent) as stack, aiohttp.ClientSession() as http:
+    async with Stack(engines=2, options=silent, routing=PATIENT) as stack, aiohttp.ClientSession() as http:
         user = User(stack, http)
         seen = await conversation(user, "silent")
         record = await user.page("/api/decisions/" + seen[2][0].rpartition("=")[2])
