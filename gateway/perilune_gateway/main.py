@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import health, logs
+from perilune_gateway import allocator, health, logs
 from perilune_gateway.admin import Admin, Sources
 from perilune_gateway.explain import Decisions
 from perilune_gateway.feeds import engine_metrics
@@ -301,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
+        allocator.tune()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))

@@ -1,0 +1,316 @@
+"""CPU of gateway and Envoy per request, over what Envoy alone needs for it, all in the same run.
+
+    wrk, 20 connections, 64 rotating bodies ─▶ Envoy ─▶ 8 cheap endpoints
+                                                 └─ gateway: transport × router
+
+Cold: the decision needs the body. Warm: the session is known, the body never reaches the gateway. Routers:
+one that decides nothing, and the real one without tokenization (`tokenize: estimate`), whose own account of
+its steps is printed too. CPU comes from the processes' own accounting, wrk's and the endpoints' is not
+counted; of some interleaved rounds the cheapest counts. The figure that the bars are about is what the
+gateway adds: (gateway + Envoy − Envoy alone) / Envoy alone.
+"""
+
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from perilune_api import pool as spec
+from perilune_gateway.transport import Transport
+from perilune_lab import envoy
+from perilune_lab.child import Child, start
+
+CONNECTIONS = 20
+BODIES = 64
+SIZES = {"1 KB": 1_000, "130 KB": 130_000, "220 KB": 220_000}
+ENDPOINTS = 8
+PARTS = Path(__file__).with_name("transport_parts.py")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+COMMAND = "make bench ARGS='-k transport --write'"
+
+BARS: dict[tuple[str, str, str], float] = {
+    ("h2", "cold", "1 KB"): 2.5,
+    ("h2", "warm", "1 KB"): 2.5,
+    ("h2", "cold", "130 KB"): 4.0,
+    ("h2", "cold", "220 KB"): 4.0,
+    ("h2", "warm", "130 KB"): 1.2,
+    ("h2", "warm", "220 KB"): 1.2,
+    ("grpc", "cold", "130 KB"): 10.0,
+    ("grpc", "cold", "220 KB"): 10.0,
+    ("grpc", "warm", "130 KB"): 5.0,
+    ("grpc", "warm", "220 KB"): 4.0,
+}
+"""What the gateway may add, × Envoy alone, without tokenization."""
+
+LUA = """
+local requests, at = {}, 0
+function init(args)
+  for i = 0, BODIES - 1 do
+    local file = io.open(args[1] .. "/" .. i .. ".json", "rb")
+    local headers = {["content-type"] = "application/json"}
+    if args[2] == "warm" then headers["x-session-id"] = "session-" .. i end
+    requests[i] = wrk.format("POST", "/v1/chat/completions", headers, file:read("*a"))
+    file:close()
+  end
+end
+function request() at = (at + 1) % BODIES return requests[at] end
+function done(summary, latency)
+  local e = summary.errors
+  io.write(string.format("RESULT %d %d %d %d\\n", summary.requests,
+    e.status + e.connect + e.read + e.write + e.timeout, summary.duration, latency:percentile(99)))
+end
+""".replace("BODIES", str(BODIES))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement; µs of CPU per request."""
+
+    gateway_us: float
+    envoy_us: float
+    per_s: float
+    p99_ms: float
+    bodies_bytes: float
+    """Received by the real gateway per request."""
+    steps_us: dict[str, float]
+
+    @property
+    def cpu_us(self) -> float:
+        return self.gateway_us + self.envoy_us
+
+    def added(self, alone: "Measured") -> float:
+        return (self.cpu_us - alone.cpu_us) / alone.cpu_us
+
+
+@dataclass
+class Subject:
+    """An Envoy, and the gateway behind it, if any."""
+
+    envoy: envoy.Envoy
+    gateway: Child | None = None
+    admin: str = ""
+
+    async def counted(self) -> dict[str, float]:
+        """Step → seconds, as the gateway counts them; "bodies" → bytes."""
+        if not self.admin:
+            return {}
+        async with aiohttp.ClientSession() as http, http.get(f"http://{self.admin}/metrics") as reply:
+            text = await reply.text()
+        steps = re.findall(r'^perilune_scheduling_seconds_sum\{step="(\w+)"\} (\S+)', text, re.MULTILINE)
+        bodies = re.findall(r"^perilune_body_received_bytes_total (\S+)", text, re.MULTILINE)
+        return {name: float(value) for name, value in (*steps, ("bodies", *bodies))}
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def write_bodies(folder: Path) -> None:
+    words = [f"{random.Random(i).randbytes(4).hex()[: 3 + i % 6]}" for i in range(2_000)]
+    for name, size in SIZES.items():
+        (folder / name).mkdir()
+        for i in range(BODIES):
+            rng = random.Random(f"{name} {i}")
+            text, turns = " ".join(rng.choices(words, k=size // 5)), []
+            for at in range(0, size - 200, 2_000):
+                turns.append(
+                    {"role": ("user", "assistant")[len(turns) % 2], "content": text[at : at + 1_900]}
+                )
+            body = {"model": "m", "max_tokens": 64, "stream": True, "messages": turns}
+            turns[-1]["content"] += "x" * max(0, size - len(json.dumps(body)))
+            (folder / name / f"{i}.json").write_text(json.dumps(body))
+
+
+async def load(subject: Subject, folder: Path, size: str, warmth: str, seconds: int) -> Measured:
+    pids = [subject.envoy.pid, *([subject.gateway.pid] if subject.gateway else [])]
+    before, counted = [cpu_s(pid) for pid in pids], await subject.counted()
+    wrk = await asyncio.create_subprocess_exec(
+        *("wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(folder / "load.lua")),
+        *(subject.envoy.url, "--", str(folder / size), warmth),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    text = (await wrk.communicate())[0].decode()
+    used = [cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)] + [0.0]
+    requests, errors, took_us, p99_us = map(int, text.rpartition("RESULT ")[2].split())
+    assert errors == 0, text
+    spent = {name: (now - counted[name]) / requests for name, now in (await subject.counted()).items()}
+    return Measured(
+        gateway_us=used[1] / requests * 1e6,
+        envoy_us=used[0] / requests * 1e6,
+        per_s=requests / took_us * 1e6,
+        p99_ms=p99_us / 1000,
+        bodies_bytes=spent.pop("bodies", 0.0),
+        steps_us={name: value * 1e6 for name, value in spent.items()},
+    )
+
+
+def without_gateway(config: envoy.Json) -> envoy.Json:
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
+    return config
+
+
+def write_pool(file: Path, endpoints: list[str]) -> None:
+    pool = spec.Pool(
+        metadata=spec.Metadata(name="bench"),
+        spec=spec.Spec(
+            model=spec.Model(name="m", tokenize="estimate"),
+            endpoints=tuple(spec.EndpointSpec(address=address) for address in endpoints),
+        ),
+    )
+    spec.check(pool)
+    file.write_bytes(spec.dump(pool))
+
+
+async def measure(folder: Path, rounds: int, seconds: int) -> dict[tuple[str, ...], Measured]:
+    """(size) → Envoy alone; (size, transport, router, warmth) → with a gateway."""
+    write_bodies(folder)
+    (folder / "load.lua").write_text(LUA)
+    found: dict[tuple[str, ...], Measured] = {}
+    async with AsyncExitStack() as stack:
+
+        async def child(name: str, *command: str) -> tuple[Child, dict[str, str]]:
+            started = await start(name, (sys.executable, *command), dict(os.environ), folder)
+            stack.push_async_callback(started.stop, 5.0)
+            return started, await started.until_ready(20)
+
+        async def front(config: envoy.Json) -> envoy.Envoy:
+            return await stack.enter_async_context(envoy.Envoy(config))
+
+        _, facts = await child("endpoint", str(PARTS), "endpoint", str(ENDPOINTS))
+        endpoints = facts["at"].split(",")
+        write_pool(folder / "pool.yaml", endpoints)
+        alone = Subject(await front(without_gateway(envoy.config(endpoints, ["127.0.0.1:1"]))))
+        subjects: dict[tuple[str, str], Subject] = {}
+        for transport in Transport:
+            trivial, facts = await child(
+                f"trivial-{transport}", str(PARTS), "gateway", transport, endpoints[0]
+            )
+            subjects[transport, "none"] = Subject(
+                await front(envoy.config(endpoints, [facts["ext_proc"]])), trivial
+            )
+            real, facts = await child(
+                f"real-{transport}",
+                *("-m", "perilune_gateway.main", "--transport", transport, "--log-level", "warning"),
+                *("--pool", str(folder / "pool.yaml"), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
+            )
+            subjects[transport, "real"] = Subject(
+                await front(envoy.config(endpoints, [facts["ext_proc"]])), real, facts["admin"]
+            )
+        for _ in range(rounds):
+            for size in SIZES:
+                best(found, (size,), await load(alone, folder, size, "cold", seconds))
+                for (transport, router), subject in subjects.items():
+                    for warmth in ("cold", "warm"):
+                        if warmth == "warm":
+                            await load(subject, folder, size, warmth, 1)  # binds the sessions
+                        measured = await load(subject, folder, size, warmth, seconds)
+                        best(found, (size, transport, router, warmth), measured)
+    return found
+
+
+def best(found: dict[tuple[str, ...], Measured], key: tuple[str, ...], measured: Measured) -> None:
+    found[key] = min(found.get(key, measured), measured, key=lambda m: m.cpu_us)
+
+
+def table(found: dict[tuple[str, ...], Measured]) -> list[str]:
+    lines = [
+        "| body | transport | router | decision on | gateway µs | Envoy µs | total × | **added ×** | bar "
+        "| requests/s | p99 ms |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (size, *rest), m in found.items():
+        alone = found[size,]
+        if not rest:
+            lines.append(f"| {size} | – | – | – | – | {m.envoy_us:.0f} | 1.0 | – | – "
+                         f"| {m.per_s:,.0f} | {m.p99_ms:.1f} |")  # fmt: skip
+            continue
+        transport, router, warmth = rest
+        bar = BARS.get((transport, warmth, size))
+        added = m.added(alone)
+        verdict = "–" if bar is None else f"{bar:g} {'met' if added <= bar else 'MISSED'}"
+        on = "body" if warmth == "cold" else "headers"
+        lines.append(
+            f"| {size} | {transport} | {router} | {on} | {m.gateway_us:.0f} | {m.envoy_us:.0f} "
+            f"| {m.cpu_us / alone.cpu_us:.1f} | **{added:.1f}** | {verdict} "
+            f"| {m.per_s:,.0f} | {m.p99_ms:.1f} |"
+        )
+    return lines
+
+
+def steps_table(found: dict[tuple[str, ...], Measured]) -> list[str]:
+    rows = [(key, m) for key, m in found.items() if m.steps_us]
+    names = [name for name in rows[0][1].steps_us if name != "total"]
+    lines = [
+        "| body | transport | decision on | " + " | ".join(names) + " | decision in all | the rest |",
+        "|---|---|---|" + "---:|" * (len(names) + 2),
+    ]
+    for (size, transport, _, warmth), m in rows:
+        values = " | ".join(f"{m.steps_us.get(name, 0.0):.0f}" for name in names)
+        total = m.steps_us["total"]
+        on = "body" if warmth == "cold" else "headers"
+        lines.append(f"| {size} | {transport} | {on} | {values} | {total:.0f} | {m.gateway_us - total:.0f} |")
+    return lines
+
+
+def document(found: dict[tuple[str, ...], Measured], rounds: int, seconds: int) -> str:
+    machine = f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"
+    return "\n".join(
+        [
+            "## Transport",
+            "",
+            f"`{COMMAND}` · {machine}, Envoy with one",
+            f"worker, wrk with {CONNECTIONS} connections over {BODIES} bodies, {ENDPOINTS} endpoints; the",
+            f"cheaper of {rounds} interleaved rounds of {seconds} s. Clients, Envoy and gateway share the",
+            "machine: compare ratios, not rates. CPU µs per request; *total ×* = (gateway + Envoy) / Envoy",
+            "alone; *added ×* = the same − 1, which the bars are about. Router *none* decides nothing,",
+            "*real* is the gateway with its default policy, tokens estimated from bytes.",
+            "",
+            *table(found),
+            "",
+            "Steps of the real router, µs per request by its own (wall) clock; *the rest* is transport,",
+            "protobuf, exchange and metrics:",
+            "",
+            *steps_table(found),
+            "",
+        ]
+    )
+
+
+def write_section(file: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of that name, or append it with them."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    old = file.read_text() if file.exists() else "# Benchmarks\n\nFigures of one machine; ratios travel.\n"
+    before, found, rest = old.partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    file.write_text(f"{before.rstrip()}\n\n{begin}\n{text}{end}{after}")
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1800)
+async def test_transport(tmp_path, request):
+    if shutil.which("wrk") is None:
+        pytest.skip("wrk is not installed (Debian: apt install wrk)")
+    rounds, seconds = request.config.getoption("--rounds"), request.config.getoption("--seconds")
+    found = await measure(tmp_path, rounds, seconds)
+    text = document(found, rounds, seconds)
+    print(f"\n{text}")
+    if request.config.getoption("--write"):
+        write_section(DOCUMENT, "transport", text)
+    for size, n_bytes in SIZES.items():
+        for transport in Transport:
+            assert found[size, transport, "real", "warm"].bodies_bytes < 0.02 * n_bytes
+        for warmth in ("cold", "warm"):
+            fast, slow = (found[size, kind, "none", warmth].gateway_us for kind in ("h2", "grpc"))
+            assert fast < slow / 2, (size, warmth)
