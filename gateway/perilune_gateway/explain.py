@@ -350,8 +350,8 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.RANDOM: "the dice fell so",
     Reason.LEAST_LOADED: "it has the fewest pending prefill tokens",
     Reason.POWER_OF_TWO: "it is the less loaded of two drawn at random",
-    Reason.COLD: "the session has no host yet and this endpoint has the fewest pending prefill tokens",
-    Reason.HOST: "it is the session's host (hot: no)",
+    Reason.COLD: "the session has no host yet and its cost is the lowest",
+    Reason.HOST: "it is the session's host",
     Reason.MOVED: "the session's host {moved_from} is hot and the session moves here",
     Reason.HOT_COOLDOWN: "it is the session's host (hot: yes, but the session moved too recently)",
     Reason.HOT_NOWHERE: "it is the session's host (hot: yes, but no endpoint with KV room has less pending)",
@@ -375,7 +375,7 @@ def sentence(record: DecisionRecord) -> str:
         refusal = record.verdict
         return _line(f"refused with {refusal.status} {refusal.reason.value}: {refusal.message}", record)
     decision = record.verdict
-    why = f"{decision.target} because {BECAUSE[decision.reason].format(moved_from=decision.moved_from)}"
+    why = f"{decision.target} because {_because(decision, record)}"
     if decision.reason in (Reason.PASS_THROUGH, Reason.FORCED):
         return _line(why, record)
     about = "~" if record.token_source is TokenSource.ESTIMATE else ""
@@ -389,6 +389,16 @@ def sentence(record: DecisionRecord) -> str:
     if record.phase is Phase.HEADERS:
         facts.append("decided without the body")
     return _line(f"{why}: {'; '.join(facts)}", record)
+
+
+def _because(decision: Decision, record: DecisionRecord) -> str:
+    """The reason's words, as true as the facts allow."""
+    session = record.view.session
+    if decision.reason is Reason.COLD and session and session.host:
+        return f"the session's host {session.host} may not be chosen and its cost is the lowest"
+    if decision.reason is Reason.HOST and record.policy == "ear":
+        return f"{BECAUSE[Reason.HOST]} (hot: no)"
+    return BECAUSE[decision.reason].format(moved_from=decision.moved_from)
 
 
 def _line(text: str, record: DecisionRecord) -> str:

@@ -124,9 +124,9 @@ def render(decision: Json) -> RenderableType:
         Text(decision["sentence"], style="bold"),
         Text(),
         _facts(decision),
-        Text(),
-        _candidates(decision),
     ]
+    if decision["candidates"]:
+        parts += [Text(), _candidates(decision)]
     if decision["counterfactual"]:
         parts += [Text(), _counterfactual(decision)]
     return Group(*parts)
@@ -138,7 +138,7 @@ def _facts(decision: Json) -> Table:
     rows: list[tuple[str, str]] = [
         ("request", f"{decision['request_id']} at {decision['time']}"),
         ("session", _session(decision)),
-        ("policy", f"{decision['policy']}, from the {decision['phase']}"),
+        ("policy", f"{decision['policy'] or 'none was asked'}, from the {decision['phase']}"),
         ("prompt tokens", tokens),
         ("cached", f"{decision['cached_tokens']:,} predicted, {decision['hit_ratio']:.1%} of the prompt"),
         ("migration", f"from {decision['moved_from']}" if decision["moved_from"] else "no"),
@@ -146,7 +146,7 @@ def _facts(decision: Json) -> Table:
         ("destinations", ", ".join(decision["destinations"]) or "none"),
         ("left out", ", ".join(f"{a} ({check})" for a, check in decision["excluded"].items()) or "none"),
         ("scheduling", ", ".join(f"{step} {us:.0f} µs" for step, us in decision["timings_us"].items())),
-        ("outcome", _ending(decision["ending"])),
+        ("outcome", _outcome(decision)),
     ]
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
@@ -161,9 +161,10 @@ def _session(decision: Json) -> str:
     return f"{decision['session_id']}, {host}, turn {session['turns'] + 1}"
 
 
-def _ending(ending: Json | None) -> str:
+def _outcome(decision: Json) -> str:
+    ending = decision["ending"]
     if ending is None:
-        return "still running"
+        return "still running" if decision["target"] else "refused"
     said = [ending["outcome"], f"after {_seconds(ending['duration_s'])}"]
     if ending["status"]:
         said.append(f"status {ending['status']}")
@@ -239,7 +240,7 @@ def render_list(answer: Json) -> RenderableType:
         table.add_column(name, justify="right")
     table.add_column("outcome")
     for row in rows:
-        us, ending = row["scheduling_us"], row["ending"]
+        us, running = row["scheduling_us"], "running" if row["target"] else ""
         table.add_row(
             row["time"][11:23],
             row["request_id"],
@@ -249,7 +250,7 @@ def render_list(answer: Json) -> RenderableType:
             f"{row['prompt_tokens']:,}",
             f"{row['hit_ratio']:.0%}",
             "" if us is None else f"{us / 1000:.2f} ms",
-            "running" if ending is None else ending["outcome"],
+            row["ending"]["outcome"] if row["ending"] else running,
         )
     return table
 

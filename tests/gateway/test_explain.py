@@ -159,6 +159,23 @@ class TestWords:
                 id="host",
             ),
             pytest.param(
+                {"policy": "sticky"},
+                "a because it is the session's host: 0 of 1,000 prompt tokens cached there;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                id="host, hot or not",
+            ),
+            pytest.param(
+                {
+                    "verdict": Decision("a", Reason.COLD),
+                    "view": request(of=session("gone")),
+                    "excluded": {"gone": "not_ready"},
+                },
+                "a because the session's host gone may not be chosen and its cost is the lowest:"
+                " 0 of 1,000 prompt tokens cached there; 0 tokens (0.00 s) queued before it;"
+                " first token expected after 0.00 s; not considered: gone (not_ready).",
+                id="host gone",
+            ),
+            pytest.param(
                 {"verdict": Decision("a", Reason.MOVED, moved_from="b")},
                 "a because the session's host b is hot and the session moves here: 0 of 1,000 prompt tokens"
                 " cached there; 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",

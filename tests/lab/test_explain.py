@@ -103,6 +103,18 @@ async def test_a_refusal(capsys):
     out = capsys.readouterr().out
     assert out.startswith("refused with 429 overloaded: every endpoint has 9 s queued")
     assert "▶" not in out
+    assert "outcome        refused" in out
+
+
+async def test_a_refusal_before_any_policy(capsys):
+    refused = DecisionRecord(request(ordinal=4, tokens=0), Refusal(RefuseReason.BAD_JSON, "truncated"), "")
+    async with gateway(refused) as url:
+        assert await explain("r4", "--gateway", url) == 0
+        out = capsys.readouterr().out
+        assert await explain("--last", "1", "--gateway", url) == 0
+    assert "policy         none was asked" in out
+    assert "Candidates" not in out
+    assert "running" not in out + capsys.readouterr().out
 
 
 async def test_a_pass_through_has_no_candidates(capsys):
