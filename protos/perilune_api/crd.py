@@ -427,8 +427,8 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".scaling.maxReplicas",
         ),
         Rule(
-            "self.engine.kind != 'simulated' || "
-            "(self.mooncake.transfer == 'none' && !(has(self.mooncake.store) && self.mooncake.store.enabled))",
+            "self.engine.kind != 'simulated' || (self.mooncake.transfer == 'none' && "
+            "!(has(self.mooncake.store) && self.mooncake.store.enabled))",
             "simulated engines have no Mooncake: leave mooncake out",
             ".mooncake",
         ),

@@ -1,7 +1,7 @@
-"""A real etcd and API server on loopback, where their binaries are; else tests that ask for them are skipped.
+"""A real etcd, API server and controller manager on loopback; without their binaries, tests are skipped.
 
-Looked for in $KUBEBUILDER_ASSETS, then ${XDG_CACHE_HOME:-~/.cache}/perilune/bin. With kube-controller-manager
-beside them, ReplicaSets and garbage collection are real too; pods never run.
+Looked for in $KUBEBUILDER_ASSETS, then ${XDG_CACHE_HOME:-~/.cache}/perilune/bin. kube-controller-manager
+makes ReplicaSets, pods and garbage collection real too; but pods never run.
 """
 
 import asyncio
@@ -73,7 +73,9 @@ class ApiServer:
 def api_server() -> Iterator[ApiServer]:
     """Shared by the whole run; tests take a namespace each."""
     found = binaries()
-    missing = [name for name in ("etcd", "kube-apiserver") if not (found / name).exists()]
+    missing = [
+        name for name in ("etcd", "kube-apiserver", "kube-controller-manager") if not (found / name).exists()
+    ]
     if missing:
         pytest.skip(f"NO API SERVER: {', '.join(missing)} not in {found} (set KUBEBUILDER_ASSETS)")
     with tempfile.TemporaryDirectory(prefix="perilune-api-") as made:
@@ -112,20 +114,18 @@ def api_server() -> Iterator[ApiServer]:
                 "--disable-admission-plugins=ServiceAccount",
             ],
         ]
-        if (found / "kube-controller-manager").exists():
-            config = server.kubeconfig
-            commands.append(
-                [
-                    "kube-controller-manager",
-                    f"--kubeconfig={config}",
-                    f"--service-account-private-key-file={key}",
-                    "--controllers=deployment,replicaset,statefulset,garbagecollector,namespace",
-                    "--leader-elect=false",
-                    "--kube-api-qps=500",
-                    "--kube-api-burst=500",
-                    "--secure-port=0",
-                ]
-            )
+        commands.append(
+            [
+                "kube-controller-manager",
+                f"--kubeconfig={server.kubeconfig}",
+                f"--service-account-private-key-file={key}",
+                "--controllers=deployment,replicaset,statefulset,garbagecollector,namespace",
+                "--leader-elect=false",
+                "--kube-api-qps=500",
+                "--kube-api-burst=500",
+                "--secure-port=0",
+            ]
+        )
         running: list[subprocess.Popen[bytes]] = []
         try:
             for command in commands:

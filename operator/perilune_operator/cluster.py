@@ -1,0 +1,151 @@
+"""What the cluster says now: children and pods of all pools, by their pool, and which optional APIs it has.
+
+Watched with our own label as selector at the server: kopf selects labels at the client, and then every
+ConfigMap and pod of the cluster would pass through us. Each change names the pool that it concerns.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from perilune_api import kube, names
+from perilune_operator.apply import PLURALS
+from perilune_operator.observe import MANAGED_BY, MANAGER, Key, Object, key
+from perilune_operator.render import network
+
+log = logging.getLogger(__name__)
+
+DISCOVER_S = 20.0
+KINDS: dict[str, str] = {
+    "ConfigMap": "v1",
+    "Service": "v1",
+    "ServiceAccount": "v1",
+    "Deployment": "apps/v1",
+    "Role": "rbac.authorization.k8s.io/v1",
+    "RoleBinding": "rbac.authorization.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "HorizontalPodAutoscaler": "autoscaling/v2",
+    "NetworkPolicy": "networking.k8s.io/v1",
+}
+"""In every cluster; kind → API."""
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    f"{network.GATEWAY_API}/v1": ("HTTPRoute",),
+    f"{network.ENVOY_GATEWAY}/v1alpha1": (
+        "BackendTrafficPolicy",
+        "EnvoyExtensionPolicy",
+        "ClientTrafficPolicy",
+    ),
+    f"{network.INFERENCE}/v1": ("InferencePool",),
+    f"{network.MONITORING}/v1": ("PodMonitor",),
+    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
+}
+"""API → kinds of it that we make."""
+
+PoolName = tuple[str, str]
+"""Namespace, name; no name: what the namespace's pools share."""
+
+
+class Cluster:
+    """Copies of what belongs to our pools, each kept by one watch."""
+
+    def __init__(
+        self, client: kube.Client, namespace: str, on_change: Callable[[PoolName | None], None]
+    ) -> None:
+        """`namespace`: the only one to look at; empty: all. `on_change(None)`: concerns every pool."""
+        self._client = client
+        self._namespace = namespace
+        self._on_change = on_change
+        self._objects: dict[str, dict[str, Object]] = {}
+        """By kind, then by namespace/name."""
+        self._by_pool: dict[str, dict[PoolName, list[Object]]] = {}
+        self.kinds: frozenset[str] = frozenset()
+        self._discovered = False
+
+    @property
+    def synced(self) -> bool:
+        """Every watch has delivered once."""
+        wanted = {"Pod", *KINDS, *(kind.partition("/")[2] for kind in self.kinds)}
+        return self._discovered and wanted <= self._objects.keys()
+
+    def children(self, pool: PoolName) -> dict[Key, Object]:
+        kinds = self._by_pool.keys() - {"Pod"}
+        owners = (pool, (pool[0], ""))
+        return {key(o): o for kind in kinds for name in owners for o in self._by_pool[kind].get(name, ())}
+
+    def pods(self, pool: PoolName) -> list[Object]:
+        return self._by_pool.get("Pod", {}).get(pool, [])
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow("v1", "Pod", "pods", names.POOL_LABEL))
+            for kind, api in KINDS.items():
+                tasks.create_task(self._follow_ours(api, kind))
+            followed: set[str] = set()
+            while True:
+                await self._discover()
+                for api, kinds in OPTIONAL.items():
+                    for kind in kinds:
+                        if f"{api.partition('/')[0]}/{kind}" in self.kinds and kind not in followed:
+                            followed.add(kind)
+                            tasks.create_task(self._follow_ours(api, kind))
+                await asyncio.sleep(DISCOVER_S)
+
+    async def _discover(self) -> None:
+        found: set[str] = set()
+        for api, kinds in OPTIONAL.items():
+            group = api.partition("/")[0]
+            try:
+                said = await self._client.request("GET", f"/apis/{api}")
+            except kube.ApiError as error:
+                if error.status != 404:
+                    log.warning("discovery refused api=%s error=%s", api, error)
+                continue
+            except OSError as error:
+                log.warning("discovery failed api=%s error=%s", api, error)
+                return
+            has = {resource["kind"] for resource in said.get("resources") or ()}
+            found.update(f"{group}/{kind}" for kind in kinds if kind in has)
+        if not self._discovered or found != self.kinds:
+            self.kinds, self._discovered = frozenset(found), True
+            self._on_change(None)
+
+    async def _follow_ours(self, api: str, kind: str) -> None:
+        await self._follow(api, kind, PLURALS[kind], f"{MANAGED_BY}={MANAGER}")
+
+    async def _follow(self, api: str, kind: str, plural: str, selector: str) -> None:
+        root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+        scope = f"/namespaces/{self._namespace}" if self._namespace else ""
+
+        def take(objects: dict[str, Object]) -> None:
+            self._take(api, kind, objects)
+
+        await kube.follow(self._client, f"{root}{scope}/{plural}", take, {"labelSelector": selector})
+
+    def _take(self, api: str, kind: str, objects: dict[str, Object]) -> None:
+        old, first = self._objects.get(kind, {}), kind not in self._objects
+        self._objects[kind] = dict(objects)
+        by_pool: dict[PoolName, list[Object]] = {}
+        for obj in objects.values():
+            by_pool.setdefault(_pool(obj), []).append({**obj, "apiVersion": api, "kind": kind})
+        self._by_pool[kind] = by_pool
+        if first:
+            self._on_change(None)
+            return
+        for pool in set(_changed(old, objects)):
+            self._on_change(pool)
+
+
+def _pool(obj: Object) -> PoolName:
+    meta = obj["metadata"]
+    return meta.get("namespace", ""), (meta.get("labels") or {}).get(names.POOL_LABEL, "")
+
+
+def _changed(old: dict[str, Object], new: dict[str, Object]) -> Iterator[PoolName]:
+    for name in old.keys() | new.keys():
+        a, b = old.get(name), new.get(name)
+        if a is not b:
+            if a is not None:
+                yield _pool(a)
+            if b is not None:
+                yield _pool(b)

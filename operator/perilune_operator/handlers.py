@@ -1,0 +1,58 @@
+"""kopf: pools and nodes. The only file with its decorators; everything it learns goes to the reconciler.
+
+Only indices and event handlers are used, so kopf writes nothing: no finalizer (a pool can be deleted while
+no operator runs; owner references do the rest), no annotations, no peering. Event handlers begin once the
+indices hold all pools and nodes, so that no plan is made of half a cluster.
+"""
+
+from typing import Any
+
+import kopf
+
+from perilune_api import names
+from perilune_api.crd import PLURAL, VERSION
+from perilune_operator import observe
+from perilune_operator.observe import NodeFacts
+from perilune_operator.reconcile import Reconciler
+
+
+def registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
+    """All handlers, bound to one reconciler."""
+    made = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=made)
+    def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.peering.standalone = True
+        settings.watching.server_timeout = 300
+        settings.watching.client_timeout = 330
+
+    @kopf.on.login(registry=made)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.index("nodes", registry=made, id="nodes")
+    def index_node(name: str, body: kopf.Body, **_: Any) -> dict[str, NodeFacts]:
+        return {name: observe.node(dict(body))}
+
+    @kopf.index(names.GROUP, VERSION, PLURAL, registry=made, id="pools")
+    def index_pool(name: str, namespace: str | None, **_: Any) -> dict[tuple[str, str], bool]:
+        return {(namespace or "", name): True}
+
+    def all_nodes(nodes: kopf.Index[str, NodeFacts]) -> tuple[NodeFacts, ...]:
+        facts = (fact for store in nodes.values() for fact in store)
+        return tuple(sorted(facts, key=lambda fact: fact.name))
+
+    @kopf.on.event("nodes", registry=made)
+    async def node_changed(**kwargs: Any) -> None:
+        reconciler.nodes(all_nodes(kwargs["nodes"]))
+
+    @kopf.on.event(names.GROUP, VERSION, PLURAL, registry=made)
+    async def pool_changed(event: kopf.RawEvent, name: str, namespace: str | None, **kwargs: Any) -> None:
+        reconciler.nodes(all_nodes(kwargs["nodes"]))
+        if event["type"] == "DELETED":
+            reconciler.pool_gone(namespace or "", name)
+        else:
+            reconciler.pool(dict(event["object"]))
+
+    return made

@@ -1,0 +1,157 @@
+"""perilune-operator: composition root. Access → lease → reconciler → watches → kopf; probes and metrics.
+
+SIGTERM ends it at once: watches stop, the Lease is given back, running rounds are left where they are (the
+next leader's whole plan covers them).
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+import kopf
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from perilune_api import kube
+from perilune_operator import handlers
+from perilune_operator.lease import Lease
+from perilune_operator.metrics import Metrics
+from perilune_operator.reconcile import Reconciler
+from perilune_operator.render.objects import Defaults
+
+log = logging.getLogger(__name__)
+
+LEASE = "perilune-operator"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    known = Defaults()
+    parser = argparse.ArgumentParser(
+        prog="perilune-operator",
+        description="Makes of every InferencePool its engines, KV store, gateway and routes.",
+    )
+    add = parser.add_argument
+    add("--namespace", default="", metavar="NAME", help="look after pools of this namespace only [all]")
+    add(
+        "--listen",
+        default="127.0.0.1:8080",
+        metavar="IP:PORT",
+        help="/healthz, /readyz, /metrics [%(default)s]",
+    )
+    add(
+        "--own-namespace",
+        default=os.environ.get("POD_NAMESPACE", known.namespace),
+        metavar="NAME",
+        help="where the Lease is [$POD_NAMESPACE or %(default)s]",
+    )
+    add(
+        "--identity",
+        default=os.environ.get("POD_NAME", f"{socket.gethostname()}-{os.getpid()}"),
+        metavar="NAME",
+        help="of this replica; no two may share one [$POD_NAME, else host and process]",
+    )
+    add("--image", default=known.image, help="gateways and simulated engines [%(default)s]")
+    add("--engine-image", default=known.engine_image, help="vLLM engines [%(default)s]")
+    add("--master-image", default=known.master_image, help="mooncake_master [the engines']")
+    add(
+        "--lease-seconds",
+        type=int,
+        default=10,
+        metavar="S",
+        help="until another replica takes over [%(default)s]",
+    )
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
+    add("--version", action="version", version=f"perilune {version('perilune')}")
+    return parser.parse_args(argv)
+
+
+async def serve(args: argparse.Namespace) -> None:
+    client = kube.Client(kube.find_access())
+    lease = Lease(
+        client,
+        args.own_namespace,
+        LEASE,
+        args.identity,
+        time.monotonic,
+        duration_s=args.lease_seconds,
+        renew_s=args.lease_seconds / 5,
+        margin_s=args.lease_seconds / 5,
+    )
+    prometheus = CollectorRegistry()
+    defaults = Defaults(args.image, args.engine_image, args.master_image, args.own_namespace)
+    reconciler = Reconciler(
+        client,
+        lease,
+        defaults,
+        Metrics(prometheus, lease.remaining_s),
+        namespace=args.namespace,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )
+    tasks = [
+        asyncio.create_task(lease.run(lambda: reconciler.wake(None)), name="lease"),
+        asyncio.create_task(reconciler.cluster.run(), name="watches"),
+    ]
+    probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
+    scope = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
+    try:
+        await kopf.operator(registry=handlers.registry(reconciler), standalone=True, **scope)
+    finally:
+        await reconciler.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await probes.cleanup()
+        await client.close()
+
+
+async def _probes(
+    listen: str,
+    prometheus: CollectorRegistry,
+    tasks: Sequence[asyncio.Task[None]],
+    synced: Callable[[], bool],
+) -> web.AppRunner:
+    async def alive(request: web.Request) -> web.Response:
+        ended = [task.get_name() for task in tasks if task.done()]
+        return web.Response(status=500 if ended else 200, text=f"ended: {ended}\n" if ended else "ok\n")
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.Response(status=200 if synced() else 503, text="ok\n" if synced() else "not synced\n")
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(prometheus), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", metrics)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    host, _, port = listen.rpartition(":")
+    await web.TCPSite(runner, host, int(port)).start()
+    return runner
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a clean stop, 1 when the API server's address or a port cannot be had."""
+    args = arguments(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    try:
+        asyncio.run(serve(args))
+    except (OSError, KeyError) as error:
+        print(f"perilune-operator: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Every metric of the operator on one page."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+
+class Metrics:
+    """What workers report, and what a scrape reads."""
+
+    def __init__(self, registry: CollectorRegistry, leads_s: Callable[[], float]) -> None:
+        """`leads_s`: seconds for which we are leader, 0 or less: we are not."""
+        self._rounds = Counter(
+            "perilune_operator_rounds", "Rounds of one pool, by outcome.", ["outcome"], registry=registry
+        )
+        self._seconds = Histogram(
+            "perilune_operator_round_seconds",
+            "How long a round took.",
+            registry=registry,
+            buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+        )
+        self._writes = Counter(
+            "perilune_operator_writes",
+            "Requests that may change the cluster, by method and kind.",
+            ["method", "kind"],
+            registry=registry,
+        )
+        self.pools = Gauge("perilune_operator_pools", "Pools known.", registry=registry)
+        leader = Gauge("perilune_operator_leader", "1: this replica acts.", registry=registry)
+        leader.set_function(lambda: float(leads_s() > 0))
+
+    def round(self, outcome: str, seconds: float) -> None:
+        self._rounds.labels(outcome).inc()
+        self._seconds.observe(seconds)
+
+    def wrote(self, method: str, kind: str) -> None:
+        self._writes.labels(method, kind).inc()

@@ -1,0 +1,234 @@
+"""One worker per pool: woken by any event, it observes, plans, applies, and sleeps until woken or due again.
+
+    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ apply objects ─▶ prune ─▶ status ─▶ events
+
+Level-triggered: an event only wakes. A worker that fails waits twice as long each time, up to half a minute.
+Only the leader writes; the others keep their copies warm.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+
+from perilune_api import crd, kube
+from perilune_api.crd import InferencePoolSpec
+from perilune_api.pool import SpecError
+from perilune_operator import observe, status
+from perilune_operator.apply import Applier, Fence, NotLeaderError, Pool
+from perilune_operator.cluster import Cluster, PoolName
+from perilune_operator.metrics import Metrics
+from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed
+from perilune_operator.plan import STATS_S, plan
+from perilune_operator.render.gateway import ADMIN_PORT
+from perilune_operator.render.objects import Defaults
+
+log = logging.getLogger(__name__)
+
+COALESCE_S = 0.1
+"""Events that come together make one round."""
+RETRY_S = (0.5, 30.0)
+STATS_TIMEOUT_S = 1.0
+_SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
+_HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
+
+
+@dataclass(slots=True)
+class _Worker:
+    body: Object
+    task: asyncio.Task[None] | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    stats: GatewayStats | None = None
+    stats_at: float = float("-inf")
+    failures: int = 0
+
+
+class Reconciler:
+    """All pools."""
+
+    def __init__(
+        self,
+        client: kube.Client,
+        fence: Fence,
+        defaults: Defaults,
+        metrics: Metrics,
+        *,
+        namespace: str,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.cluster = Cluster(client, namespace, self.wake)
+        self._applier = Applier(client, fence, clock, metrics.wrote)
+        self._fence = fence
+        self._defaults = defaults
+        self._metrics = metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._workers: dict[PoolName, _Worker] = {}
+        self._nodes: tuple[NodeFacts, ...] = ()
+        self._http: aiohttp.ClientSession | None = None
+
+    # -- what handlers tell ------------------------------------------------------------------------
+
+    def pool(self, body: Object) -> None:
+        """A pool is there, or is another than before."""
+        name = body["metadata"]["namespace"], body["metadata"]["name"]
+        worker = self._workers.get(name)
+        if worker is None:
+            worker = self._workers[name] = _Worker(body)
+            worker.task = asyncio.create_task(self._work(name, worker))
+            self._metrics.pools.set(len(self._workers))
+        worker.body = _newest(worker.body, body)
+        worker.wake.set()
+
+    def pool_gone(self, namespace: str, name: str) -> None:
+        worker = self._workers.pop((namespace, name), None)
+        if worker is not None and worker.task is not None:
+            worker.task.cancel()
+        self._applier.forget(namespace, name)
+        self._metrics.pools.set(len(self._workers))
+
+    def nodes(self, facts: tuple[NodeFacts, ...]) -> None:
+        """All nodes of the cluster."""
+        if facts != self._nodes:
+            self._nodes = facts
+            self.wake(None)
+
+    def wake(self, pool: PoolName | None) -> None:
+        """Have a look at one pool, or at all."""
+        for name, worker in self._workers.items():
+            if pool in (None, name, (name[0], "")):
+                worker.wake.set()
+
+    async def close(self) -> None:
+        tasks = [worker.task for worker in self._workers.values() if worker.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._workers.clear()
+        if self._http is not None:
+            await self._http.close()
+
+    # -- one pool ----------------------------------------------------------------------------------
+
+    async def _work(self, name: PoolName, worker: _Worker) -> None:
+        again_in = STATS_S
+        while True:
+            try:
+                async with asyncio.timeout(again_in):
+                    await worker.wake.wait()
+            except TimeoutError:
+                pass
+            await asyncio.sleep(COALESCE_S)
+            worker.wake.clear()
+            again_in = STATS_S
+            if self._fence.remaining_s() <= 0 or not self.cluster.synced:
+                continue
+            began = self._clock()
+            outcome = "failed"
+            try:
+                again_in = await self._round(name, worker)
+                worker.failures, outcome = 0, "done"
+            except NotLeaderError:
+                outcome = "not_leader"
+            except (OSError, kube.ApiError) as error:
+                log.warning("round failed pool=%s/%s error=%s", *name, error)
+                again_in = self._pause(worker)
+            except Exception:  # a bug of ours: said loudly, and no other pool's business
+                log.exception("round broken pool=%s/%s", *name)
+                again_in = self._pause(worker)
+            self._metrics.round(outcome, self._clock() - began)
+
+    def _pause(self, worker: _Worker) -> float:
+        worker.failures += 1
+        shortest, longest = RETRY_S
+        return float(min(longest, shortest * 2 ** min(worker.failures, 10)))
+
+    async def _round(self, name: PoolName, worker: _Worker) -> float:
+        body, now = worker.body, self._wall_clock()
+        if "deletionTimestamp" in body["metadata"]:
+            return STATS_S  # garbage collection does the rest
+        namespace, pool_name = name
+        pool = Pool(namespace, pool_name, body["metadata"]["uid"])
+        await self._read_stats(name, worker)
+        observed = self._observe(name, worker)
+        made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
+        said, again_in = made.status, made.again_in
+        if made.objects is not None:
+            errors = await self._applier.apply(pool, made.objects, observed.children)
+            if errors:
+                said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
+                again_in = self._pause(worker)
+        written = await self._applier.status(pool, observed.status, said)
+        if written is not None:  # or the next round might find the old status, and tell it all again
+            worker.body = _newest(worker.body, written)
+        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for i, condition in enumerate(status.changed(observed.status, said)):
+            log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
+            await self._applier.event(pool, condition, stamp, int(now * 1e6) + i)
+        return again_in
+
+    def _observe(self, name: PoolName, worker: _Worker) -> Observed:
+        meta = worker.body["metadata"]
+        return Observed(
+            meta["uid"],
+            meta.get("generation", 0),
+            dict(worker.body.get("status") or {}),
+            self._nodes,
+            tuple(observe.pod(pod) for pod in self.cluster.pods(name)),
+            self.cluster.children(name),
+            self.cluster.kinds,
+            worker.stats,
+        )
+
+    async def _read_stats(self, name: PoolName, worker: _Worker) -> None:
+        """Sessions and hit ratio from the gateways, every STATS_S; what cannot be read is left out."""
+        now = self._clock()
+        if now - worker.stats_at < STATS_S:
+            return
+        worker.stats_at = now
+        if self._http is None:
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=STATS_TIMEOUT_S))
+        sessions, hits = 0, []
+        ready = [pod for pod in self.cluster.pods(name) if _serves(pod)]
+        answers = await asyncio.gather(*(self._metrics_of(pod["status"]["podIP"]) for pod in ready))
+        for text in answers:
+            if found := _SESSIONS.search(text):
+                sessions += int(float(found[1]))
+            if found := _HITS.search(text):
+                hits.append(float(found[1]))
+        known = any(answers)
+        ratio = sum(hits) / len(hits) if hits else None
+        worker.stats = GatewayStats(sessions, ratio) if known else None
+
+    async def _metrics_of(self, ip: str) -> str:
+        assert self._http is not None
+        host = f"[{ip}]" if ":" in ip else ip
+        try:
+            async with self._http.get(f"http://{host}:{ADMIN_PORT}/metrics") as answer:
+                return await answer.text()
+        except (OSError, aiohttp.ClientError):
+            return ""
+
+
+def _newest(one: Object, other: Object) -> Object:
+    """A pool made anew has another uid, and a later version too."""
+    versions = [int(body["metadata"]["resourceVersion"]) for body in (one, other)]
+    return one if versions[0] > versions[1] else other
+
+
+def _serves(pod: Object) -> bool:
+    facts = observe.pod(pod)
+    return facts.component == "gateway" and facts.ready and not facts.terminating
+
+
+def _spec(body: Any) -> InferencePoolSpec | SpecError:
+    try:
+        return crd.convert(body.get("spec"))
+    except SpecError as error:
+        return error

@@ -1,0 +1,1 @@
+"""Spec → Kubernetes objects, one module per part; `objects.py` holds what all of them share."""

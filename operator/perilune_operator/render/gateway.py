@@ -1,0 +1,167 @@
+"""The gateway: its pool document, Deployment, Service, and a Role for exactly what it watches.
+
+The document (ConfigMap) has everything but endpoints, which the gateway sees as pods. What a running gateway
+cannot change (model, engine) is hashed into the pod template, so that such a change rolls it.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from perilune_api import crd, names
+from perilune_api.pool import dump
+from perilune_operator.observe import Object
+from perilune_operator.render.objects import POD_SECURITY, Context, container_security, resources
+
+EXT_PROC_PORT = 9_002
+ADMIN_PORT = 9_003
+GRACE_SECONDS = 30
+ROUTE_SECONDS = 3
+"""Until Envoy knows that a gateway leaves."""
+RESTART_HASH = "perilune.dev/restart-hash"
+MALLOC = {  # glibc gives large blocks back at once by default; the page faults then dominate large bodies
+    "MALLOC_MMAP_THRESHOLD_": "67108864",
+    "MALLOC_TRIM_THRESHOLD_": "268435456",
+    "MALLOC_TOP_PAD_": "16777216",
+}
+
+
+def gateway(pool: Context) -> Iterator[Object]:
+    """All objects of the gateway itself; how requests come to it is network.py's."""
+    spec, name = pool.spec.gateway, names.gateway_name(pool.name)
+    labels = pool.labels("gateway")
+    document = crd.pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
+    yield pool.object("v1", "ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
+    yield pool.object("v1", "ServiceAccount", name, "gateway", automountServiceAccountToken=False)
+    watch = ["get", "list", "watch"]
+    yield pool.object(
+        "rbac.authorization.k8s.io/v1",
+        "Role",
+        name,
+        "gateway",
+        rules=[
+            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
+            {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
+        ],
+    )
+    yield pool.object(
+        "rbac.authorization.k8s.io/v1",
+        "RoleBinding",
+        name,
+        "gateway",
+        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
+        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": pool.namespace}],
+    )
+    scaled = spec.min_replicas is not None and spec.max_replicas is not None
+    stated = (document.spec.model, document.spec.engine)
+    digest = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()[:16]
+    yield pool.object(
+        "apps/v1",
+        "Deployment",
+        name,
+        "gateway",
+        spec={
+            **({} if scaled else {"replicas": spec.replicas}),
+            "selector": {"matchLabels": labels},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": {
+                "metadata": {"labels": labels, "annotations": {RESTART_HASH: digest}},
+                "spec": _pod(pool),
+            },
+        },
+    )
+    yield pool.object(
+        "v1",
+        "Service",
+        name,
+        "gateway",
+        spec={
+            "selector": labels,
+            "ports": [
+                {
+                    "name": "ext-proc",
+                    "port": EXT_PROC_PORT,
+                    "targetPort": EXT_PROC_PORT,
+                    "appProtocol": "kubernetes.io/h2c",
+                },
+                {"name": "admin", "port": ADMIN_PORT, "targetPort": ADMIN_PORT},
+            ],
+        },
+    )
+    if scaled or spec.replicas > 1:
+        yield pool.object(
+            "policy/v1",
+            "PodDisruptionBudget",
+            name,
+            "gateway",
+            spec={"maxUnavailable": 1, "selector": {"matchLabels": labels}},
+        )
+    if scaled:
+        cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
+        yield pool.object(
+            "autoscaling/v2",
+            "HorizontalPodAutoscaler",
+            name,
+            "gateway",
+            spec={
+                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
+                "minReplicas": spec.min_replicas,
+                "maxReplicas": spec.max_replicas,
+                "metrics": [{"type": "Resource", "resource": cpu}],
+            },
+        )
+
+
+def _pod(pool: Context) -> Object:
+    spec, name = pool.spec.gateway, names.gateway_name(pool.name)
+    return {
+        "serviceAccountName": name,
+        "automountServiceAccountToken": True,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
+        "securityContext": dict(POD_SECURITY),
+        "containers": [
+            {
+                "name": "gateway",
+                "image": spec.image or pool.defaults.image,
+                "imagePullPolicy": spec.image_pull_policy,
+                "command": ["perilune-gateway"],
+                "args": [
+                    f"--kubernetes={pool.namespace}/{pool.name}",
+                    f"--listen=0.0.0.0:{EXT_PROC_PORT}",
+                    f"--admin=0.0.0.0:{ADMIN_PORT}",
+                    f"--grace-seconds={GRACE_SECONDS}",
+                    f"--log-level={spec.log_level}",
+                    "--log-format=json",
+                ],
+                "env": [{"name": key, "value": value} for key, value in MALLOC.items()],
+                "ports": [
+                    {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
+                    {"name": "admin", "containerPort": ADMIN_PORT},
+                ],
+                "startupProbe": {
+                    "httpGet": {"path": "/healthz", "port": "admin"},
+                    "periodSeconds": 1,
+                    "failureThreshold": 60,
+                },
+                "readinessProbe": {
+                    "grpc": {"port": EXT_PROC_PORT, "service": "readiness"},
+                    "periodSeconds": 2,
+                    "timeoutSeconds": 2,
+                    "failureThreshold": 2,
+                },
+                "livenessProbe": {
+                    "httpGet": {"path": "/healthz", "port": "admin"},
+                    "periodSeconds": 10,
+                    "timeoutSeconds": 5,
+                    "failureThreshold": 3,
+                },
+                "lifecycle": {"preStop": {"sleep": {"seconds": ROUTE_SECONDS}}},
+                "resources": resources(spec.resources),
+                "securityContext": container_security(),
+                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+            }
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }

@@ -1,0 +1,158 @@
+"""Mooncake Store: the master (Deployment, Service) and the engines' client configuration (ConfigMap).
+
+The master is ready once it says `service_ready`; engines wait for that before they start. It keeps nothing on
+disk: after its restart the store is empty, so it is never replaced by a rolling update that would run two.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+from perilune_operator.observe import Object
+from perilune_operator.render.objects import POD_SECURITY, Context, container_security, resources
+
+RPC_PORT = 50_051
+HTTP_PORT = 9_003
+FOLDER = "/etc/mooncake"
+MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
+
+SERVING = """\
+import json, sys, urllib.request
+sys.exit(not json.load(urllib.request.urlopen(sys.argv[1], timeout=2)).get("service_ready"))
+"""
+WAIT = """\
+import json, sys, time, urllib.request
+while True:
+    try:
+        if json.load(urllib.request.urlopen(sys.argv[1], timeout=2)).get("service_ready"):
+            break
+    except (OSError, ValueError) as error:
+        print("waiting for the store:", error, flush=True)
+    time.sleep(1)
+"""
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def quantity_bytes(quantity: str) -> int:
+    """`80Gi` → bytes. `m` (thousandths) makes no sense for bytes and counts as its number / 1000."""
+    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", quantity)
+    assert match is not None, quantity  # the schema has checked it
+    number, unit = float(match[1]), match[2]
+    return int(number / 1000) if unit == "m" else int(number * _UNITS[unit])
+
+
+def master_name(pool: str) -> str:
+    return f"{pool}-master"
+
+
+def store(pool: Context) -> Iterator[Object]:
+    """All objects of the store; none without one."""
+    if not pool.spec.mooncake.store.enabled:
+        return
+    made, name = pool.spec.mooncake, master_name(pool.name)
+    labels = pool.labels("master")
+    client = {
+        "mode": "embedded",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"{name}.{pool.namespace}.svc:{RPC_PORT}",
+        "global_segment_size": quantity_bytes(made.store.segment_size),
+        "local_buffer_size": quantity_bytes(made.store.local_buffer_size),
+        "protocol": made.protocol,
+        "device_name": made.devices,
+    }
+    yield pool.object(
+        "v1",
+        "ConfigMap",
+        f"{pool.name}-mooncake",
+        "master",
+        data={"mooncake.json": json.dumps(client, indent=2) + "\n"},
+    )
+    yield pool.object(
+        "v1",
+        "Service",
+        name,
+        "master",
+        spec={
+            "selector": labels,
+            "ports": [
+                {"name": "rpc", "port": RPC_PORT, "targetPort": RPC_PORT},
+                {"name": "http", "port": HTTP_PORT, "targetPort": HTTP_PORT},
+            ],
+        },
+    )
+    yield pool.object(
+        "apps/v1",
+        "Deployment",
+        name,
+        "master",
+        spec={
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "strategy": {"type": "Recreate"},
+            "template": {"metadata": {"labels": labels}, "spec": _pod(pool)},
+        },
+    )
+
+
+def _pod(pool: Context) -> Object:
+    master = pool.spec.mooncake.master
+    image = master.image or pool.defaults.master_image or pool.defaults.engine_image
+    ready = {"exec": {"command": ["python3", "-c", SERVING, f"http://127.0.0.1:{HTTP_PORT}/health"]}}
+    return {
+        "containers": [
+            {
+                "name": "master",
+                "image": image,
+                "imagePullPolicy": pool.spec.engine.image_pull_policy,
+                "command": list(master.command),
+                "args": [
+                    f"--rpc_port={RPC_PORT}",
+                    f"--metrics_port={HTTP_PORT}",
+                    f"--allocation_strategy={master.allocation}",
+                    f"--eviction_high_watermark_ratio={master.eviction_high_watermark:g}",
+                    f"--default_kv_lease_ttl={master.lease_seconds * 1000}",
+                    *master.args,
+                ],
+                "ports": [
+                    {"name": "rpc", "containerPort": RPC_PORT},
+                    {"name": "http", "containerPort": HTTP_PORT},
+                ],
+                "readinessProbe": {**ready, "periodSeconds": 3, "timeoutSeconds": 5},
+                "livenessProbe": {"tcpSocket": {"port": "rpc"}, "periodSeconds": 10, "failureThreshold": 6},
+                "resources": resources(master.resources),
+                "securityContext": container_security(),
+                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+            }
+        ],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "securityContext": dict(POD_SECURITY),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 5,
+    }
+
+
+def volume(pool: Context) -> Object:
+    return {"name": "mooncake", "configMap": {"name": f"{pool.name}-mooncake"}}
+
+
+def env() -> list[Object]:
+    """Of an engine: a segment is named by the host's address, which the master's local_first goes by."""
+    return [
+        {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
+        {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
+    ]
+
+
+def wait(pool: Context, image: str) -> Object:
+    """Init container: ends once the master serves."""
+    url = f"http://{master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
+    return {
+        "name": "wait-for-store",
+        "image": image,
+        "imagePullPolicy": pool.spec.engine.image_pull_policy,
+        "command": ["python3", "-c", WAIT, url],
+        "securityContext": container_security(),
+    }

@@ -1,0 +1,242 @@
+"""How requests come to the gateway, who may talk to whom, who scrapes.
+
+Envoy Gateway is told with four stock objects: an HTTPRoute to one Service that selects all engine pods, a
+BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
+ClientTrafficPolicy on the Gateway that takes away a destination that a client sends itself (with fail-open
+it would be obeyed). The last is per Gateway: pools that share one share it, and it can only be ours in the
+pool's own namespace. A gateway of the inference extension is given an InferencePool whose picker is our
+Service.
+"""
+
+from collections.abc import Iterator
+
+from perilune_api import names
+from perilune_api.crd import GatewayMode, ParentRef
+from perilune_operator.observe import Object
+from perilune_operator.render import mooncake
+from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
+from perilune_operator.render.objects import Context
+
+GATEWAY_API = "gateway.networking.k8s.io"
+ENVOY_GATEWAY = "gateway.envoyproxy.io"
+INFERENCE = "inference.networking.k8s.io"
+MONITORING = "monitoring.coreos.com"
+
+HTTP_ROUTE = f"{GATEWAY_API}/HTTPRoute"
+EXTENSION_POLICY = f"{ENVOY_GATEWAY}/EnvoyExtensionPolicy"
+INFERENCE_POOL = f"{INFERENCE}/InferencePool"
+POD_MONITOR = f"{MONITORING}/PodMonitor"
+OPTIONAL_KINDS = (
+    HTTP_ROUTE,
+    EXTENSION_POLICY,
+    INFERENCE_POOL,
+    POD_MONITOR,
+    "leaderworkerset.x-k8s.io/LeaderWorkerSet",
+)
+"""APIs that a cluster may have or lack."""
+
+BUFFER = "32Mi"
+METRICS_LABEL = "perilune.dev/metrics"
+"""On a namespace, `true`: its pods may scrape ours."""
+
+
+def mode(pool: Context) -> GatewayMode:
+    """What `auto` stands for in this cluster."""
+    given = pool.spec.gateway.mode
+    if given is not GatewayMode.AUTO:
+        return given
+    if not pool.has(HTTP_ROUTE):
+        return GatewayMode.NONE
+    if pool.has(EXTENSION_POLICY):
+        return GatewayMode.ENVOY_GATEWAY
+    return GatewayMode.INFERENCE_EXTENSION if pool.has(INFERENCE_POOL) else GatewayMode.NONE
+
+
+def network(pool: Context) -> Iterator[Object]:
+    """Routes, policies, monitors."""
+    made, parent = mode(pool), pool.spec.gateway.parent
+    if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
+        yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
+        yield from _envoy_policies(pool, parent)
+    if made is GatewayMode.INFERENCE_EXTENSION:
+        yield _inference_pool(pool)
+        if parent is not None:
+            yield _route(pool, parent, {"group": INFERENCE, "kind": "InferencePool", "name": pool.name})
+    yield from _policies(pool)
+    if pool.has(POD_MONITOR):
+        for component, port in (("engine", "http"), ("gateway", "admin"), ("master", "http")):
+            if component != "master" or pool.spec.mooncake.store.enabled:
+                yield pool.object(
+                    f"{MONITORING}/v1",
+                    "PodMonitor",
+                    f"{pool.name}-{component}",
+                    component,
+                    spec={
+                        "selector": {"matchLabels": pool.labels(component)},
+                        "podMetricsEndpoints": [{"port": port, "path": "/metrics", "interval": "15s"}],
+                    },
+                )
+
+
+def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
+    spec = pool.spec.gateway
+    reference = {
+        "name": parent.name,
+        **({"namespace": parent.namespace} if parent.namespace else {}),
+        **({"sectionName": parent.section_name} if parent.section_name else {}),
+    }
+    return pool.object(
+        f"{GATEWAY_API}/v1",
+        "HTTPRoute",
+        pool.name,
+        "gateway",
+        spec={
+            "parentRefs": [reference],
+            **({"hostnames": list(spec.hostnames)} if spec.hostnames else {}),
+            "rules": [
+                {
+                    "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+                    "backendRefs": [backend],
+                    "timeouts": {"request": "0s"},
+                }
+            ],
+        },
+    )
+
+
+def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
+    api = f"{ENVOY_GATEWAY}/v1alpha1"
+    route = [{"group": GATEWAY_API, "kind": "HTTPRoute", "name": pool.name}]
+    header = names.DESTINATION_HEADER
+    yield pool.object(
+        api,
+        "BackendTrafficPolicy",
+        pool.name,
+        "gateway",
+        spec={
+            "targetRefs": route,
+            "loadBalancer": {
+                "type": "LeastRequest",
+                "endpointOverride": {"extractFrom": [{"header": header}]},
+            },
+            "connection": {"bufferLimit": BUFFER},
+            "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
+            "retry": {
+                "numRetries": 2,
+                "retryOn": {"triggers": ["connect-failure", "refused-stream", "reset-before-request"]},
+            },
+        },
+    )
+    yield pool.object(
+        api,
+        "EnvoyExtensionPolicy",
+        pool.name,
+        "gateway",
+        spec={
+            "targetRefs": route,
+            "extProc": [
+                {
+                    "backendRefs": [{"name": names.gateway_name(pool.name), "port": EXT_PROC_PORT}],
+                    "messageTimeout": "2s",
+                    "failOpen": pool.spec.gateway.fail_open,
+                    "statusOnError": 503,
+                    "processingMode": {
+                        "allowModeOverride": True,
+                        "request": {"body": "Buffered"},
+                        "response": {},
+                    },
+                    "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
+                    "backendSettings": {
+                        "retry": {
+                            "numRetries": 8,
+                            "perRetry": {"backOff": {"baseInterval": "25ms", "maxInterval": "500ms"}},
+                            "retryOn": {
+                                "triggers": ["connect-failure", "refused-stream", "reset", "unavailable"]
+                            },
+                        },
+                        "http2": {"initialStreamWindowSize": "16Mi", "initialConnectionWindowSize": "16Mi"},
+                        "connection": {"bufferLimit": BUFFER},
+                    },
+                }
+            ],
+        },
+    )
+    if parent.namespace in ("", pool.namespace):
+        shared = pool.object(
+            api,
+            "ClientTrafficPolicy",
+            f"{parent.name}-perilune",
+            "gateway",
+            spec={
+                "targetRefs": [{"group": GATEWAY_API, "kind": "Gateway", "name": parent.name}],
+                "connection": {"bufferLimit": BUFFER},
+                "headers": {"earlyRequestHeaders": {"remove": [header]}},
+            },
+        )
+        yield _shared(shared)
+
+
+def _shared(obj: Object) -> Object:
+    """Owned by every pool that wants it: no one controls it, and no pool's label marks it for pruning."""
+    meta = obj["metadata"]
+    owners = [{k: v for k, v in o.items() if k != "controller"} for o in meta["ownerReferences"]]
+    labels = {k: v for k, v in meta["labels"].items() if k != names.POOL_LABEL}
+    return {**obj, "metadata": {**meta, "ownerReferences": owners, "labels": labels}}
+
+
+def _inference_pool(pool: Context) -> Object:
+    return pool.object(
+        f"{INFERENCE}/v1",
+        "InferencePool",
+        pool.name,
+        "gateway",
+        spec={
+            "selector": {"matchLabels": pool.labels("engine")},
+            "targetPorts": [{"number": names.ENGINE_PORT}],
+            "endpointPickerRef": {
+                "name": names.gateway_name(pool.name),
+                "port": {"number": EXT_PROC_PORT},
+                "failureMode": "FailOpen" if pool.spec.gateway.fail_open else "FailClose",
+            },
+        },
+    )
+
+
+def _policies(pool: Context) -> Iterator[Object]:
+    """Who may talk to whom, for clusters whose network enforces it."""
+    mine = {"podSelector": {"matchLabels": {names.POOL_LABEL: pool.name}}}
+    watchers = [
+        mine,
+        {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}},
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
+    ]
+    yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
+    yield _allow(
+        pool,
+        "gateway",
+        [{"ports": _ports(EXT_PROC_PORT)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
+    )
+    if pool.spec.mooncake.store.enabled:
+        yield _allow(
+            pool,
+            "master",
+            [{"from": [mine]}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
+        )
+
+
+def _allow(pool: Context, component: str, ingress: list[Object]) -> Object:
+    return pool.object(
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        f"{pool.name}-{component}",
+        component,
+        spec={
+            "podSelector": {"matchLabels": pool.labels(component)},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    )
+
+
+def _ports(*ports: int) -> list[Object]:
+    return [{"port": port, "protocol": "TCP"} for port in ports]

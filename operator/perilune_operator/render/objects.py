@@ -1,0 +1,115 @@
+"""What every rendered object shares: names, labels, owner, and how containers are locked down."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from perilune_api import names
+from perilune_api.crd import KIND, VERSION, InferencePoolSpec, Resources
+from perilune_operator.observe import MANAGED_BY, MANAGER, Object
+from perilune_operator.topology import Fabric
+
+USER = 65_532
+"""uid and gid of every container that we render."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What the operator was started with."""
+
+    image: str = "ghcr.io/perilune/perilune:0.1.0"
+    """Our own image: gateway, simulated engine."""
+    engine_image: str = "vllm/vllm-openai:v0.33.0"
+    master_image: str = ""
+    """With mooncake_master; empty: the engine's image."""
+    namespace: str = "perilune-system"
+    """The operator's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """One pool, as the renderers see it."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: InferencePoolSpec
+    fabric: Fabric
+    kinds: frozenset[str]
+    defaults: Defaults
+
+    def labels(self, component: str) -> dict[str, str]:
+        """That select the pods of one component."""
+        return {names.POOL_LABEL: self.name, names.COMPONENT_LABEL: component}
+
+    def object(self, api: str, kind: str, name: str, component: str, **body: Any) -> Object:
+        """An object that belongs to the pool."""
+        return {
+            "apiVersion": api,
+            "kind": kind,
+            "metadata": {
+                "name": name,
+                "namespace": self.namespace,
+                "labels": {**self.labels(component), MANAGED_BY: MANAGER},
+                "ownerReferences": [
+                    {
+                        "apiVersion": f"{names.GROUP}/{VERSION}",
+                        "kind": KIND,
+                        "name": self.name,
+                        "uid": self.uid,
+                        "controller": True,
+                        "blockOwnerDeletion": False,
+                    }
+                ],
+            },
+            **body,
+        }
+
+    def has(self, kind: str) -> bool:
+        """Whether the cluster has an optional API, `group/Kind`."""
+        return kind in self.kinds
+
+
+POD_SECURITY: Mapping[str, Any] = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def container_security(*capabilities: str) -> Object:
+    added = {"add": list(capabilities)} if capabilities else {}
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], **added},
+    }
+
+
+def resources(given: Resources, **more: str) -> Object:
+    """Kubernetes' resources; `more`: extended resources, whose requests are their limits."""
+    limits = {**given.limits, **more}
+    made = {"requests": dict(given.requests), "limits": limits}
+    return {name: value for name, value in made.items() if value}
+
+
+def overlaid(base: Object, over: Object) -> Object:
+    """`over` laid over `base`: maps by key, lists of named things by name, anything else replaced."""
+    return {**base, **{key: _merged(base[key], over[key]) if key in base else over[key] for key in over}}
+
+
+def _merged(base: Any, over: Any) -> Any:
+    if isinstance(base, dict) and isinstance(over, dict):
+        return overlaid(base, over)
+    if _named(base) and _named(over):
+        ours = {item["name"]: item for item in base}
+        for item in over:
+            ours[item["name"]] = _merged(ours.get(item["name"], {}), item)
+        return list(ours.values())
+    return over
+
+
+def _named(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(i, dict) and "name" in i for i in value)

@@ -1,0 +1,405 @@
+"""The engines: one Deployment per role (a LeaderWorkerSet where an endpoint spans nodes), a Service over all.
+
+An endpoint is one pod (its leader, where there are several) that serves HTTP on 8000 and publishes KV events
+on 5557, replay on 5558. It is asked for nothing once it leaves: its preStop hook waits until what runs there
+has ended, so that a rollout or scale-down fails no request.
+"""
+
+import json
+from collections.abc import Iterator
+
+from perilune_api import names
+from perilune_api.crd import EngineKind, RoleSpec, Transfer
+from perilune_api.pool import Role
+from perilune_operator import topology
+from perilune_operator.observe import Object
+from perilune_operator.render import mooncake
+from perilune_operator.render.objects import POD_SECURITY, Context, container_security, overlaid, resources
+
+EVENTS_PORT = 5557
+REPLAY_PORT = EVENTS_PORT + 1
+BOOTSTRAP_PORT = 8998
+"""MooncakeConnector's, on prefill endpoints."""
+PEER_PORT = 5710
+"""The offload tier's, for other engines."""
+ROUTE_SECONDS = 5
+"""Until every Envoy and gateway knows that an endpoint leaves."""
+SPARE_SECONDS = 30
+"""Between the end of draining and the kill."""
+EVICT_SECONDS = 10
+"""After which pods of a lost node are made elsewhere; Kubernetes' default is five minutes."""
+
+DRAIN = """\
+import re, sys, time, urllib.request
+until = time.monotonic() + float(sys.argv[1])
+time.sleep(min(float(sys.argv[2]), float(sys.argv[1])))
+idle = 0
+while time.monotonic() < until and idle < 2:
+    try:
+        text = urllib.request.urlopen("http://127.0.0.1:8000/metrics", timeout=2).read().decode()
+        found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (\\S+)", text, re.M)
+        busy = sum(map(float, found))
+    except OSError:
+        break
+    idle = 0 if busy else idle + 1
+    time.sleep(0.5)
+"""
+"""Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds."""
+
+
+def engines(pool: Context) -> Iterator[Object]:
+    """All objects of the engines."""
+    for role, spec in roles(pool):
+        yield _workload(pool, role, spec)
+    yield pool.object(
+        "v1",
+        "Service",
+        pool.name,
+        "engine",
+        spec={
+            "selector": pool.labels("engine"),
+            "ports": [{"name": "http", "port": names.ENGINE_PORT, "targetPort": names.ENGINE_PORT}],
+        },
+    )
+    yield pool.object(
+        "policy/v1",
+        "PodDisruptionBudget",
+        workload_name(pool.name, Role.BOTH),
+        "engine",
+        spec={"maxUnavailable": 1, "selector": {"matchLabels": pool.labels("engine")}},
+    )
+    if pool.spec.scaling is not None:
+        yield _autoscaler(pool)
+
+
+def roles(pool: Context) -> list[tuple[Role, RoleSpec]]:
+    given = pool.spec.roles
+    if given is None or given.prefill is None or given.decode is None:
+        return [(Role.BOTH, RoleSpec(replicas=pool.spec.replicas))]
+    return [(Role.PREFILL, given.prefill), (Role.DECODE, given.decode)]
+
+
+def workload_name(pool: str, role: Role) -> str:
+    return f"{pool}-{'engine' if role is Role.BOTH else role}"
+
+
+def gpus(pool: Context) -> int:
+    engine = pool.spec.engine
+    return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
+
+
+def nodes_per_endpoint(pool: Context) -> int:
+    return max(1, -(-gpus(pool) // pool.spec.engine.gpus_per_node))
+
+
+def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
+    labels = {**pool.labels("engine"), names.ROLE_LABEL: role.value}
+    name, nodes, rollout = workload_name(pool.name, role), nodes_per_endpoint(pool), pool.spec.rollout
+    if nodes == 1:
+        return pool.object(
+            "apps/v1",
+            "Deployment",
+            name,
+            "engine",
+            spec={
+                "replicas": spec.replicas,
+                "selector": {"matchLabels": labels},
+                "strategy": {
+                    "type": "RollingUpdate",
+                    "rollingUpdate": {
+                        "maxUnavailable": rollout.max_unavailable,
+                        "maxSurge": rollout.max_surge,
+                    },
+                },
+                "progressDeadlineSeconds": pool.spec.engine.startup_seconds + 600,
+                "template": _template(pool, role, spec, labels, serve=True),
+            },
+        )
+    worker = {**pool.labels("engine-worker"), names.ROLE_LABEL: role.value}
+    return pool.object(
+        "leaderworkerset.x-k8s.io/v1",
+        "LeaderWorkerSet",
+        name,
+        "engine",
+        spec={
+            "replicas": spec.replicas,
+            "leaderWorkerTemplate": {
+                "size": nodes,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": _template(pool, role, spec, labels, serve=True),
+                "workerTemplate": _template(pool, role, spec, worker, serve=False),
+            },
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {
+                    "maxUnavailable": rollout.max_unavailable,
+                    "maxSurge": rollout.max_surge,
+                },
+            },
+        },
+    )
+
+
+def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str], *, serve: bool) -> Object:
+    engine = pool.spec.engine
+    here = min(gpus(pool), engine.gpus_per_node)
+    more = {engine.gpu_resource: str(here)} if here else {}
+    rdma = bool(engine.rdma_resource)
+    if rdma:
+        more[engine.rdma_resource] = str(max(1, here))
+    image = engine.image or (
+        pool.defaults.image if engine.kind is EngineKind.SIMULATED else pool.defaults.engine_image
+    )
+    container: Object = {
+        "name": "engine",
+        "image": image,
+        "imagePullPolicy": engine.image_pull_policy,
+        "command": _command(pool, serve),
+        "env": _env(pool, role),
+        "resources": resources(spec.resources or engine.resources, **more),
+        "securityContext": container_security(*(("IPC_LOCK",) if rdma else ())),
+        "volumeMounts": [
+            {"name": "home", "mountPath": "/home/perilune"},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ],
+    }
+    volumes: list[Object] = [{"name": "home", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+    if here > 1:  # NCCL talks through shared memory
+        container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    init: list[Object] = []
+    if pool.spec.mooncake.store.enabled:
+        container["volumeMounts"].append(mooncake.MOUNT)
+        volumes.append(mooncake.volume(pool))
+        init.append(mooncake.wait(pool, image))
+    if serve:
+        container["args"] = _args(pool, role, spec)
+        container["ports"] = [
+            {"name": "http", "containerPort": names.ENGINE_PORT},
+            {"name": "kv-events", "containerPort": EVENTS_PORT},
+            {"name": "kv-replay", "containerPort": REPLAY_PORT},
+        ]
+        container.update(_probes(pool))
+    drain = pool.spec.rollout.drain_seconds
+    return overlaid(
+        {
+            "metadata": {"labels": labels, "annotations": {names.EVENTS_PORT: str(EVENTS_PORT)}},
+            "spec": {
+                **({"initContainers": init} if init else {}),
+                "containers": [container],
+                "volumes": volumes,
+                "securityContext": dict(POD_SECURITY),
+                "automountServiceAccountToken": False,
+                "enableServiceLinks": False,
+                "terminationGracePeriodSeconds": drain + SPARE_SECONDS,
+                "tolerations": [
+                    *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in more if here),
+                    *(
+                        {
+                            "key": f"node.kubernetes.io/{why}",
+                            "operator": "Exists",
+                            "effect": "NoExecute",
+                            "tolerationSeconds": EVICT_SECONDS,
+                        }
+                        for why in ("not-ready", "unreachable")
+                    ),
+                ],
+                **topology.affinity(pool.spec.topology.placement, pool.fabric.keys, labels),
+            },
+        },
+        engine.pod_template,
+    )
+
+
+def _probes(pool: Context) -> Object:
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    simulated = pool.spec.engine.kind is EngineKind.SIMULATED
+    step = 1 if simulated else 5
+    drain = ["python3", "-c", DRAIN, str(pool.spec.rollout.drain_seconds), str(ROUTE_SECONDS)]
+    return {
+        "startupProbe": {
+            **health,
+            "periodSeconds": step,
+            "failureThreshold": -(-pool.spec.engine.startup_seconds // step),
+        },
+        "readinessProbe": {**health, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
+        "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
+        "lifecycle": {"preStop": {"exec": {"command": drain}}},
+    }
+
+
+def _command(pool: Context, serve: bool) -> list[str]:
+    if pool.spec.engine.kind is EngineKind.SIMULATED:
+        return ["perilune", "engine"]
+    if nodes_per_endpoint(pool) == 1:
+        return ["vllm", "serve"]
+    if serve:  # the leader heads a Ray cluster of its group, then serves
+        script = 'ray start --head --port=6379 && exec vllm serve "$@"'
+        return ["/bin/sh", "-c", script, "engine"]
+    return ["/bin/sh", "-c", 'exec ray start --block --address="$LWS_LEADER_ADDRESS:6379"']
+
+
+def _env(pool: Context, role: Role) -> list[Object]:
+    engine = pool.spec.engine
+
+    def field(name: str, path: str) -> Object:
+        return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+    env = [
+        field("POD_IP", "status.podIP"),
+        field("POD_NAME", "metadata.name"),
+        {"name": "HOME", "value": "/home/perilune"},
+    ]
+    if engine.kind is EngineKind.VLLM:
+        env.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
+        env.append({"name": "VLLM_NO_USAGE_STATS", "value": "1"})
+        if engine.hashing.seed:
+            env.append({"name": "PYTHONHASHSEED", "value": engine.hashing.seed})
+        if pool.spec.mooncake.transfer is Transfer.CONNECTOR and role is not Role.DECODE:
+            env.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
+        if pool.spec.mooncake.store.enabled:
+            env.extend(mooncake.env())
+    for variable in engine.env:
+        made: Object = {"name": variable.name}
+        if variable.value_from is not None:
+            made["valueFrom"] = variable.value_from
+        else:
+            made["value"] = variable.value
+        env.append(made)
+    return env
+
+
+def _args(pool: Context, role: Role, spec: RoleSpec) -> list[str]:
+    own = _simulated_args(pool) if pool.spec.engine.kind is EngineKind.SIMULATED else _vllm_args(pool, role)
+    return [*own, *pool.spec.engine.args, *spec.args]
+
+
+def _simulated_args(pool: Context) -> list[str]:
+    model, engine = pool.spec.model, pool.spec.engine
+    return [
+        f"--listen=0.0.0.0:{names.ENGINE_PORT}",
+        f"--name=$(POD_IP):{names.ENGINE_PORT}",
+        f"--model={model.name}",
+        *(f"--lora={lora.name}={lora.path}" for lora in model.loras),
+        f"--block-size={engine.block_size}",
+        f"--kv-tokens={engine.kv_pool_tokens}",
+        f"--context-tokens={model.context_tokens}",
+        f"--hash-algorithm={engine.hashing.algorithm}",
+        *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
+        f"--events=tcp://*:{EVENTS_PORT}",
+        f"--replay=tcp://*:{REPLAY_PORT}",
+    ]
+
+
+def _vllm_args(pool: Context, role: Role) -> list[str]:
+    model, engine = pool.spec.model, pool.spec.engine
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+        "topic": f"kv@$(POD_IP):{names.ENGINE_PORT}@{model.name}",
+    }
+    transfer = _transfer(pool, role)
+    return [
+        model.source or model.name,
+        "--served-model-name",
+        model.name,
+        *model.aliases,
+        "--host=0.0.0.0",
+        f"--port={names.ENGINE_PORT}",
+        f"--max-model-len={model.context_tokens}",
+        "--enable-prefix-caching",
+        f"--block-size={engine.block_size}",
+        f"--prefix-caching-hash-algo={engine.hashing.algorithm}",
+        f"--kv-events-config={_json(events)}",
+        *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
+        *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
+        *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
+        *(["--distributed-executor-backend=ray"] if nodes_per_endpoint(pool) > 1 else []),
+        "--enable-prompt-tokens-details",
+        "--enable-request-id-headers",
+        *(["--enable-lora"] if model.loras else []),
+        *(["--lora-modules", *(f"{lora.name}={lora.path}" for lora in model.loras)] if model.loras else []),
+    ]
+
+
+def _transfer(pool: Context, role: Role) -> Object:
+    """vLLM's --kv-transfer-config; empty: none. A failed pull is recomputed, never a failed request."""
+    made = pool.spec.mooncake
+    parts: list[Object] = []
+    kv_role = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}[role]
+    if made.transfer is Transfer.CONNECTOR:
+        extra = {
+            "mooncake_protocol": made.protocol,
+            **({"device_name": made.devices} if made.devices else {}),
+        }
+        parts.append(
+            {"kv_connector": "MooncakeConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
+        )
+    elif made.transfer is Transfer.OFFLOAD:
+        tier: Object = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": mooncake.quantity_bytes(made.offload_size),
+            "self_describing_kv_events": True,
+            "offload_prompt_only": False,
+            "secondary_tiers": [{"type": "p2p", "host": "$(POD_IP)", "port": PEER_PORT}],
+        }
+        parts.append(
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+        )
+    if made.store.enabled:
+        pooled: Object = {"load_async": True, "save_decode_cache": made.store.save_decode_cache}
+        parts.append(
+            {
+                "kv_connector": "MooncakeStoreConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": pooled,
+            }
+        )
+    if not parts:
+        return {}
+    whole = (
+        parts[0]
+        if len(parts) == 1
+        else {
+            "kv_connector": "MultiConnector",
+            "kv_role": kv_role,
+            "kv_connector_extra_config": {"connectors": parts},
+        }
+    )
+    return {**whole, "engine_id": "$(POD_NAME)", "kv_load_failure_policy": "recompute"}
+
+
+def _autoscaler(pool: Context) -> Object:
+    """Sets the pool's `replicas` through its scale subresource."""
+    scaling = pool.spec.scaling
+    assert scaling is not None
+    return pool.object(
+        "autoscaling/v2",
+        "HorizontalPodAutoscaler",
+        workload_name(pool.name, Role.BOTH),
+        "engine",
+        spec={
+            "scaleTargetRef": {
+                "apiVersion": f"{names.GROUP}/v1alpha1",
+                "kind": "InferencePool",
+                "name": pool.name,
+            },
+            "minReplicas": scaling.min_replicas,
+            "maxReplicas": scaling.max_replicas,
+            "metrics": [
+                {
+                    "type": "Pods",
+                    "pods": {
+                        "metric": {"name": scaling.metric},
+                        "target": {"type": "AverageValue", "averageValue": scaling.target},
+                    },
+                }
+            ],
+        },
+    )
+
+
+def _json(value: Object) -> str:
+    return json.dumps(value, separators=(",", ":"))

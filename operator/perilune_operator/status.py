@@ -1,0 +1,263 @@
+"""Spec, facts and plan → the pool's status: typed conditions, each with reason, message and generation.
+
+Pure. A condition's transition time is kept while its status is, so that writing the same status twice writes
+the same bytes; `changed` says which events to send.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from perilune_api import names
+from perilune_api.conditions import Condition, Reason
+from perilune_api.crd import FabricStatus, GatewayMode, InferencePoolStatus, StatusCondition
+from perilune_api.pool import Role
+from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.render import mooncake, network, vllm
+from perilune_operator.render.objects import Context
+
+Truth = Literal["True", "False", "Unknown"]
+MOST_NAMES = 5
+"""Names that a message lists before it counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One condition, before it is compared with what was."""
+
+    type: Condition
+    status: Truth
+    reason: Reason
+    message: str
+
+
+def of_pool(pool: Context, observed: Observed, now: float) -> InferencePoolStatus:
+    """Everything that can be said of an accepted spec."""
+    engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
+    wanted = sum(spec.replicas for _, spec in vllm.roles(pool))
+    ready = sum(p.ready for p in engines)
+    scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
+    facts = [Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid.")]
+    facts.append(_topology(pool))
+    facts.append(_engines(pool, ready, wanted))
+    if pool.spec.mooncake.store.enabled:
+        up = _available(pool, observed, mooncake.master_name(pool.name)) > 0
+        facts.append(
+            Fact(Condition.STORE_READY, "True", Reason.AVAILABLE, "The master serves.")
+            if up
+            else Fact(
+                Condition.STORE_READY, "False", Reason.WAITING_FOR_STORE, "The master does not serve yet."
+            )
+        )
+    facts.append(_gateway(pool, observed))
+    facts.append(_route(pool, observed))
+    facts.append(_progress(pool, observed))
+    leaving = [p.name for p in observed.pods if p.terminating]
+    facts.append(
+        Fact(Condition.DRAINING, "True", Reason.ENDPOINTS_LEAVING, f"Leaving: {_names(leaving)}.")
+        if leaving
+        else Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
+    )
+    facts.append(_ready(facts))
+    fabric = pool.fabric
+    stats = observed.gateway
+    role = {names.ROLE_LABEL: scaled.value}
+    selector = {**pool.labels("engine"), **role}
+    return InferencePoolStatus(
+        observed_generation=observed.generation,
+        replicas=sum(p.role == scaled for p in engines),
+        ready_replicas=sum(p.role == scaled and p.ready for p in engines),
+        ready=f"{ready}/{wanted}",
+        selector=",".join(f"{key}={value}" for key, value in selector.items()),
+        sessions=stats.sessions if stats else None,
+        hit_ratio=f"{stats.hit_ratio:.2f}" if stats and stats.hit_ratio is not None else None,
+        fabric=FabricStatus(len(fabric.topology.nodes), fabric.racks, fabric.spines, len(fabric.unlabelled)),
+        conditions=stamp(facts, observed, now),
+    )
+
+
+def of_refusal(error: str, observed: Observed, now: float) -> InferencePoolStatus:
+    """A spec that cannot be acted on: what runs is left alone, and the rest of the status stays as it was."""
+    try:
+        old = msgspec.convert(observed.status, InferencePoolStatus)
+    except msgspec.ValidationError:
+        old = InferencePoolStatus()
+    fact = Fact(Condition.ACCEPTED, "False", Reason.INVALID, error)
+    kept = tuple(c for c in old.conditions if c.type is not Condition.ACCEPTED)
+    return msgspec.structs.replace(
+        old,
+        observed_generation=observed.generation,
+        conditions=(*stamp([fact], observed, now), *kept),
+    )
+
+
+def with_failure(
+    status: InferencePoolStatus, error: str, observed: Observed, now: float
+) -> InferencePoolStatus:
+    """The API server refused an object."""
+    fact = Fact(Condition.PROGRESSING, "True", Reason.APPLY_FAILED, error)
+    (failed,) = stamp([fact], observed, now)
+    conditions = tuple(failed if c.type is Condition.PROGRESSING else c for c in status.conditions)
+    return msgspec.structs.replace(status, conditions=conditions)
+
+
+def stamp(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[StatusCondition, ...]:
+    """Facts as conditions: a transition time changes only with the status."""
+    old = {c["type"]: c for c in observed.status.get("conditions") or ()}
+    today = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    made = []
+    for fact in facts:
+        before = old.get(fact.type, {})
+        since = before.get("lastTransitionTime", today) if before.get("status") == fact.status else today
+        made.append(
+            StatusCondition(
+                fact.type, fact.status, fact.reason.value, fact.message, since, observed.generation
+            )
+        )
+    return tuple(made)
+
+
+def changed(old: Object, new: InferencePoolStatus) -> list[StatusCondition]:
+    """Conditions whose status or reason is another than before: each is worth one event."""
+    before = {c["type"]: (c["status"], c["reason"]) for c in old.get("conditions") or ()}
+    return [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
+
+
+def _topology(pool: Context) -> Fact:
+    fabric = pool.fabric
+    if not fabric.topology.nodes:
+        return Fact(
+            Condition.TOPOLOGY_RESOLVED, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet."
+        )
+    if fabric.unlabelled:
+        return Fact(
+            Condition.TOPOLOGY_RESOLVED,
+            "False",
+            Reason.UNLABELLED_NODES,
+            f"No rack label on {_names(fabric.unlabelled)}: they count as far from everything.",
+        )
+    return Fact(
+        Condition.TOPOLOGY_RESOLVED,
+        "True",
+        Reason.RESOLVED,
+        f"{len(fabric.topology.nodes)} nodes in {fabric.racks} racks under {fabric.spines} spines.",
+    )
+
+
+def _engines(pool: Context, ready: int, wanted: int) -> Fact:
+    del pool
+    if wanted == 0:
+        return Fact(Condition.ENGINES_READY, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
+    message = f"{ready} of {wanted} endpoints are ready."
+    if ready >= wanted:
+        return Fact(Condition.ENGINES_READY, "True", Reason.AVAILABLE, message)
+    return Fact(Condition.ENGINES_READY, "False", Reason.WAITING_FOR_ENGINES, message)
+
+
+def _gateway(pool: Context, observed: Observed) -> Fact:
+    if pool.spec.gateway.replicas == 0 and pool.spec.gateway.min_replicas is None:
+        return Fact(
+            Condition.GATEWAY_READY,
+            "True",
+            Reason.NO_GATEWAY_WANTED,
+            "gateway.replicas is 0: nobody decides.",
+        )
+    up = _available(pool, observed, names.gateway_name(pool.name))
+    if up:
+        return Fact(Condition.GATEWAY_READY, "True", Reason.AVAILABLE, "The gateway serves.")
+    return Fact(Condition.GATEWAY_READY, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
+
+
+def _route(pool: Context, observed: Observed) -> Fact:
+    kind, made = Condition.ROUTE_PROGRAMMED, network.mode(pool)
+    if pool.spec.gateway.mode is GatewayMode.NONE:
+        return Fact(kind, "True", Reason.PROGRAMMED, "No route is asked for.")
+    if made is GatewayMode.NONE:
+        return Fact(
+            kind,
+            "False",
+            Reason.NO_ROUTE_API,
+            "The cluster has neither Envoy Gateway's CRDs nor the inference extension's.",
+        )
+    if pool.spec.gateway.parent is None:
+        return Fact(kind, "False", Reason.NO_PARENT, "spec.gateway.parent names no Gateway.")
+    wanted = ["HTTPRoute"]
+    if made is GatewayMode.ENVOY_GATEWAY:
+        wanted += ["BackendTrafficPolicy", "EnvoyExtensionPolicy"]
+    for name in wanted:
+        child = observed.children.get(Key(name, pool.namespace, pool.name))
+        verdicts = _verdicts(child or {})
+        for condition in verdicts:
+            if condition["status"] == "False":
+                said = f"{name}: {condition.get('reason', '')}: {condition.get('message', '')}"
+                return Fact(kind, "False", Reason.ROUTE_REFUSED, said[:400])
+        if not verdicts:
+            return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
+    return Fact(kind, "True", Reason.PROGRAMMED, "Envoy asks the gateway.")
+
+
+def _verdicts(child: Object) -> list[Object]:
+    """Conditions Accepted and ResolvedRefs that controllers wrote, of every parent or ancestor."""
+    status = child.get("status") or {}
+    reports = [*(status.get("parents") or ()), *(status.get("ancestors") or ())]
+    return [
+        c
+        for report in reports
+        for c in report.get("conditions") or ()
+        if c["type"] in ("Accepted", "ResolvedRefs")
+    ]
+
+
+def _progress(pool: Context, observed: Observed) -> Fact:
+    names_ = [vllm.workload_name(pool.name, role) for role, _ in vllm.roles(pool)]
+    rolling = [name for name in (*names_, names.gateway_name(pool.name)) if _rolling(pool, observed, name)]
+    if rolling:
+        return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, f"Rolling out {_names(rolling)}.")
+    return Fact(Condition.PROGRESSING, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
+
+
+def _rolling(pool: Context, observed: Observed, name: str) -> bool:
+    child = _workload(pool, observed, name)
+    if child is None:
+        return True
+    status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
+    if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
+        return True
+    if child["kind"] == "LeaderWorkerSet":
+        return bool(status.get("updatedReplicas", 0) < replicas)
+    return bool(status.get("updatedReplicas", 0) < replicas or status.get("replicas", 0) > replicas)
+
+
+def _workload(pool: Context, observed: Observed, name: str) -> Object | None:
+    for kind in ("Deployment", "LeaderWorkerSet"):
+        if child := observed.children.get(Key(kind, pool.namespace, name)):
+            return child
+    return None
+
+
+def _available(pool: Context, observed: Observed, name: str) -> int:
+    child = observed.children.get(Key("Deployment", pool.namespace, name), {})
+    return int((child.get("status") or {}).get("availableReplicas", 0))
+
+
+def _ready(facts: Sequence[Fact]) -> Fact:
+    """What all conditions that concern requests say together; the first that does not hold names it."""
+    needed = (
+        Condition.ENGINES_READY,
+        Condition.STORE_READY,
+        Condition.GATEWAY_READY,
+        Condition.ROUTE_PROGRAMMED,
+    )
+    for fact in facts:
+        if fact.type in needed and fact.status != "True":
+            return Fact(Condition.READY, "False", fact.reason, fact.message)
+    return Fact(Condition.READY, "True", Reason.SERVING, "Requests are answered.")
+
+
+def _names(all_: Sequence[str]) -> str:
+    shown = ", ".join(sorted(all_)[:MOST_NAMES])
+    more = len(all_) - MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,98 @@
+"""Whole plans as files: golden/NAME.in.yaml (the pool, nodes, pods, which optional APIs there are) beside
+golden/NAME.out.yaml (objects and status).
+
+`GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them short,
+what every object of a pool shares (labels, owner, namespace) is checked once and left out.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_api import crd
+from perilune_api.pool import SpecError
+from perilune_operator import observe
+from perilune_operator.observe import Observed
+from perilune_operator.plan import Plan, plan
+from perilune_operator.render.objects import Defaults
+
+Object = dict[str, Any]
+FOLDER = Path(__file__).parent / "golden"
+CASES = sorted(file.name.removesuffix(".in.yaml") for file in FOLDER.glob("*.in.yaml"))
+NOW = 1_760_000_000.0
+DEFAULTS = Defaults("perilune:test", "vllm:test", "mooncake:test", "perilune-system")
+
+
+class Dumper(yaml.SafeDumper):
+    """No anchors; long lines stay whole."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def load(name: str) -> tuple[Object, Observed]:
+    given = yaml.safe_load((FOLDER / f"{name}.in.yaml").read_text())
+    body = given["pool"]
+    nodes = tuple(observe.node(_named(n)) for n in given.get("nodes") or ())
+    pods = tuple(observe.pod(_named(p)) for p in given.get("pods") or ())
+    children = {observe.key(o): o for o in given.get("children") or ()}
+    kinds = frozenset(given.get("kinds") or ())
+    return body, Observed("uid-1", 1, body.get("status", {}), nodes, pods, children, kinds)
+
+
+def _named(obj: Object) -> Object:
+    ready = [{"type": "Ready", "status": "True"}]
+    status = {"conditions": ready, **obj.get("status", {})}
+    return {**obj, "metadata": {"name": obj["name"], **obj.get("metadata", {})}, "status": status}
+
+
+def made(name: str) -> Plan:
+    body, observed = load(name)
+    try:
+        spec: Any = crd.convert(body["spec"])
+    except SpecError as error:
+        spec = error
+    return plan(body["metadata"]["name"], "ns", spec, observed, NOW, DEFAULTS)
+
+
+def short(obj: Object) -> Object:
+    """Without what all have in common, which is asserted instead."""
+    meta = dict(obj["metadata"])
+    assert meta.pop("namespace") == "ns"
+    owners = meta.pop("ownerReferences")
+    assert [o["uid"] for o in owners] == ["uid-1"]
+    labels = meta.pop("labels")
+    assert labels["app.kubernetes.io/managed-by"] == "perilune-operator"
+    data = {k: yaml.safe_load(v) for k, v in obj["data"].items()} if "data" in obj else None
+    rest = {k: v for k, v in obj.items() if k not in ("metadata", "data")}
+    return {**rest, "metadata": meta, **({"data": data} if data else {})}
+
+
+def shown(plan: Plan, only: list[str]) -> str:
+    objects = [short(obj) for obj in plan.objects or ()]
+    kept = [obj for obj in objects if not only or f"{obj['kind']}/{obj['metadata']['name']}" in only]
+    names = [f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects]
+    conditions = [f"{c.type}={c.status} {c.reason}: {c.message}" for c in plan.status.conditions]
+    text = {"objects": names, "ready": plan.status.ready, "conditions": conditions, "shown": kept}
+    return yaml.dump(text, Dumper=Dumper, sort_keys=False, width=4000)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_what_it_was(name: str) -> None:
+    only = yaml.safe_load((FOLDER / f"{name}.in.yaml").read_text()).get("show") or []
+    text, file = shown(made(name), only), FOLDER / f"{name}.out.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        file.write_text(text)
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_the_same_each_time(name: str) -> None:
+    assert made(name) == made(name)
+
+
+def test_there_are_cases() -> None:
+    assert len(CASES) >= 8

@@ -1,0 +1,341 @@
+"""The operator's own process against a real API server. Pods never run, so readiness is written by hand."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from math import nan
+from typing import Any
+
+import aiohttp
+import pytest
+
+from perilune_api.kube import APPLY, MERGE, ApiError, Client
+
+Object = dict[str, Any]
+PATIENCE_S = 40.0
+LEASE_S = 3
+
+
+def pools(namespace: str, rest: str = "") -> str:
+    return f"/apis/perilune.dev/v1alpha1/namespaces/{namespace}/inferencepools{rest}"
+
+
+def deployments(namespace: str, rest: str = "") -> str:
+    return f"/apis/apps/v1/namespaces/{namespace}/deployments{rest}"
+
+
+def config_maps(namespace: str, rest: str = "") -> str:
+    return f"/api/v1/namespaces/{namespace}/configmaps{rest}"
+
+
+def pool(name: str = "p", **spec: object) -> Object:
+    return {
+        "apiVersion": "perilune.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {"model": {"name": "m"}, "engine": {"kind": "simulated"}, **spec},
+    }
+
+
+async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
+    """Ask again until it holds; a refusal counts as not yet."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            said = await what()
+            if true(said):
+                return said
+        except ApiError as error:
+            said = error
+        assert time.monotonic() < end, said
+        await asyncio.sleep(0.1)
+
+
+class Operator:
+    """One process."""
+
+    def __init__(self, api_server: Any, namespace: str, name: str = "one") -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = int(sock.getsockname()[1])
+        self.name = name
+        self.log = api_server.folder / f"operator-{namespace}-{name}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "perilune_operator.main"),
+                    f"--namespace={namespace}",
+                    f"--own-namespace={namespace}",
+                    f"--identity={name}",
+                    f"--listen=127.0.0.1:{self.port}",
+                    f"--lease-seconds={LEASE_S}",
+                ],
+                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(20)
+
+    async def metric(self, pattern: str) -> float:
+        """Sum of the samples that match; not a number while it does not listen."""
+        try:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"http://127.0.0.1:{self.port}/metrics") as answer,
+            ):
+                text = await answer.text()
+        except aiohttp.ClientError:
+            return nan
+        return sum(float(n) for n in re.findall(rf"^{pattern}(?:{{.*}})? (\S+)", text, re.M))
+
+    async def writes(self) -> float:
+        return await self.metric("perilune_operator_writes_total")
+
+    async def status(self, path: str) -> int:
+        try:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"http://127.0.0.1:{self.port}{path}") as answer,
+            ):
+                return answer.status
+        except aiohttp.ClientError:
+            return 0
+
+
+@pytest.fixture
+async def operator(api_server: Any, namespace: str) -> AsyncIterator[Operator]:
+    made = Operator(api_server, namespace)
+    yield made
+    made.stop(signal.SIGKILL)
+
+
+def condition(body: Object, name: str) -> Object:
+    found = [c for c in body.get("status", {}).get("conditions", ()) if c["type"] == name]
+    return found[0] if found else {}
+
+
+async def run_pods(client: Client, namespace: str, number: int) -> None:
+    """Do a kubelet's part: say of `number` pods that they run and are ready."""
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    listed = await until(lambda: client.request("GET", pods), lambda found: len(found["items"]) == number)
+    status = {"phase": "Running", "podIP": "10.1.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    for item in listed["items"]:
+        where = f"{pods}/{item['metadata']['name']}/status"
+        await client.request("PATCH", where, {"status": status}, content_type=MERGE)
+
+
+async def test_a_pool_becomes_objects_and_follows_its_spec(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    made = await client.request("POST", pools(namespace), pool(replicas=2))
+    engine = await until(
+        lambda: client.request("GET", deployments(namespace, "/p-engine")),
+        lambda d: d["spec"]["replicas"] == 2,
+    )
+    owner = engine["metadata"]["ownerReferences"][0]
+    assert (owner["uid"], owner["controller"]) == (made["metadata"]["uid"], True)
+    await until(lambda: client.request("GET", deployments(namespace, "/p-gateway")), bool)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")), lambda p: bool(condition(p, "Ready"))
+    )
+    assert condition(body, "Accepted")["status"] == "True"
+    assert (condition(body, "EnginesReady")["status"], body["status"]["ready"]) == ("False", "0/2")
+    assert condition(body, "RouteProgrammed")["reason"] == "NoRouteApi"
+
+    scale = {"spec": {"replicas": 3}}
+    await client.request("PATCH", pools(namespace, "/p/scale"), scale, content_type=MERGE)
+    await until(
+        lambda: client.request("GET", deployments(namespace, "/p-engine")),
+        lambda d: d["spec"]["replicas"] == 3,
+    )
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: (p["status"]["ready"], p["status"]["observedGeneration"]) == ("0/3", 2),
+    )
+
+
+async def test_nothing_is_written_when_nothing_changes(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    await client.request("POST", pools(namespace), pool())
+    await until(lambda: client.request("GET", pools(namespace, "/p")), lambda p: bool(condition(p, "Ready")))
+    await run_pods(client, namespace, 2)
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: (
+            condition(p, "GatewayReady").get("status") == "True"
+            and condition(p, "EnginesReady").get("status") == "True"
+            and condition(p, "Progressing").get("status") == "False"
+        ),
+    )
+    rounds = await operator.metric("perilune_operator_rounds_total")
+    writes, before = nan, {}
+    for i in range(
+        4
+    ):  # each wakes the pool, none changes what should be; the first waits for the last events
+        if i == 1:
+            writes, before = await operator.writes(), await client.request("GET", pools(namespace, "/p"))
+        note = {"metadata": {"annotations": {"note": str(i)}}}
+        await client.request("PATCH", pools(namespace, "/p"), note, content_type=MERGE)
+        rounds = await until(
+            lambda: operator.metric("perilune_operator_rounds_total"), lambda n, seen=rounds: n > seen
+        )
+    assert await operator.writes() == writes
+    after = await client.request("GET", pools(namespace, "/p"))
+    assert after["status"] == before["status"]
+
+
+async def test_another_hand_is_undone(client: Client, namespace: str, operator: Operator) -> None:
+    await client.request("POST", pools(namespace), pool())
+    await until(lambda: client.request("GET", deployments(namespace, "/p-gateway")), bool)
+    image = {"spec": {"template": {"spec": {"containers": [{"name": "gateway", "image": "evil"}]}}}}
+    await client.request(
+        "PATCH",
+        deployments(namespace, "/p-gateway"),
+        image,
+        content_type="application/strategic-merge-patch+json",
+    )
+    await until(
+        lambda: client.request("GET", deployments(namespace, "/p-gateway")),
+        lambda d: "evil" not in str(d["spec"]["template"]["spec"]),
+    )
+    await client.request("DELETE", config_maps(namespace, "/p-gateway"))
+    await until(lambda: client.request("GET", config_maps(namespace, "/p-gateway")), bool)
+
+
+async def test_what_the_spec_no_longer_asks_for_goes(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    store = {"engine": {"kind": "vllm"}, "mooncake": {"store": {"enabled": True}}}
+    await client.request("POST", pools(namespace), pool(**store))
+    await until(lambda: client.request("GET", deployments(namespace, "/p-master")), bool)
+    off = {"spec": {"mooncake": {"store": {"enabled": False}}}}
+    await client.request("PATCH", pools(namespace, "/p"), off, content_type=MERGE)
+
+    async def left() -> list[str]:
+        listed = await client.request("GET", deployments(namespace))
+        return [d["metadata"]["name"] for d in listed["items"]]
+
+    await until(left, lambda names: sorted(names) == ["p-engine", "p-gateway"])
+
+
+async def test_a_spec_that_only_we_can_refuse_touches_nothing(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    await client.request("POST", pools(namespace), pool(engine={"kind": "vllm"}))
+    engine = await until(lambda: client.request("GET", deployments(namespace, "/p-engine")), bool)
+    bad = {"spec": {"engine": {"args": ["--block-size=32"]}, "replicas": 7}}
+    await client.request("PATCH", pools(namespace, "/p"), bad, content_type=MERGE)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Accepted").get("status") == "False",
+    )
+    assert "`$.spec.engine.args[0]`" in condition(body, "Accepted")["message"]
+    assert condition(body, "Accepted")["observedGeneration"] == 2
+    assert condition(body, "EnginesReady")
+    now = await client.request("GET", deployments(namespace, "/p-engine"))
+    assert now["metadata"]["generation"] == engine["metadata"]["generation"]
+
+
+async def test_a_deleted_pool_leaves_nothing(
+    client: Client, namespace: str, operator: Operator, api_server: Any
+) -> None:
+    await client.request("POST", pools(namespace), pool())
+    await until(lambda: client.request("GET", deployments(namespace, "/p-gateway")), bool)
+    await client.request("DELETE", pools(namespace, "/p"))
+    for where in (
+        pools(namespace),
+        deployments(namespace),
+        config_maps(namespace),
+        f"/api/v1/namespaces/{namespace}/services",
+        f"/api/v1/namespaces/{namespace}/pods",
+        f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets",
+        f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles",
+    ):
+        await until(
+            lambda where=where: client.request("GET", where),
+            lambda listed: {i["metadata"]["name"] for i in listed["items"]} <= {"kube-root-ca.crt"},
+        )
+
+
+async def test_a_late_write_of_an_older_plan_is_overwritten(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """As an operator would do that was stopped between its check and its write."""
+    await client.request("POST", pools(namespace), pool(replicas=2))
+    engine = await until(lambda: client.request("GET", deployments(namespace, "/p-engine")), bool)
+    await until(lambda: client.request("GET", pools(namespace, "/p")), lambda p: bool(condition(p, "Ready")))
+    late = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": "p-engine",
+            "labels": engine["metadata"]["labels"],
+            "ownerReferences": engine["metadata"]["ownerReferences"],
+            "annotations": {"perilune.dev/hash": "older"},
+        },
+        "spec": {**engine["spec"], "replicas": 9},
+    }
+    await client.request(
+        "PATCH",
+        deployments(namespace, "/p-engine"),
+        late,
+        params={"fieldManager": "perilune-operator", "force": "true"},
+        content_type=APPLY,
+    )
+    await until(
+        lambda: client.request("GET", deployments(namespace, "/p-engine")),
+        lambda d: d["spec"]["replicas"] == 2,
+    )
+
+
+async def test_of_two_operators_one_acts(
+    client: Client, namespace: str, operator: Operator, api_server: Any
+) -> None:
+    """One is stopped past its Lease and resumed: the other acts, and it does not act again."""
+    await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 1)
+    second = Operator(api_server, namespace, "two")
+    try:
+        await until(lambda: second.status("/readyz"), lambda s: s == 200)
+        await client.request("POST", pools(namespace), pool(replicas=1))
+        await until(lambda: client.request("GET", deployments(namespace, "/p-engine")), bool)
+        assert await second.writes() == 0
+        operator.process.send_signal(signal.SIGSTOP)
+        scale = {"spec": {"replicas": 4}}
+        await client.request("PATCH", pools(namespace, "/p/scale"), scale, content_type=MERGE)
+        await until(
+            lambda: client.request("GET", deployments(namespace, "/p-engine")),
+            lambda d: d["spec"]["replicas"] == 4,
+        )
+        operator.process.send_signal(signal.SIGCONT)
+        await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 0)
+        written = await operator.writes()
+        scale = {"spec": {"replicas": 5}}
+        await client.request("PATCH", pools(namespace, "/p/scale"), scale, content_type=MERGE)
+        await until(
+            lambda: client.request("GET", deployments(namespace, "/p-engine")),
+            lambda d: d["spec"]["replicas"] == 5,
+        )
+        assert await operator.writes() == written
+        assert second.stop() == 0, second.log.read_text()
+        await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 1)
+    finally:
+        second.stop(signal.SIGKILL)
+
+
+async def test_probes_and_a_quick_end(operator: Operator) -> None:
+    await until(lambda: operator.status("/readyz"), lambda s: s == 200)
+    assert await operator.status("/healthz") == 200
+    began = time.monotonic()
+    assert operator.stop() == 0, operator.log.read_text()
+    assert time.monotonic() - began < 5
