@@ -81,7 +81,7 @@ def test_a_decision_is_explained(static_pool):
     def explained():
         record = static_pool.admin(f"/api/decisions/{answer.request_id}")
         assert record["target"] == answer.served
-        assert record["served"] == answer.served
+        assert record["ending"]["served"] == answer.served
         assert {c["address"] for c in record["candidates"]} == set(static_pool.engines())
 
     eventually(explained)
@@ -89,7 +89,7 @@ def test_a_decision_is_explained(static_pool):
 
 def test_a_stream_of_30_s_is_not_cut(static_pool):
     """Envoy's own default would cut it after 15 s."""
-    answer = static_pool.client.complete("a long story", stream=True, max_tokens=4000, ignore_eos=True)
+    answer = static_pool.client.complete("a long story", stream=True, max_tokens=6000, ignore_eos=True)
     assert answer.status == 200
     assert answer.seconds > 30
     events = answer.body.decode().strip().split("\n\n")
@@ -150,7 +150,7 @@ def enough(load, requests):
 
 
 def test_a_node_whose_link_dies_is_routed_around(static_pool, cluster, kube):
-    """No request fails; after the first connection in vain (1 s), none waits for that node again."""
+    """A request sent into the dead link is retried elsewhere (after 3 s); then none waits for that node."""
     engines = static_pool.engines()
     for i in range(20):
         session = f"orphan-{i}"
@@ -163,7 +163,7 @@ def test_a_node_whose_link_dies_is_routed_around(static_pool, cluster, kube):
         first = static_pool.client.complete("where am I now", session=session)
         assert first.status == 200
         assert first.served != answer.served
-        assert first.seconds < 3
+        assert first.seconds < 6
         began = time.monotonic()
         times = [static_pool.client.complete(f"others {i}", session=f"other-{i}").seconds for i in range(20)]
         assert time.monotonic() - began < 20
