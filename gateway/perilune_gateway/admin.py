@@ -189,7 +189,7 @@ def node_json(node: NodeStats) -> dict[str, Any]:
         "place": endpoint.place._asdict(),
         "ready": endpoint.ready,
         "draining": endpoint.draining,
-        "load": load,
+        "load": load._asdict(),
         "seconds_since_move": node.seconds_since_move,
         "index": node.index,
         "engine": {

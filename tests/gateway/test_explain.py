@@ -120,7 +120,7 @@ class TestCounterfactual:
 
     def test_the_estimate_is_queue_plus_prefill_of_the_target(self):
         row = candidate("a", cached=32)
-        row = replace(row, prefill_s=0.25, load=replace(row.load, pending_prefill_s=0.5))
+        row = row._replace(prefill_s=0.25, load=row.load._replace(pending_prefill_s=0.5))
         taken = DecisionRecord(request(), Decision("a", Reason.COLD), "ear", (row,))
         other = counterfactual(taken, {"only": POLICIES["random"]}, PolicyParams(), Random(1))["only"]
         assert (other["estimated_s"], other["cached_tokens"]) == (0.75, 32)

@@ -22,7 +22,7 @@ from perilune_lab.explain import main
 
 def decided(ordinal: int, of: str = "s", tokens: int = 1_000) -> DecisionRecord:
     candidates = tuple(
-        replace(row, endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
+        row._replace(endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
     )
     view = request(ordinal=ordinal, tokens=tokens, of=session("a", id=of))
     verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: no dice

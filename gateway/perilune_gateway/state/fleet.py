@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
+from typing import NamedTuple
 
 from perilune_api.pool import Topology
 from perilune_api.topology import Link
@@ -63,8 +64,7 @@ class _State:
     """In a row."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointView:
+class EndpointView(NamedTuple):
     """One endpoint at one moment."""
 
     endpoint: Endpoint

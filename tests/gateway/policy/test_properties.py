@@ -95,8 +95,7 @@ def renamed(r: RequestView, candidates: Sequence[Candidate]) -> tuple[RequestVie
     of = r.session and replace(r.session, host=new(r.session.host))
     locations = tuple(Location(new(a), tokens) for a, tokens in r.prefix.locations)
     return replace(r, session=of, prefix=replace(r.prefix, locations=locations)), [
-        replace(
-            c,
+        c._replace(
             endpoint=replace(c.endpoint, address=new(c.address)),
             links={new(a): known for a, known in c.links.items()},
         )
