@@ -12,6 +12,7 @@ cannot know: duplicate addresses, unknown nodes, bandwidths that grow with dista
 """
 
 from enum import StrEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -308,12 +309,24 @@ def dump(pool: Pool) -> bytes:
     return msgspec.yaml.encode(pool)
 
 
+def _is_ip_port(address: str) -> bool:
+    """Whether the numbers of an `Address` are in range."""
+    host, _, port = address.rpartition(":")
+    try:
+        ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return 0 < int(port) < 65_536
+
+
 def check(pool: Pool) -> None:
     """What one field alone cannot know. Raises SpecError."""
     spec = pool.spec
     seen: set[str] = set()
     for i, endpoint in enumerate(spec.endpoints):
         at = f"at `$.spec.endpoints[{i}]"
+        if not _is_ip_port(endpoint.address):
+            raise SpecError(f"There is no address {endpoint.address} - {at}.address`")
         if endpoint.address in seen:
             raise SpecError(f"Address {endpoint.address} is listed twice - {at}.address`")
         seen.add(endpoint.address)

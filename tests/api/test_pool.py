@@ -43,6 +43,12 @@ def test_the_smallest_document() -> None:
         pytest.param(
             document(endpoints=[{"address": "localhost:1"}]), "at `$.spec.endpoints[0].address`", id="no ip"
         ),
+        *(
+            pytest.param(
+                document(endpoints=[{"address": address}]), "at `$.spec.endpoints[0].address`", id=address
+            )
+            for address in ("127.0.0.1:65536", "127.0.0.1:0", "127.0.0.256:1", "[::1::2]:1")
+        ),
         pytest.param(
             document(endpoints=[{"address": "127.0.0.1:1"}] * 2),
             "listed twice - at `$.spec.endpoints[1].address`",
