@@ -153,6 +153,11 @@ allowed. `fail` leads from every state but CLOSED to REFUSED, `closed` from ever
 UNSUPPORTED = frozenset({BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC})
 
 
+NO_HEAD = RequestHead("", "", {})
+KEEP_BODY, SEND_BODY = Override(BodyMode.NONE), Override(BodyMode.BUFFERED)
+ASK_BODY = Send(Continue(Kind.REQUEST_HEADERS, override=SEND_BODY))
+
+
 class Exchange:
     """One stream. Feed it with `receive` and `tokens`, carry out the effects in order, end with `closed`."""
 
@@ -161,7 +166,7 @@ class Exchange:
         self._router = router
         self._max_body_bytes = max_body_bytes
         self._conformance = conformance
-        self._head = RequestHead("", "", {})
+        self._head = NO_HEAD
         self._duplex = False
         self._response_mode = BodyMode.NONE
         self._parts: list[bytes] = []
@@ -201,9 +206,10 @@ class Exchange:
             self._router.finished(routed.ticket, self._outcome())
 
     def _walk(self, event: Event, value: object) -> list[Effect]:
-        if (self.state, event) not in TABLE:
+        row = TABLE.get((self.state, event))
+        if row is None:
             raise ProtocolError(f"{event} does not fit in state {self.state}")
-        name, allowed = TABLE[self.state, event]
+        name, allowed = row
         step: Callable[[object], _Next] = getattr(self, f"_{name}")
         state, effects = step(value)
         assert state in allowed, f"{name} led to {state}"
@@ -227,7 +233,7 @@ class Exchange:
             return self._conclude(self._too_large(head.content_length))
         if self._duplex:
             return State.BODY, []
-        return State.BODY, [Send(Continue(Kind.REQUEST_HEADERS, override=Override(BodyMode.BUFFERED)))]
+        return State.BODY, [ASK_BODY]
 
     def _collect(self, event: Body) -> _Next:
         self._parts.append(event.chunk)
@@ -306,8 +312,7 @@ class Exchange:
         """Answers what is still unanswered: headers; a buffered body; in full duplex all that was held."""
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
-                keep = Override(BodyMode.NONE)
-                return [Send(Pick(Kind.REQUEST_HEADERS, destinations, keep))]
+                return [Send(Pick(Kind.REQUEST_HEADERS, destinations, KEEP_BODY))]
             return [Send(Pick(Kind.REQUEST_BODY, destinations))]
         effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, destinations))]
         if self.state is not State.START and self._head.has_body:

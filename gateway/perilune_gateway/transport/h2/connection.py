@@ -41,7 +41,9 @@ from perilune_gateway.transport.h2.frames import (
     END_STREAM,
     HEADER,
     HEADER_BYTES,
+    MAX_STREAM,
     MAX_WINDOW,
+    PADDED,
     PRIORITY,
     RULES,
     UNKNOWN,
@@ -67,6 +69,7 @@ MAX_MEMO = 128
 """Header blocks whose meaning is remembered."""
 SMALL_BYTES = 4096
 """Pieces of a message are joined up to here: a peer that sends single bytes costs no more memory for that."""
+DATA = int(Type.DATA)
 PREFIX_BYTES = 5
 """Of a gRPC message: a flag, then its length."""
 DRAIN_PING = b"draining"
@@ -131,10 +134,11 @@ class Stream:
     """Bytes that the peer may still send."""
     send_window: int
     parts: list[bytes]
-    """Of the message that is arriving, its prefix included."""
+    """Of what is arriving: a prefix, then its message."""
     parts_bytes: int = 0
     wanted_bytes: int = PREFIX_BYTES
-    """Length of what is arriving: the prefix, then prefix and message."""
+    in_message: bool = False
+    """The prefix has arrived; its message is wanted."""
     unhandled_bytes: int = 0
     """Received, and not yet handled."""
     credit_bytes: int = 0
@@ -257,7 +261,7 @@ class Connection:
 
     def drain(self) -> None:
         """Ask the peer to open no more streams; those on their way are served."""
-        self._out.append(frames.goaway(frames.MAX_STREAM, Code.NO_ERROR))
+        self._out.append(frames.goaway(MAX_STREAM, Code.NO_ERROR))
         self._out.append(frame(Type.PING, 0, 0, DRAIN_PING))
 
     @property
@@ -281,7 +285,7 @@ class Connection:
             if self._held_bytes < self._wanted_bytes:
                 return
             data, self._held = b"".join(self._held), []
-        at, end = 0, len(data)
+        at, end, unpack = 0, len(data), HEADER.unpack_from
         if not self._prefaced:
             if not frames.PREFACE.startswith(data[: len(frames.PREFACE)]):
                 raise FrameError(Code.PROTOCOL_ERROR, "not the preface of HTTP/2")
@@ -298,26 +302,29 @@ class Connection:
                     return
             if end - at < HEADER_BYTES:
                 return self._hold(data[at:], HEADER_BYTES)
-            high, low, kind, flags, stream_id = HEADER.unpack_from(data, at)
+            high, low, kind, flags, stream_id = unpack(data, at)
             length = high << 8 | low
-            stream_id &= frames.MAX_STREAM
-            rule = RULES.get(kind, UNKNOWN)
-            frames.check(rule, kind, length, stream_id)
-            if not self._greeted:
-                if kind != Type.SETTINGS or flags & ACK:
-                    raise FrameError(Code.PROTOCOL_ERROR, "the first frame has to be SETTINGS")
-                self._greeted = True
-            if self._block is not None and (kind != Type.CONTINUATION or stream_id != self._block_stream):
-                raise FrameError(Code.PROTOCOL_ERROR, "a header block is interrupted")
-            if kind == Type.DATA and length and not flags & frames.PADDED:
+            stream_id &= MAX_STREAM
+            self._check(kind, flags, length, stream_id)
+            if kind == DATA and length and not flags & PADDED:
                 at += HEADER_BYTES
                 self._data_left, self._data_stream, self._data_flags = length, stream_id, flags
                 continue
             if end - at < HEADER_BYTES + length:
                 return self._hold(data[at:], HEADER_BYTES + length)
             at += HEADER_BYTES
-            getattr(self, f"_on_{rule.step}")(flags, stream_id, data[at : at + length])
+            getattr(self, f"_on_{RULES.get(kind, UNKNOWN).step}")(flags, stream_id, data[at : at + length])
             at += length
+
+    def _check(self, kind: int, flags: int, length: int, stream_id: int) -> None:
+        """On its header alone: may this frame come here?"""
+        frames.check(kind, length, stream_id)
+        if not self._greeted:
+            if kind != Type.SETTINGS or flags & ACK:
+                raise FrameError(Code.PROTOCOL_ERROR, "the first frame has to be SETTINGS")
+            self._greeted = True
+        if self._block is not None and (kind != Type.CONTINUATION or stream_id != self._block_stream):
+            raise FrameError(Code.PROTOCOL_ERROR, "a header block is interrupted")
 
     def _hold(self, data: bytes, wanted_bytes: int) -> None:
         if data:
@@ -371,27 +378,24 @@ class Connection:
             self._messages(stream_id, stream)
 
     def _messages(self, stream_id: int, stream: Stream) -> None:
-        """Cut what has arrived into messages."""
+        """Cut what has arrived into messages: one join, and no copy of a message that ends with it."""
         data = stream.parts[0] if len(stream.parts) == 1 else b"".join(stream.parts)
         at, end = 0, len(data)
-        while True:
-            stream.wanted_bytes = PREFIX_BYTES
-            if end - at < PREFIX_BYTES:
-                break
-            compressed, size = data[at], int.from_bytes(data[at + 1 : at + PREFIX_BYTES], "big")
-            if compressed:
-                return self._give_up(stream_id, Status.UNIMPLEMENTED, "compressed messages are not taken")
-            if size > MESSAGE_BYTES:
-                return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, f"a message of {size} bytes")
-            stream.wanted_bytes = PREFIX_BYTES + size
-            if end - at < stream.wanted_bytes:
-                break
-            at += PREFIX_BYTES
-            self._events.append(Message(stream_id, data[at : at + size]))
-            at += size
-        rest = data[at:]
-        stream.parts = [rest] if rest else []
-        stream.parts_bytes = len(rest)
+        while end - at >= stream.wanted_bytes:
+            start, at = at, at + stream.wanted_bytes
+            if stream.in_message:
+                self._events.append(Message(stream_id, data[start:at]))
+                stream.wanted_bytes = PREFIX_BYTES
+            else:
+                stream.wanted_bytes = int.from_bytes(data[start + 1 : at], "big")
+                if data[start]:
+                    return self._give_up(stream_id, Status.UNIMPLEMENTED, "compressed messages are not taken")
+                if stream.wanted_bytes > MESSAGE_BYTES:
+                    why = f"a message of {stream.wanted_bytes} bytes"
+                    return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, why)
+            stream.in_message = not stream.in_message
+        stream.parts = [data[at:]] if at < end else []
+        stream.parts_bytes = end - at
         self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
@@ -405,7 +409,7 @@ class Connection:
     def _half_close(self, stream_id: int) -> None:
         stream = self.streams[stream_id]
         stream.half_closed = True
-        if stream.parts and not stream.trailers:
+        if (stream.parts or stream.in_message) and not stream.trailers:
             return self._give_up(stream_id, Status.INTERNAL, "the stream ends within a message")
         self._events.append(Ended(stream_id))
 

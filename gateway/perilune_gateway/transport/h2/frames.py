@@ -112,11 +112,12 @@ class FrameError(ProtocolError):
         self.code = code
 
 
-def check(rule: Rule, kind: int, length: int, stream: int) -> None:
+def check(kind: int, length: int, stream: int) -> None:
     """Raises FrameError for a frame in the wrong place or of a wrong length."""
+    rule = RULES.get(kind, UNKNOWN)
     if not rule.min_bytes <= length <= rule.max_bytes:
         raise FrameError(Code.FRAME_SIZE_ERROR, f"frame {kind} of {length} bytes")
-    if (rule.on is On.CONNECTION and stream) or (rule.on is On.STREAM and not stream):
+    if rule.on is not (On.STREAM if stream else On.CONNECTION) and rule.on is not On.EITHER:
         raise FrameError(Code.PROTOCOL_ERROR, f"frame {kind} on stream {stream}")
 
 
