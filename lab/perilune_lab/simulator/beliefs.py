@@ -15,7 +15,6 @@ from math import inf
 
 from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
-from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.model import Endpoint, Load, Location
 from perilune_gateway.router import TELLING_PREFILL_S

@@ -37,6 +37,8 @@ from perilune_lab.simulator.index import RunIndex
 
 CLAIM_TTL_S = 120.0
 _SHORTLIST = 32
+_FASTEST = 8
+"""Of the least loaded, those believed to be the fastest: they are in the shortlist too."""
 _NOTHING = Overlap()
 
 
@@ -157,9 +159,7 @@ class Gateway:
         depth = sequence.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block
-            held = self.index.match(
-                sequence.run, depth, now, self.setting.shortlist_above if self._large else 1 << 30
-            )
+            held = self.index.match(sequence.run, depth, now, _SHORTLIST if self._large else 1 << 30)
             block = self._block
             return depth, {e: min(t // block * block, most) for e, t in held.items()}, TokenSource.LOCAL
         error = Random(sequence.task.session).uniform(-1.0, 1.0) * self._faults.token_error
@@ -228,11 +228,14 @@ class Gateway:
 
     def _shortlist(self, overlaps: Mapping[int, int], session: Session) -> list[int]:
         b = self.beliefs
-        pending, in_flight, bound = b.pending_tokens, b.in_flight, b.bound
+        pending, in_flight, bound, models = b.pending_tokens, b.in_flight, b.bound, b.models
         least = heapq.nsmallest(
             _SHORTLIST, self._everyone, key=lambda e: (pending[e], in_flight[e], bound[e])
         )
-        chosen = {*least, *overlaps}
+        fastest = heapq.nsmallest(
+            _FASTEST, self._everyone, key=lambda e: (pending[e], models[e].scale, in_flight[e])
+        )
+        chosen = {*least, *fastest, *overlaps}
         if session.host >= 0:
             chosen.add(session.host)
         self.seen.shortlisted += 1
