@@ -3,8 +3,8 @@
 Steps: debootstrap → a base layer, once; layers + a few JSON files → an OCI archive (`write_archive`);
 archives → an image store, by a containerd of its own in a machine that lives for the import; a node's store
 is that one by hard links (layers are only ever read; its two databases are copied), so eight nodes cost one
-node's space and start with all images in a second. A store is named by what is in it, and made again when
-that changes.
+node's space and start with all images in a second. Of a changed image only the new
+layers are unpacked.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshotter.v1.overlayfs/metadata.db")
 _UNUSED_IN_BASE = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt/lists")
 _BASE_PACKAGES = "python3,python3-venv,ca-certificates"
-_CURRENT = IMAGES / "store"
+_STORE = IMAGES / "store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,36 +134,47 @@ def base() -> Layer:
 
 
 def archives(envoy: Path) -> Iterator[Path]:
-    """The cluster's own images: pause, Envoy, Envoy Gateway."""
+    """The cluster's own images: pause, Envoy, Envoy Gateway; made again when a program changed."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    debian = base()
     busybox = Path(shutil.which("busybox") or "/bin/busybox")
-    pause = files_layer(IMAGES / "pause.layer", {"busybox": busybox})
-    gateway = files_layer(
-        IMAGES / "envoy-gateway.layer", {"usr/local/bin/envoy-gateway": programs.path("envoy-gateway")}
-    )
-    proxy = files_layer(IMAGES / "envoy.layer", {"usr/local/bin/envoy": envoy})
-    for name, layers, entrypoint in (
-        (PAUSE, [pause], ("/busybox", "sleep", "2147483647")),
-        (ENVOY, [debian, proxy], ("/usr/local/bin/envoy",)),
-        (ENVOY_GATEWAY, [debian, gateway], ("/usr/local/bin/envoy-gateway",)),
+    for name, on_debian, program, entrypoint in (
+        (PAUSE, False, busybox, ("/usr/local/bin/busybox", "sleep", "2147483647")),
+        (ENVOY, True, envoy, ("/usr/local/bin/envoy",)),
+        (ENVOY_GATEWAY, True, programs.path("envoy-gateway"), ("/usr/local/bin/envoy-gateway",)),
     ):
         to = IMAGES / (name.split("/")[-1].split(":")[0] + ".tar")
-        write_archive(name, to, layers, entrypoint)
+        made_of = f"{program} {fingerprint(program)} {entrypoint}"
+        recipe = to.with_suffix(".recipe")
+        if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):
+            own = files_layer(
+                to.with_suffix(".layer"), {f"usr/local/bin/{entrypoint[0].split('/')[-1]}": program}
+            )
+            write_archive(name, to, [base(), own] if on_debian else [own], entrypoint)
+            own.tar.unlink()
+            recipe.write_text(made_of)
         yield to
 
 
+def fingerprint(file: Path) -> str:
+    """Changes whenever the file is written again."""
+    about = file.stat()
+    return f"{about.st_size}-{about.st_mtime_ns}"
+
+
 def make_store(home: Path, wanted: Sequence[Path]) -> None:
-    """Makes the image store of exactly these archives, unless it is there. The caller is a cgroup member."""
-    key = hashlib.sha256("".join(sorted(layer(archive).digest for archive in wanted)).encode()).hexdigest()[
-        :16
-    ]
-    mark = _CURRENT / "KEY"
-    if mark.exists() and mark.read_text() == key:
+    """Brings the image store up to date with these archives. The caller is a cgroup member."""
+    inventory = _STORE / "INVENTORY"
+    has: dict[str, str] = json.loads(inventory.read_text()) if inventory.exists() else {}
+    needed = {str(archive): fingerprint(archive) for archive in wanted}
+    missing = [archive for archive in wanted if has.get(str(archive)) != needed[str(archive)]]
+    if not missing:
         return
-    with step(f"unpacking {len(wanted)} images"):
-        shutil.rmtree(_CURRENT, ignore_errors=True)
+    with step(f"unpacking {len(missing)} image{'s' * (len(missing) > 1)}"):
         machine = Machine("images", home / "images")
+        root = machine.home / "lib" / "containerd"
+        root.parent.mkdir(parents=True)
+        if inventory.exists():
+            _STORE.rename(root)  # a killed run leaves no store, never half a one
         machine.start()
         machine.daemon(["containerd"])
         until(
@@ -171,11 +182,12 @@ def make_store(home: Path, wanted: Sequence[Path]) -> None:
             f"containerd runs, see {machine.home}/containerd.log",
             timeout_s=30,
         )
-        for archive in wanted:
+        for archive in missing:
             load(machine, archive)
         machine.power_off()
-        (machine.home / "lib" / "containerd").rename(_CURRENT)
-        mark.write_text(key)
+        shutil.rmtree(_STORE, ignore_errors=True)
+        root.rename(_STORE)
+        inventory.write_text(json.dumps(has | needed, indent=1))
 
 
 def load(machine: Machine, archive: Path) -> None:
@@ -186,7 +198,7 @@ def load(machine: Machine, archive: Path) -> None:
 def populate(folder: Path) -> None:
     """Makes `folder` a containerd root with every image of the store."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    run(["cp", "--archive", "--link", _CURRENT, folder])
+    run(["cp", "--archive", "--link", _STORE, folder])
     for database in _DATABASES:
         (folder / database).unlink()
-        shutil.copy2(_CURRENT / database, folder / database)
+        shutil.copy2(_STORE / database, folder / database)

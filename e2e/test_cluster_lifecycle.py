@@ -1,0 +1,91 @@
+"""Whatever happens to `up`, `down` leaves nothing: no process, namespace, mount, cgroup or file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from testbed import cgroups
+from testbed.cluster import Cluster
+from testbed.paths import state
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+NAME = "lifecycle"
+COMMAND = [sys.executable, str(Path(__file__).with_name("cluster.py")), "--name", NAME]
+
+
+def left_over():
+    """Everything on this machine that still speaks of the cluster."""
+    home = str(state(NAME))
+    found = [f"file {home}"] if state(NAME).exists() else []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            mounts = (process / "mounts").read_text()
+        except OSError:
+            continue
+        if process.name != str(os.getpid()) and (f"{home}/" in command or f"{home}/" in mounts):
+            found.append(f"process {process.name} {command[:100]}")
+    found += [f"cgroup {tree / NAME}" for tree in cgroups.trees() if (tree / NAME).exists()]
+    return found
+
+
+def machines(cluster):
+    return [
+        m for m in (cluster.fabric, cluster.control.machine, *(n.machine for n in cluster.nodes)) if m.running
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_before_and_after():
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    subprocess.run([*COMMAND, "down"], check=True)
+    assert left_over() == []
+    yield
+    subprocess.run([*COMMAND, "down"], check=True)
+
+
+def test_down_leaves_nothing():
+    subprocess.run([*COMMAND, "up", "--nodes", "2"], check=True)
+    cluster = Cluster(NAME)
+    assert len(machines(cluster)) == 4
+    assert cluster.is_up
+    namespaces = {os.readlink(f"/proc/{m.pid}/ns/net") for m in machines(cluster)}
+    assert len(namespaces) == 4
+    subprocess.run([*COMMAND, "down"], check=True)
+    assert left_over() == []
+    alive = {os.readlink(p) for p in Path("/proc").glob("[0-9]*/ns/net") if p.exists()}
+    assert not namespaces & alive
+
+
+def test_a_cluster_that_is_up_is_left_alone():
+    subprocess.run([*COMMAND, "up", "--nodes", "1"], check=True)
+    before = [m.pid for m in machines(Cluster(NAME))]
+    again = subprocess.run([*COMMAND, "up"], check=True, capture_output=True, text=True)
+    assert "is up already" in again.stdout
+    assert [m.pid for m in machines(Cluster(NAME))] == before
+
+
+@pytest.mark.parametrize("after_s", [0.3, 1.5, 4, 7])
+def test_what_a_killed_up_left_is_cleaned_by_down(after_s):
+    up = subprocess.Popen([*COMMAND, "up", "--nodes", "2"])
+    time.sleep(after_s)  # a moment of its life, not a wait for anything
+    up.send_signal(signal.SIGKILL)
+    up.wait()
+    subprocess.run([*COMMAND, "down"], check=True)
+    assert left_over() == []
+
+
+def test_what_a_killed_up_left_is_cleaned_by_the_next_up():
+    up = subprocess.Popen([*COMMAND, "up", "--nodes", "2"])
+    time.sleep(4)  # as above
+    up.kill()
+    up.wait()
+    subprocess.run([*COMMAND, "up", "--nodes", "2"], check=True)
+    assert Cluster(NAME).is_up
