@@ -14,6 +14,7 @@ mpl.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from msgspec import UnsetType
 
 from perilune_lab.report import Report, Run
@@ -50,6 +51,10 @@ def _distribution(axes: Axes, runs: Sequence[Run], ttft_s: Mapping[str, Sequence
             points = [getattr(run.ttft_s, name) for name in _SHARES]
             axes.plot(points, list(_SHARES.values()), marker="o", label=run.policy, color=f"C{i}")
     axes.set(title="TTFT", xlabel="seconds", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
@@ -65,7 +70,7 @@ def _bars(axes: Axes, runs: Sequence[Run]) -> None:
             right.bar(i + 0.2, run.ttft_s.p90, 0.38, color=f"C{i}", alpha=0.45, hatch="//")
     axes.set(title="APC (solid), TTFT p90 (hatched)", ylabel="share of prompt tokens", ylim=(0, 1))
     right.set_ylabel("seconds")
-    axes.set_xticks(range(len(runs)), [run.policy for run in runs])
+    _name(axes, range(len(runs)), [run.policy for run in runs])
 
 
 def _endpoints(axes: Axes, runs: Sequence[Run]) -> None:
@@ -83,4 +88,9 @@ def _endpoints(axes: Axes, runs: Sequence[Run]) -> None:
             names.append(run.policy)
         at += len(heights) + 1
     axes.set(title="TTFT p90 per endpoint", ylabel="seconds")
-    axes.set_xticks(ticks, names)
+    _name(axes, ticks, names)
+
+
+def _name(axes: Axes, ticks: Sequence[float], names: Sequence[str]) -> None:
+    """Policies below their bars, slanted so that long names do not run into each other."""
+    axes.set_xticks(ticks, names, rotation=20, ha="right", rotation_mode="anchor")

@@ -83,7 +83,7 @@ class Scheduling(msgspec.Struct, frozen=True):
     p50: float
     p99: float
     by_phase: dict[str, float] | UnsetType = UNSET
-    """Mean per phase (parse, tokenize, hash, index, policy, encode …)."""
+    """Mean per step (`perilune_gateway.metrics.Step`): parse, tokenize, hash, index, policy."""
 
 
 class PerEndpoint(msgspec.Struct, frozen=True):
@@ -421,7 +421,8 @@ def decode(document: bytes) -> Report:
 
 
 def table(report: Report, title: str = "") -> Table:
-    """Runs side by side: a row per metric, a column per policy. Metrics that no run knows are left out."""
+    """Runs side by side: a row per metric, a column per policy; three policies fit into 80 columns. Metrics
+    that no run knows are left out."""
     title = title or f"{report.trace.get('name', 'trace')} · {report.mode}"
     if report.simulated:
         title += f" · simulated, engine seconds (time scale {report.time_scale:g})"
@@ -441,7 +442,7 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     yield "rejected (429)", [str(r.rejected) if r.rejected else "" for r in runs]
     yield "APC", [_cell(r.apc, "{:.1%}") for r in runs]
     yield (
-        "APC ceiling, any / intra",
+        "ceiling any / intra",
         [
             f"{r.apc_ceiling.any:.1%} / {r.apc_ceiling.intra_session:.1%}" if r.apc_ceiling else ""
             for r in runs
@@ -453,7 +454,7 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
             yield label, [_time(getattr(getattr(r, name), q, UNSET)) for r in runs]
     yield "output tokens/s", [_cell(r.output_tokens_per_s, "{:.0f}") for r in runs]
     yield (
-        "hotspot: TTFT p90 median / max",
+        "hotspot median / max",
         [
             f"{_time(r.hotspot.ttft_p90_median_s)} / {_time(r.hotspot.ttft_p90_max_s)}" if r.hotspot else ""
             for r in runs
@@ -468,8 +469,11 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     )
     yield "migrations", [str(r.migrations.total) if r.migrations else "" for r in runs]
     yield (
-        "scheduling p50 / p99 (wall ms)",
-        [f"{r.scheduling_ms.p50:.2f} / {r.scheduling_ms.p99:.2f}" if r.scheduling_ms else "" for r in runs],
+        "scheduling p50 / p99",
+        [
+            f"{r.scheduling_ms.p50:.2f} / {r.scheduling_ms.p99:.2f} ms" if r.scheduling_ms else ""
+            for r in runs
+        ],
     )
 
 
