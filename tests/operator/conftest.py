@@ -23,6 +23,9 @@ from perilune_api import kube
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "admin-token"
+OPERATOR_TOKEN = "operator-token"
+OPERATOR = "perilune-operator"
+CHART = ROOT / "charts/perilune"
 Object = dict[str, Any]
 
 
@@ -53,9 +56,8 @@ class ApiServer:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
         return kube.Access(self.url, tls, token)
 
-    @property
-    def kubeconfig(self) -> Path:
-        path = self.folder / "kubeconfig"
+    def kubeconfig(self, token: str = TOKEN) -> Path:
+        path = self.folder / f"kubeconfig-{token}"
         cluster = {"server": self.url, "insecure-skip-tls-verify": True}
         config = {
             "apiVersion": "v1",
@@ -63,7 +65,7 @@ class ApiServer:
             "current-context": "c",
             "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
             "clusters": [{"name": "c", "cluster": cluster}],
-            "users": [{"name": "u", "user": {"token": TOKEN}}],
+            "users": [{"name": "u", "user": {"token": token}}],
         }
         path.write_text(yaml.safe_dump(config))
         return path
@@ -82,7 +84,9 @@ def api_server() -> Iterator[ApiServer]:
         folder = Path(made)
         key = folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
-        (folder / "tokens.csv").write_text(f'{TOKEN},admin,1,"system:masters"\n')
+        (folder / "tokens.csv").write_text(
+            f'{TOKEN},admin,1,"system:masters"\n{OPERATOR_TOKEN},{OPERATOR},2,"system:authenticated"\n'
+        )
         etcd, peer, port = free_port(), free_port(), free_port()
         client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
         server = ApiServer(f"https://127.0.0.1:{port}", folder)
@@ -117,7 +121,7 @@ def api_server() -> Iterator[ApiServer]:
         commands.append(
             [
                 "kube-controller-manager",
-                f"--kubeconfig={server.kubeconfig}",
+                f"--kubeconfig={server.kubeconfig()}",
                 f"--service-account-private-key-file={key}",
                 "--controllers=deployment,replicaset,statefulset,garbagecollector,namespace",
                 "--leader-elect=false",
@@ -159,6 +163,8 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
             except (OSError, kube.ApiError):
                 await asyncio.sleep(0.2)
         await client.request("POST", crds, crd)
+        rules = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
+        await grant(client, "", "ClusterRole", rules)
         while True:
             try:
                 await client.request("GET", "/apis/perilune.dev/v1alpha1/inferencepools")
@@ -171,6 +177,28 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
         await client.close()
 
 
+async def grant(client: kube.Client, namespace: str, kind: str, rules: list[Object]) -> None:
+    """Give the operator's user a role, as the chart gives it to its service account."""
+    api = "rbac.authorization.k8s.io"
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    where, named = f"/apis/{api}/v1{scope}/{kind.lower()}", {"metadata": {"name": OPERATOR}}
+    binding = {
+        **named,
+        "roleRef": {"apiGroup": api, "kind": kind, "name": OPERATOR},
+        "subjects": [{"apiGroup": api, "kind": "User", "name": OPERATOR}],
+    }
+    await client.request("POST", f"{where}s", {**named, "rules": rules})
+    await client.request("POST", f"{where}bindings", binding)
+
+
+@pytest.fixture
+def helm() -> Path:
+    found = binaries() / "helm"
+    if not found.exists():
+        pytest.skip(f"NO HELM: not in {found.parent}")
+    return found
+
+
 @pytest.fixture
 async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
     made = kube.Client(api_server.access)
@@ -179,8 +207,9 @@ async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
 
 
 @pytest.fixture
-async def namespace(client: kube.Client, request: pytest.FixtureRequest) -> str:
-    """A new one for this test."""
+async def namespace(client: kube.Client) -> str:
+    """A new one for this test, in which the operator may have its Lease."""
     name = f"t{time.monotonic_ns()}"
     await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    await grant(client, name, "Role", yaml.safe_load((CHART / "files/lease-rules.yaml").read_text()))
     return name

@@ -1,8 +1,8 @@
 """Whole plans as files: golden/NAME.in.yaml (the pool, nodes, pods, which optional APIs there are) beside
 golden/NAME.out.yaml (objects and status).
 
-`GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them short,
-what every object of a pool shares (labels, owner, namespace) is checked once and left out.
+`GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them
+short, what every object of a pool shares (labels, owner, namespace) is checked once and left out.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""The operator's own process against a real API server. Pods never run, so readiness is written by hand."""
+"""The operator's own process against a real API server, with the rights that the chart gives it and no more.
+
+Pods never run, so readiness is written by hand.
+"""
 
 import asyncio
 import os
@@ -20,6 +23,8 @@ from perilune_api.kube import APPLY, MERGE, ApiError, Client
 Object = dict[str, Any]
 PATIENCE_S = 40.0
 LEASE_S = 3
+NOT_OURS = {"kube-root-ca.crt", "perilune-operator"}
+"""What a namespace of these tests has without any pool."""
 
 
 def pools(namespace: str, rest: str = "") -> str:
@@ -76,7 +81,7 @@ class Operator:
                     f"--listen=127.0.0.1:{self.port}",
                     f"--lease-seconds={LEASE_S}",
                 ],
-                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig)},
+                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig("operator-token"))},
                 stdout=log,
                 stderr=log,
             )
@@ -264,7 +269,7 @@ async def test_a_deleted_pool_leaves_nothing(
     ):
         await until(
             lambda where=where: client.request("GET", where),
-            lambda listed: {i["metadata"]["name"] for i in listed["items"]} <= {"kube-root-ca.crt"},
+            lambda listed: {i["metadata"]["name"] for i in listed["items"]} <= NOT_OURS,
         )
 
 

@@ -1,0 +1,94 @@
+"""The chart: what it gives the operator, and what Helm makes of it where Helm is."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from perilune_operator import apply, cluster
+from perilune_operator.main import LEASE, arguments
+
+CHART = Path(__file__).parents[2] / "charts/perilune"
+RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
+
+
+def may(group: str, resource: str) -> set[str]:
+    return {
+        verb
+        for rule in RULES
+        if group in rule["apiGroups"] and resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_the_operator_may_make_every_kind_that_it_renders_and_no_more() -> None:
+    apis = {kind: api for api, kinds in cluster.OPTIONAL.items() for kind in kinds} | cluster.KINDS
+    assert apis.keys() == apply.PLURALS.keys()
+    made = {(apis[kind].rpartition("/")[0], plural) for kind, plural in apply.PLURALS.items()}
+    for group, plural in made:
+        assert may(group, plural) == {"get", "list", "watch", "create", "patch", "delete"}, plural
+    granted = {
+        (g, r)
+        for rule in RULES
+        if "delete" in rule["verbs"]
+        for g in rule["apiGroups"]
+        for r in rule["resources"]
+    }
+    assert granted == made
+
+
+def test_no_rule_is_about_secrets_or_everything() -> None:
+    for rule in RULES:
+        assert not {"*", "secrets"} & {*rule["resources"], *rule["verbs"], *rule["apiGroups"]}
+
+
+def test_the_lease_of_the_role_is_the_operators() -> None:
+    rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
+    assert [rule.get("resourceNames") for rule in rules] == [None, [LEASE]]
+
+
+@pytest.fixture
+def template(helm: Path) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Rendered objects by kind/name, for some --set."""
+
+    def render(*values: str) -> dict[str, dict[str, Any]]:
+        sets = [part for value in values for part in ("--set", value)]
+        command = [helm, "template", "r", CHART, "--namespace=sys", "--kube-version=1.36", *sets]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(done.stderr)
+        return {f"{o['kind']}/{o['metadata']['name']}": o for o in yaml.safe_load_all(done.stdout) if o}
+
+    return render
+
+
+def test_the_deployment_starts_an_operator(template: Callable[..., dict[str, Any]]) -> None:
+    made = template("image.tag=v7", "watchNamespace=team", "masterImage=m:1")
+    (container,) = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]["containers"]
+    args = arguments(container["args"])
+    assert (args.namespace, args.image, args.master_image) == ("team", "ghcr.io/perilune/perilune:v7", "m:1")
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert made["ClusterRole/perilune-operator"]["rules"] == RULES
+
+
+def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:
+    data = template()["ConfigMap/perilune-dashboard"]["data"]
+    assert json.loads(data["perilune.json"])["title"] == "Perilune"
+    assert "ConfigMap/perilune-dashboard" not in template("dashboard.enabled=false")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        pytest.param("replicas=0", "minimum", id="no replica"),
+        pytest.param("replica=1", "additional", id="typo"),
+        pytest.param("logLevel=loud", "logLevel", id="enum"),
+    ],
+)
+def test_wrong_values_are_refused(template: Callable[..., Any], value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        template(value)
