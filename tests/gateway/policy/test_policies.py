@@ -6,6 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from perilune_api.pool import PolicyParams
 from perilune_gateway.model import (
     NEED_BODY,
