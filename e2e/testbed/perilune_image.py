@@ -1,13 +1,12 @@
 """Our own image, built as it is released: the Dockerfile, by buildah, on a base image made here.
 
-Steps: the base that the Dockerfile names is imported from debootstrap's, under that very name, so nothing is
-pulled → `buildah bud`, without a daemon, layers kept (a second build with the same lock file takes seconds) →
-an OCI archive. Package installs inside trust what this machine trusts: its certificates are mounted, never
-copied in. Everything happens in a mount namespace of its own, so an ended or killed build leaves no mount.
+Steps: debootstrap's base becomes an image here, so nothing is pulled → `buildah bud`, without a daemon,
+layers kept (a second build with the same lock file takes seconds) → an OCI archive. Package installs inside
+trust what this machine trusts: its certificates are mounted, never copied in. Everything happens in a mount
+namespace of its own, so an ended or killed build leaves no mount.
 """
 
 import hashlib
-import re
 from pathlib import Path
 
 from testbed import images
@@ -15,6 +14,7 @@ from testbed.paths import CHECKOUT, IMAGES
 from testbed.shell import run, step, succeeds
 
 NAME = "perilune.test/perilune:1"
+_BASE = "perilune.test/debian:1"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _STORAGE = IMAGES / "buildah"
 _SOURCES = ("*.py", "*.toml", "*.lock", "*.json", "*.yaml", "Dockerfile", "README.md", "LICENSE")
@@ -28,15 +28,14 @@ def perilune_archive() -> Path:
     if archive.exists() and recipe.exists() and recipe.read_text() == made_of:
         return archive
     with step("building our image"):
-        for name in _bases((CHECKOUT / "Dockerfile").read_text()):
-            if not succeeds(_buildah("inspect", "--type", "image", name)):
-                base = IMAGES / "base.oci.tar"
-                images.write_archive(name, base, [images.base()], ())
-                run(_buildah("pull", "-q", f"oci-archive:{base}"))
-                base.unlink()
+        if not succeeds(_buildah("inspect", "--type", "image", _BASE)):
+            base = IMAGES / "base.oci.tar"
+            images.write_archive(_BASE, base, [images.base()], ())
+            run(_buildah("pull", "-q", f"oci-archive:{base}"))
+            base.unlink()
         certificates = f"{_CERTIFICATES}:{_CERTIFICATES}:ro"
-        build = ("bud", "--layers", "--isolation", "chroot", "--volume", certificates, "--tag", NAME)
-        run(_buildah(*build, str(CHECKOUT)), timeout_s=1800)
+        build = ("bud", "--layers", "--isolation", "chroot", "--pull-never", "--volume", certificates)
+        run(_buildah(*build, "--build-arg", f"BASE={_BASE}", "--tag", NAME, str(CHECKOUT)), timeout_s=1800)
         archive.unlink(missing_ok=True)
         run(_buildah("push", "-q", NAME, f"oci-archive:{archive}:{NAME}"))
         recipe.write_text(made_of)
@@ -47,15 +46,6 @@ def _buildah(*args: str) -> list[str]:
     places = ("--root", str(_STORAGE / "root"), "--runroot", str(_STORAGE / "run"))
     alone = ("unshare", "--mount", "--propagation", "private", "--")
     return [*alone, "buildah", *places, "--storage-driver", "overlay", *args]
-
-
-def _bases(dockerfile: str) -> set[str]:
-    """Images that the Dockerfile starts from and does not make itself."""
-    stages = re.findall(
-        r"^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", dockerfile, re.MULTILINE | re.IGNORECASE
-    )
-    own = {alias for _, alias in stages}
-    return {base for base, _ in stages if base not in own}
 
 
 def _digest_of_sources() -> str:
