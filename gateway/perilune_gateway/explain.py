@@ -150,10 +150,6 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._records)
 
-    @property
-    def capacity(self) -> int:
-        return self._capacity
-
     def add(self, record: DecisionRecord) -> None:
         self._records[self._next] = record
         self._numbers[record.request_id] = self._next

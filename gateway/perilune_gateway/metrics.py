@@ -39,7 +39,6 @@ class Step(StrEnum):
     HASH = "hash"
     INDEX = "index"
     POLICY = "policy"
-    ENCODE = "encode"
     TOTAL = "total"
 
 

@@ -38,7 +38,7 @@ candidates_strategy = st.lists(
         decode_s=st.floats(0, 20),
         draining=st.booleans(),
         links=links_strategy,
-    ),
+    ).map(lambda c: c._replace(links={a: known for a, known in c.links.items() if a != c.address})),
     min_size=1,
     unique_by=lambda c: c.address,
 )
