@@ -1,0 +1,141 @@
+"""Properties of every plan."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune_api import crd, names
+from perilune_api.pool import Role, SpecError, parse
+from perilune_operator import apply, observe
+from perilune_operator.observe import NodeFacts, Observed
+from perilune_operator.plan import Plan, plan
+from perilune_operator.render import network
+from perilune_operator.render.mooncake import quantity_bytes
+from perilune_operator.render.objects import Defaults, overlaid
+
+Object = dict[str, Any]
+NOW = 1_760_000_000.0
+
+PD: Object = {"roles": {"prefill": {"replicas": 2}, "decode": {}}, "mooncake": {"transfer": "connector"}}
+SPECS = st.builds(
+    lambda *parts: {"model": {"name": "m"}, **{k: v for part in parts for k, v in part.items()}},
+    st.sampled_from([{}, PD, {"mooncake": {"transfer": "offload", "store": {"enabled": True}}}]),
+    st.sampled_from(
+        [{}, {"engine": {"tensorParallel": 8, "pipelineParallel": 2}}, {"engine": {"kind": "simulated"}}]
+    ),
+    st.sampled_from(
+        [{}, {"gateway": {"parent": {"name": "g"}}}, {"gateway": {"minReplicas": 1, "maxReplicas": 3}}]
+    ),
+    st.sampled_from([{}, {"topology": {"placement": [{"level": "rack", "mode": "pack"}]}}]),
+    st.fixed_dictionaries({"replicas": st.integers(0, 9)}),
+)
+KINDS = st.frozensets(st.sampled_from(network.OPTIONAL_KINDS))
+NODES = st.lists(
+    st.builds(
+        NodeFacts,
+        st.sampled_from("abcd"),
+        st.dictionaries(st.sampled_from(["rack", "spine"]), st.sampled_from(["x", "y"])),
+        st.integers(0, 8),
+    ),
+    max_size=4,
+    unique_by=lambda n: n.name,
+).map(tuple)
+
+
+def made(spec: Object, observed: Observed, now: float = NOW) -> Plan:
+    return plan("p", "ns", crd.convert(spec), observed, now, Defaults())
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(SPECS, KINDS, NODES)
+def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
+    first = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds))
+    assert first.objects is not None
+    stored = json.loads(msgspec.json.encode(first.status))
+    children = {observe.key(o): o for o in first.objects}
+    second = made(spec, Observed("u", 1, stored, nodes, children=children, kinds=kinds), NOW + 60)
+    assert second.objects == first.objects
+    third = made(
+        spec,
+        Observed("u", 1, json.loads(msgspec.json.encode(second.status)), nodes, (), children, kinds),
+        NOW + 120,
+    )
+    assert third == second
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(SPECS, KINDS, NODES)
+def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
+    objects = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds)).objects or ()
+    keys = [observe.key(o) for o in objects]
+    assert len(keys) == len(set(keys))
+    for obj in objects:
+        assert apply.path(obj).startswith("/api")
+        assert json.loads(msgspec.json.encode(obj)) == json.loads(json.dumps(obj))
+        template = obj.get("spec", {}).get("template")
+        if obj["kind"] == "Deployment":
+            selected = obj["spec"]["selector"]["matchLabels"].items()
+            assert selected <= template["metadata"]["labels"].items()
+            pod = template["spec"]
+            assert pod["securityContext"]["runAsNonRoot"]
+            for container in pod["containers"] + pod.get("initContainers", []):
+                assert container["securityContext"]["readOnlyRootFilesystem"]
+                mounts = {mount["name"] for mount in container.get("volumeMounts", ())}
+                assert mounts <= {volume["name"] for volume in pod["volumes"]}
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(SPECS, NODES)
+def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> None:
+    objects = made(spec, Observed("u", 1, nodes=nodes)).objects or ()
+    (found,) = (o for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"] == "p-gateway")
+    document = parse(found["data"][names.POOL_DOCUMENT])
+    assert document.spec.model.name == "m"
+    assert document.spec.endpoints == ()
+    assert document.spec.engine.store == crd.convert(spec).mooncake.store.enabled
+
+
+def test_a_refused_spec_plans_no_objects() -> None:
+    refused = plan("p", "ns", SpecError("why - at `$.spec.x`"), Observed("u", 2), NOW, Defaults())
+    assert refused.objects is None
+    assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
+        ("Accepted", "False", "why - at `$.spec.x`")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        pytest.param({}, {"a": 1, "l": [{"name": "x", "v": 1}], "n": [1]}, id="nothing"),
+        pytest.param(
+            {"a": 2, "b": 3}, {"a": 2, "l": [{"name": "x", "v": 1}], "n": [1], "b": 3}, id="maps by key"
+        ),
+        pytest.param(
+            {"l": [{"name": "y"}, {"name": "x", "w": 2}]},
+            {"a": 1, "l": [{"name": "x", "v": 1, "w": 2}, {"name": "y"}], "n": [1]},
+            id="named things by name",
+        ),
+        pytest.param({"n": [2]}, {"a": 1, "l": [{"name": "x", "v": 1}], "n": [2]}, id="other lists whole"),
+    ],
+)
+def test_laying_over(over: Object, expected: Object) -> None:
+    assert overlaid({"a": 1, "l": [{"name": "x", "v": 1}], "n": [1]}, over) == expected
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"), [("80Gi", 80 * 2**30), ("4G", 4 * 10**9), ("1.5Ki", 1536), ("7", 7)]
+)
+def test_quantities(quantity: str, number: int) -> None:
+    assert quantity_bytes(quantity) == number
+
+
+def test_roles_have_names_of_their_own() -> None:
+    objects = made({"model": {"name": "m"}, **PD}, Observed("u", 1)).objects or ()
+    engines = {o["metadata"]["name"]: o["spec"]["template"] for o in objects if o["kind"] == "Deployment"}
+    assert sorted(engines) == ["p-decode", "p-gateway", "p-prefill"]
+    for name, role in (("p-prefill", Role.PREFILL), ("p-decode", Role.DECODE)):
+        assert engines[name]["metadata"]["labels"][names.ROLE_LABEL] == role

@@ -1,0 +1,199 @@
+from typing import Any
+
+import msgspec
+import pytest
+
+from perilune_api import crd
+from perilune_api.conditions import Condition, Reason
+from perilune_operator import status
+from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, PodFacts
+from perilune_operator.plan import plan
+from perilune_operator.render.objects import Defaults
+
+Object = dict[str, Any]
+NOW = 1_760_000_000.0
+ENVOY = frozenset({"gateway.networking.k8s.io/HTTPRoute", "gateway.envoyproxy.io/EnvoyExtensionPolicy"})
+RACK = {"topology.kubernetes.io/rack": "r1"}
+
+
+def pod(name: str, *, ready: bool = True, leaving: bool = False, role: str = "both") -> PodFacts:
+    return PodFacts(name, "engine", role, "n1", ready, leaving)
+
+
+def deployment(name: str, replicas: int = 1, **state: int) -> tuple[Key, Object]:
+    told = {"observedGeneration": 1, "replicas": replicas, "updatedReplicas": replicas} | {
+        "availableReplicas": replicas
+    }
+    body = {
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": "ns", "generation": 1},
+        "spec": {"replicas": replicas},
+        "status": told | state,
+    }
+    return Key("Deployment", "ns", name), body
+
+
+def verdict(kind: str, accepted: str = "True", where: str = "ancestors") -> tuple[Key, Object]:
+    said = {"type": "Accepted", "status": accepted, "reason": "Because", "message": "words"}
+    return Key(kind, "ns", "p"), {"kind": kind, "status": {where: [{"conditions": [said]}]}}
+
+
+SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"parent": {"name": "g"}}}
+WHOLE = [
+    deployment("p-engine", 2),
+    deployment("p-gateway"),
+    verdict("HTTPRoute", where="parents"),
+    verdict("BackendTrafficPolicy"),
+    verdict("EnvoyExtensionPolicy"),
+]
+
+
+def seen(
+    *children: tuple[Key, Object], pods: tuple[PodFacts, ...] = (pod("a"), pod("b")), **more: Any
+) -> Observed:
+    facts: Object = {"nodes": (NodeFacts("n1", RACK),), "kinds": ENVOY} | more
+    return Observed("u", 3, pods=pods, children=dict([*WHOLE, *children]), **facts)
+
+
+def of(observed: Observed, spec: Object = SPEC, now: float = NOW) -> crd.InferencePoolStatus:
+    return plan("p", "ns", crd.convert(spec), observed, now, Defaults()).status
+
+
+def conditions(made: crd.InferencePoolStatus) -> dict[str, tuple[str, str]]:
+    return {c.type.value: (c.status, c.reason) for c in made.conditions}
+
+
+def test_a_pool_that_serves() -> None:
+    made = of(seen(gateway=GatewayStats(12, 0.875)))
+    assert conditions(made) == {
+        "Accepted": ("True", "Valid"),
+        "TopologyResolved": ("True", "Resolved"),
+        "EnginesReady": ("True", "Available"),
+        "GatewayReady": ("True", "Available"),
+        "RouteProgrammed": ("True", "Programmed"),
+        "Progressing": ("False", "UpToDate"),
+        "Draining": ("False", "NothingLeaving"),
+        "Ready": ("True", "Serving"),
+    }
+    assert (made.ready, made.replicas, made.ready_replicas) == ("2/2", 2, 2)
+    assert (made.sessions, made.hit_ratio, made.observed_generation) == (12, "0.88", 3)
+    assert {c.observed_generation for c in made.conditions} == {3}
+
+
+@pytest.mark.parametrize(
+    ("observed", "condition", "truth", "reason", "ready"),
+    [
+        pytest.param(
+            seen(pods=(pod("a"), pod("b", ready=False))),
+            Condition.ENGINES_READY,
+            "False",
+            Reason.WAITING_FOR_ENGINES,
+            "False",
+            id="an engine is not ready",
+        ),
+        pytest.param(
+            seen(pods=(pod("a"), pod("b"), pod("c", leaving=True))),
+            Condition.DRAINING,
+            "True",
+            Reason.ENDPOINTS_LEAVING,
+            "True",
+            id="one more is leaving",
+        ),
+        pytest.param(
+            seen(deployment("p-gateway", availableReplicas=0)),
+            Condition.GATEWAY_READY,
+            "False",
+            Reason.WAITING_FOR_GATEWAY,
+            "False",
+            id="no gateway",
+        ),
+        pytest.param(
+            seen(deployment("p-engine", 2, updatedReplicas=1)),
+            Condition.PROGRESSING,
+            "True",
+            Reason.ROLLING_OUT,
+            "True",
+            id="a rollout, with all there",
+        ),
+        pytest.param(
+            seen(deployment("p-engine", 2, observedGeneration=0)),
+            Condition.PROGRESSING,
+            "True",
+            Reason.ROLLING_OUT,
+            "True",
+            id="a change not yet seen by its controller",
+        ),
+        pytest.param(
+            seen(verdict("EnvoyExtensionPolicy", "False")),
+            Condition.ROUTE_PROGRAMMED,
+            "False",
+            Reason.ROUTE_REFUSED,
+            "False",
+            id="Envoy Gateway refuses a policy",
+        ),
+        pytest.param(
+            seen((Key("HTTPRoute", "ns", "p"), {"kind": "HTTPRoute"})),
+            Condition.ROUTE_PROGRAMMED,
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            "False",
+            id="nobody has looked at the route",
+        ),
+        pytest.param(
+            seen(kinds=frozenset()),
+            Condition.ROUTE_PROGRAMMED,
+            "False",
+            Reason.NO_ROUTE_API,
+            "False",
+            id="no CRDs of a gateway",
+        ),
+        pytest.param(
+            seen(nodes=(NodeFacts("n1", {}),)),
+            Condition.TOPOLOGY_RESOLVED,
+            "False",
+            Reason.UNLABELLED_NODES,
+            "True",
+            id="a node without labels works, and is named",
+        ),
+    ],
+)
+def test_what_is_wrong_has_a_reason(
+    observed: Observed, condition: Condition, truth: str, reason: Reason, ready: str
+) -> None:
+    made = conditions(of(observed))
+    assert made[condition] == (truth, reason)
+    assert made["Ready"][0] == ready
+
+
+def test_roles_and_store_are_waited_for() -> None:
+    spec = SPEC | {
+        "roles": {"prefill": {}, "decode": {"replicas": 2}},
+        "mooncake": {"transfer": "connector", "store": {"enabled": True}},
+    }
+    pods = (pod("a", role="prefill"), pod("b", role="decode"), pod("c", role="decode"))
+    made = of(seen(pods=pods), spec)
+    assert conditions(made)["StoreReady"] == ("False", "WaitingForStore")
+    assert conditions(made)["Ready"] == ("False", "WaitingForStore")
+    assert (made.ready, made.replicas) == ("3/3", 2)
+    assert "perilune.dev/role=decode" in made.selector
+
+
+def test_a_time_changes_only_with_the_status() -> None:
+    first = msgspec.to_builtins(of(seen()))
+    later = of(seen(pods=(pod("a"), pod("b", ready=False)), status=first), now=NOW + 60)
+    times = {c.type.value: c.last_transition_time for c in later.conditions}
+    assert times["Accepted"] == "2025-10-09T08:53:20Z"
+    assert times["EnginesReady"] == times["Ready"] == "2025-10-09T08:54:20Z"
+
+
+def test_an_event_is_due_for_another_status_or_reason_only() -> None:
+    old = msgspec.to_builtins(of(seen()))
+    assert status.changed(old, of(seen(status=old), now=NOW + 60)) == []
+    worse = of(seen(pods=(pod("a"),), status=old))
+    assert [c.type.value for c in status.changed(old, worse)] == ["EnginesReady", "Ready"]
+
+
+def test_a_failed_write_is_said() -> None:
+    made = status.with_failure(of(seen()), "Deployment p-engine: denied", seen(), NOW)
+    assert conditions(made)["Progressing"] == ("True", "ApplyFailed")
+    assert "denied" in next(c.message for c in made.conditions if c.type is Condition.PROGRESSING)
