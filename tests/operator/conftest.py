@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ class ApiServer:
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[ApiServer]:
     """Shared by the whole run; tests take a namespace each."""
+    with started() as server:
+        yield server
+
+
+@contextmanager
+def started() -> Iterator[ApiServer]:
+    """A new one, with our CRD and the operator's ClusterRole."""
     found = binaries()
     missing = [
         name for name in ("etcd", "kube-apiserver", "kube-controller-manager") if not (found / name).exists()
@@ -177,6 +185,57 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
         await client.close()
 
 
+MODULES = "go/mod"
+"""Beside the binaries' folder: Go's module cache, which holds other projects' CRDs."""
+ENVOY_GATEWAY = "github.com/envoyproxy/gateway@v1.9.1/charts/gateway-helm/charts/crds/crds"
+INFERENCE = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0/config/crd/bases"
+
+
+@pytest.fixture(scope="session")
+def routed_server() -> Iterator[ApiServer]:
+    """One with the CRDs of Gateway API, Envoy Gateway and the inference extension."""
+    modules = binaries().parent / MODULES
+    folders = [modules / ENVOY_GATEWAY, modules / ENVOY_GATEWAY / "generated", modules / INFERENCE]
+    missing = [str(folder) for folder in folders if not folder.is_dir()]
+    if missing:
+        pytest.skip(f"NO CRDS OF ENVOY GATEWAY OR INFERENCE EXTENSION: {', '.join(missing)}")
+    texts = [file.read_text() for folder in folders for file in sorted(folder.glob("*.yaml"))]
+    crds = [crd for text in texts for crd in yaml.load_all(text, yaml.CSafeLoader) if crd]
+    with started() as server:
+        asyncio.run(_install(server, crds))
+        yield server
+
+
+async def _install(server: ApiServer, crds: list[Object]) -> None:
+    client = kube.Client(server.access)
+    where = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    try:
+        for crd in crds:
+            if crd["kind"] == "CustomResourceDefinition":
+                await client.request("POST", where, crd)
+        until = time.monotonic() + 60
+        for crd in crds:
+            if crd["kind"] != "CustomResourceDefinition":
+                continue
+            while True:
+                said = await client.request("GET", f"{where}/{crd['metadata']['name']}")
+                conditions = (said.get("status") or {}).get("conditions") or ()
+                if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
+                    break
+                assert time.monotonic() < until, said["metadata"]["name"]
+                await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+
+
+@pytest.fixture
+async def routed(routed_server: ApiServer) -> AsyncIterator[tuple[kube.Client, str]]:
+    """A client of it and a new namespace."""
+    made = kube.Client(routed_server.access)
+    yield made, await new_namespace(made)
+    await made.close()
+
+
 async def grant(client: kube.Client, namespace: str, kind: str, rules: list[Object]) -> None:
     """Give the operator's user a role, as the chart gives it to its service account."""
     api = "rbac.authorization.k8s.io"
@@ -209,6 +268,10 @@ async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
 @pytest.fixture
 async def namespace(client: kube.Client) -> str:
     """A new one for this test, in which the operator may have its Lease."""
+    return await new_namespace(client)
+
+
+async def new_namespace(client: kube.Client) -> str:
     name = f"t{time.monotonic_ns()}"
     await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     await grant(client, name, "Role", yaml.safe_load((CHART / "files/lease-rules.yaml").read_text()))

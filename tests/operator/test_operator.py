@@ -344,3 +344,74 @@ async def test_probes_and_a_quick_end(operator: Operator) -> None:
     began = time.monotonic()
     assert operator.stop() == 0, operator.log.read_text()
     assert time.monotonic() - began < 5
+
+
+ROUTES = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/httproutes"
+POLICIES = "/apis/gateway.envoyproxy.io/v1alpha1/namespaces/{}/"
+CONTROLLER = "gateway.envoyproxy.io/gatewayclass-controller"
+
+
+async def accept(client: Client, where: str, holder: str) -> None:
+    """Do Envoy Gateway's part: accept a route (holder: parents) or policy (ancestors)."""
+    said = {
+        "type": "Accepted",
+        "status": "True",
+        "reason": "Accepted",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    key = "parentRef" if holder == "parents" else "ancestorRef"
+    status = {"status": {holder: [{"controllerName": CONTROLLER, key: {"name": "g"}, "conditions": [said]}]}}
+    await client.request("PATCH", f"{where}/status", status, content_type=MERGE)
+
+
+@pytest.fixture
+async def router(routed_server: Any, routed: tuple[Client, str]) -> AsyncIterator[Operator]:
+    made = Operator(routed_server, routed[1])
+    yield made
+    made.stop(signal.SIGKILL)
+
+
+async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], router: Operator) -> None:
+    """All four objects pass Envoy Gateway's own schemas; the one on the Gateway belongs to both pools."""
+    client, namespace = routed
+    gateway = {"parent": {"name": "g"}}
+    for name in ("p", "q"):
+        await client.request("POST", pools(namespace), pool(name, gateway=gateway))
+    shared = POLICIES.format(namespace) + "clienttrafficpolicies/g-perilune"
+    await until(lambda: client.request("GET", shared), lambda p: len(p["metadata"]["ownerReferences"]) == 2)
+    for where, holder in (
+        (ROUTES.format(namespace) + "/p", "parents"),
+        (POLICIES.format(namespace) + "backendtrafficpolicies/p", "ancestors"),
+        (POLICIES.format(namespace) + "envoyextensionpolicies/p", "ancestors"),
+    ):
+        await until(lambda where=where: client.request("GET", where), bool)
+        await accept(client, where, holder)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "RouteProgrammed").get("status") == "True",
+    )
+    assert condition(body, "Progressing").get("reason") != "ApplyFailed"
+    other = await client.request("GET", pools(namespace, "/q"))
+    assert condition(other, "RouteProgrammed")["reason"] == "WaitingForRoute"
+
+
+async def test_a_gateway_of_the_inference_extension(routed: tuple[Client, str], router: Operator) -> None:
+    client, namespace = routed
+    gateway = {"mode": "inferenceExtension", "parent": {"name": "g"}}
+    await client.request("POST", pools(namespace), pool(gateway=gateway))
+    where = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/p"
+    made = await until(lambda: client.request("GET", where), bool)
+    assert made["spec"]["endpointPickerRef"]["name"] == "p-gateway"
+    route = await until(lambda: client.request("GET", ROUTES.format(namespace) + "/p"), bool)
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["group"], backend["kind"]) == ("inference.networking.k8s.io", "InferencePool")
+
+    envoy = {"spec": {"gateway": {"mode": "envoyGateway"}}}
+    await client.request("PATCH", pools(namespace, "/p"), envoy, content_type=MERGE)
+    await until(lambda: client.request("GET", POLICIES.format(namespace) + "envoyextensionpolicies/p"), bool)
+
+    async def left() -> Object:
+        return await client.request("GET", where.removesuffix("/p"))
+
+    await until(left, lambda listed: not listed["items"])
