@@ -218,7 +218,7 @@ def _ext_proc(
             "envoy_grpc": {"cluster_name": "processors", "authority": "processors"},
             "timeout": "10s",
             "retry_policy": {  # here, not in envoy_grpc, whose policy concerns xDS only
-                "retry_on": "connect-failure,refused-stream,reset,unavailable",
+                "retry_on": "connect-failure,refused-stream,reset,unavailable,cancelled",
                 "num_retries": grpc_retries,
                 "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.5s"},
             },

@@ -75,12 +75,12 @@ class Rig:
         return f"{self.transport}-{next(self._ids)}"
 
     async def envoy(self, processor: str, **options: Any) -> Envoy:
-        """`options` of envoy.config."""
+        """`processor`: addresses, comma-separated. `options` of envoy.config."""
         key = repr((processor, sorted(options.items(), key=lambda item: item[0])))
         if key not in self._envoys:
             log = self._folder / f"access-{self.transport}-{len(self._envoys)}.json"
             endpoints = options.pop("endpoints", self.addresses)
-            bootstrap = config(endpoints, [processor], access_log=log, **options)
+            bootstrap = config(endpoints, processor.split(","), access_log=log, **options)
             self._envoys[key] = await self._stack.enter_async_context(Envoy(bootstrap))
             self._logs[self._envoys[key]] = log
         return self._envoys[key]

@@ -447,10 +447,10 @@ async def test_pings_without_data(rig, server):
     assert connections == 1 if server == "ours" else connections > 1
 
 
-# The gateway is killed and comes back.
+# The gateway is killed and comes back, or hands over to another.
 
 GATEWAY = """
-import asyncio, sys
+import asyncio, signal, sys
 from perilune_api.pool import Limits
 from perilune_gateway.transport import SERVERS
 from perilune_gateway.transport.service import Service
@@ -460,7 +460,10 @@ async def main():
     print("loaded", flush=True)
     server = SERVERS[sys.argv[1]](Service(ScriptedRouter(), None, limits=Limits()))
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
-    await asyncio.Event().wait()
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await stop.wait()
+    await server.stop(10)
 
 asyncio.run(main())
 """
@@ -490,6 +493,10 @@ class Gateway:
     async def kill(self) -> None:
         self.process.kill()
         await self.process.wait()
+
+    async def stop(self) -> int:
+        self.process.terminate()
+        return await self.process.wait()
 
     async def __aexit__(self, *error) -> None:
         if self.process.returncode is None:
@@ -529,3 +536,36 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
         assert failed <= CLIENTS
     else:
         assert failed > 10 * CLIENTS
+
+
+@both_modes
+async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode):
+    """Two gateways; first one is stopped, then, when it is back, the other."""
+    statuses, stopping = [], asyncio.Event()
+
+    async def client(envoy) -> None:
+        while not stopping.is_set():
+            statuses.append((await ask(rig, envoy, **rig.headers("", phase="body")))[0])
+
+    async with (
+        Gateway(rig.transport) as first,
+        Gateway(rig.transport) as again,
+        Gateway(rig.transport) as other,
+    ):
+        ports = [await first.serve(0), await other.serve(0)]
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        envoy = await rig.envoy(addresses, mode=mode, fail_open=False)
+        clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
+        for stopped in (first, other):
+            seen = len(statuses)
+            await until(lambda seen=seen: len(statuses) > seen + 200)
+            assert await stopped.stop() == 0
+            if stopped is first:
+                await again.serve(ports[0])
+        seen = len(statuses)
+        await until(lambda: len(statuses) > seen + 200)
+        stopping.set()
+        await asyncio.gather(*clients)
+    failed = sum(status != 200 for status in statuses)
+    # gRPC's server loses a call that arrives at the very moment of its shutdown
+    assert failed <= (1 if rig.transport == "grpc" else 0)

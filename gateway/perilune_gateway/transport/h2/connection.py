@@ -57,6 +57,7 @@ from perilune_gateway.transport.h2.frames import (
     unpadded,
 )
 from perilune_gateway.transport.h2.hpack import Decoder
+from perilune_gateway.transport.h2.inbox import PREFIX_BYTES, CompressedError, Inbox, MessageError
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest gRPC message."""
@@ -67,11 +68,7 @@ PENDING_BYTES = 256 * 1024 * 1024
 MAX_STREAMS = 65_536
 MAX_MEMO = 128
 """Header blocks whose meaning is remembered."""
-SMALL_BYTES = 4096
-"""Pieces of a message are joined up to here: a peer that sends single bytes costs no more memory for that."""
 DATA = int(Type.DATA)
-PREFIX_BYTES = 5
-"""Of a gRPC message: a flag, then its length."""
 DRAIN_PING = b"draining"
 
 SETTINGS = frames.settings(
@@ -133,12 +130,7 @@ class Stream:
     window: int
     """Bytes that the peer may still send."""
     send_window: int
-    parts: list[bytes]
-    """Of what is arriving: a prefix, then its message."""
-    parts_bytes: int = 0
-    wanted_bytes: int = PREFIX_BYTES
-    in_message: bool = False
-    """The prefix has arrived; its message is wanted."""
+    inbox: Inbox
     unhandled_bytes: int = 0
     """Received, and not yet handled."""
     credit_bytes: int = 0
@@ -366,42 +358,25 @@ class Connection:
 
     def _append(self, stream_id: int, stream: Stream, chunk: bytes) -> None:
         stream.unhandled_bytes += len(chunk)
-        stream.parts_bytes += len(chunk)
         self.buffered_bytes += len(chunk)
-        if stream.parts and len(stream.parts[-1]) + len(chunk) <= SMALL_BYTES:
-            stream.parts[-1] += chunk
-        else:
-            stream.parts.append(chunk)
         if self.buffered_bytes > BUFFERED_BYTES:
-            self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, "too much is buffered")
-        elif stream.parts_bytes >= stream.wanted_bytes:
-            self._messages(stream_id, stream)
-
-    def _messages(self, stream_id: int, stream: Stream) -> None:
-        """Cut what has arrived into messages: one join, and no copy of a message that ends with it."""
-        data = stream.parts[0] if len(stream.parts) == 1 else b"".join(stream.parts)
-        at, end = 0, len(data)
-        while end - at >= stream.wanted_bytes:
-            start, at = at, at + stream.wanted_bytes
-            if stream.in_message:
-                self._events.append(Message(stream_id, data[start:at]))
-                stream.wanted_bytes = PREFIX_BYTES
-            else:
-                stream.wanted_bytes = int.from_bytes(data[start + 1 : at], "big")
-                if data[start]:
-                    return self._give_up(stream_id, Status.UNIMPLEMENTED, "compressed messages are not taken")
-                if stream.wanted_bytes > MESSAGE_BYTES:
-                    why = f"a message of {stream.wanted_bytes} bytes"
-                    return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, why)
-            stream.in_message = not stream.in_message
-        stream.parts = [data[at:]] if at < end else []
-        stream.parts_bytes = end - at
+            return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, "too much is buffered")
+        try:
+            messages = stream.inbox.take(chunk)
+        except MessageError as error:
+            compressed = isinstance(error, CompressedError)
+            status = Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED
+            return self._give_up(stream_id, status, str(error))
+        for payload in messages:
+            self._events.append(Message(stream_id, payload))
         self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
         """In few frames, but always enough for the message that is arriving."""
-        credit, missing = stream.credit_bytes, stream.wanted_bytes - stream.parts_bytes
-        if credit and not stream.half_closed and (credit >= STREAM_WINDOW // 2 or stream.window < missing):
+        credit = stream.credit_bytes
+        if not credit or stream.half_closed:
+            return
+        if credit >= STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes:
             self._out.append(number(Type.WINDOW_UPDATE, stream_id, credit))
             stream.window += credit
             stream.credit_bytes = 0
@@ -409,7 +384,7 @@ class Connection:
     def _half_close(self, stream_id: int) -> None:
         stream = self.streams[stream_id]
         stream.half_closed = True
-        if (stream.parts or stream.in_message) and not stream.trailers:
+        if not stream.inbox.empty and not stream.trailers:
             return self._give_up(stream_id, Status.INTERNAL, "the stream ends within a message")
         self._events.append(Ended(stream_id))
 
@@ -452,7 +427,7 @@ class Connection:
         if len(self.streams) >= MAX_STREAMS:
             self._out.append(number(Type.RST_STREAM, stream_id, Code.REFUSED_STREAM))
             return
-        self.streams[stream_id] = Stream(STREAM_WINDOW, self._peer_stream_window, [])
+        self.streams[stream_id] = Stream(STREAM_WINDOW, self._peer_stream_window, Inbox(MESSAGE_BYTES))
         self._events.append(Opened(stream_id, path))
         if self._block_ends_stream:
             self._half_close(stream_id)
