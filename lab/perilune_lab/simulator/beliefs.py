@@ -1,5 +1,4 @@
-"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, and how fast things
-are.
+"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, speeds.
 
 The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so
 that a decision costs only what changed since the last one: an endpoint's `Load` is built again when it

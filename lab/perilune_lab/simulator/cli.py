@@ -34,6 +34,7 @@ from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC
 
 WRONG_CALL = 2
+_SEEDS_FOR_R = 8
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?$")
 
 _EPILOG = f"""\
@@ -151,7 +152,7 @@ def _rates(options: Options, err: Console) -> list[float]:
             rates.append(float(text))
             continue
         if not found_r:
-            seeds = options.seeds[:4]
+            seeds = options.seeds[:_SEEDS_FOR_R]
             try:
                 found_r = find_rate(options.plan, seeds, options.reference, options.jobs)
             except ValueError as error:

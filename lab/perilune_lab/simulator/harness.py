@@ -1,5 +1,4 @@
-"""Many simulations: policies × rates × seeds, every policy on the same seeds, and the rate that the loads
-refer to.
+"""Many simulations: policies × rates × seeds, every policy on the same seeds; and how R is found.
 
 A piece of work is (rate, seed): its workload is made once and every policy plays it. Pieces run in processes
 of their own, as many as `jobs`.

@@ -1,5 +1,4 @@
-"""A trace made ready for simulation: prompts as positions in a tree of runs, ideal times, best possible
-reuse.
+"""A trace made ready for simulation: positions in a tree of runs, ideal times, best possible reuse.
 
 Done once per trace and shared by all policies. Cost: about 5 µs per turn beside the tree.
 """

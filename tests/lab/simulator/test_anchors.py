@@ -1,10 +1,11 @@
-"""Against real runs on 8 H20 without migration: 1,214 requests in 600 s, TTFT in seconds.
+"""Against real runs on 8 H20: 1,214 requests in 600 s, 274 sessions, without migration; TTFT in seconds.
 
-Generated traffic of about the same volume. What is held: the published order of capped least-loaded,
-round-robin and 4P4D below the affinity policies, and the times of those that depend on volume rather than on
-that trace's few heavy sessions. Not reproduced: sticky (18.0) and LMetric (15.6) are faster here (4.8 and
-7.7), because the real trace's sessions meet on one endpoint more often than generated ones; sticky is then
-the better of the two.
+How far this goes: the published runs do not say their load as a rate of this generator, so two rates were
+chosen to stand for them, which leaves the times of each one degree of freedom: 0.6 sessions/s for the
+policies that balance load, 1.0 (about R) for those measured at peak. No single rate fits all: at 0.6 LMetric
+and sticky take half and a quarter of the published times. At peak `ear` pulls the KV of sessions that move;
+where it cannot (the published run had no migration) it is five times slower there, since a move then is a
+recompute. At R the intervals are wide: 16 seeds leave ± 50 %, and LMetric and sticky do not part.
 """
 
 import pytest
@@ -12,16 +13,28 @@ import pytest
 from perilune_lab.report import Run
 from perilune_lab.simulator.harness import Load, Plan, piece, pooled
 
-RATE = 0.6
-"""Sessions per second: 1.5 requests per second in the measured part."""
-POLICIES = ("ear", "sticky", "lmetric", "least_loaded", "round_robin", "static_pd")
+MODERATE, PEAK = 0.6, 1.0
+"""Sessions per second."""
+
+
+def played(rate: float, seeds: int, *policies: str, pullable: bool) -> dict[str, Run]:
+    plan = Plan(policies, Load(), pullable=pullable)
+    rows = [row for seed in range(1, seeds + 1) for row in piece(plan, (rate, seed))]
+    return {run.policy: run for run in pooled(plan, rows)}
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Run]:
-    plan = Plan(POLICIES, Load(), pullable=False)
-    rows = [row for seed in (1, 2, 3, 4) for row in piece(plan, (RATE, seed))]
-    return {run.policy: run for run in pooled(plan, rows)}
+    policies = ("ear", "sticky", "lmetric", "least_loaded", "round_robin", "static_pd")
+    return played(MODERATE, 4, *policies, pullable=False)
+
+
+@pytest.mark.e2e
+def test_at_peak():
+    peak = played(PEAK, 16, "ear", "sticky", "lmetric", pullable=True)
+    p90 = {policy: run.ttft_s.p90 for policy, run in peak.items()}
+    assert p90["ear"] < min(p90["lmetric"], p90["sticky"])
+    assert p90 == pytest.approx({"ear": 7.24, "lmetric": 15.6, "sticky": 18.0}, rel=0.35)
 
 
 @pytest.mark.e2e
