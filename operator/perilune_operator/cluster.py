@@ -127,7 +127,8 @@ class Cluster:
         self._objects[kind] = dict(objects)
         by_pool: dict[PoolName, list[Object]] = {}
         for obj in objects.values():
-            by_pool.setdefault(_pool(obj), []).append({**obj, "apiVersion": api, "kind": kind})
+            obj["apiVersion"], obj["kind"] = api, kind  # lists leave them out
+            by_pool.setdefault(_pool(obj), []).append(obj)
         self._by_pool[kind] = by_pool
         if first:
             self._on_change(None)

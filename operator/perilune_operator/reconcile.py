@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
+ROUNDS_AT_ONCE = 4
+"""A new leader looks at every pool: a few at a time, so that none of them waits for all the others."""
 STATS_TIMEOUT_S = 1.0
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
@@ -70,6 +72,7 @@ class Reconciler:
         self._clock = clock
         self._wall_clock = wall_clock
         self._workers: dict[PoolName, _Worker] = {}
+        self._turns = asyncio.Semaphore(ROUNDS_AT_ONCE)
         self._nodes: tuple[NodeFacts, ...] = ()
         self._http: aiohttp.ClientSession | None = None
 
@@ -129,20 +132,26 @@ class Reconciler:
             again_in = STATS_S
             if self._fence.remaining_s() <= 0 or not self.cluster.synced:
                 continue
-            began = self._clock()
-            outcome = "failed"
-            try:
-                again_in = await self._round(name, worker)
-                worker.failures, outcome = 0, "done"
-            except NotLeaderError:
-                outcome = "not_leader"
-            except (OSError, kube.ApiError) as error:
-                log.warning("round failed pool=%s/%s error=%s", *name, error)
-                again_in = self._pause(worker)
-            except Exception:  # a bug of ours: said loudly, and no other pool's business
-                log.exception("round broken pool=%s/%s", *name)
-                again_in = self._pause(worker)
-            self._metrics.round(outcome, self._clock() - began)
+            async with self._turns:
+                again_in = await self._turn(name, worker)
+
+    async def _turn(self, name: PoolName, worker: _Worker) -> float:
+        """One round, whatever becomes of it; seconds until the next."""
+        began, again_in = self._clock(), STATS_S
+        outcome = "failed"
+        try:
+            again_in = await self._round(name, worker)
+            outcome = "done"
+        except NotLeaderError:
+            outcome = "not_leader"
+        except (OSError, kube.ApiError) as error:
+            log.warning("round failed pool=%s/%s error=%s", *name, error)
+            again_in = self._pause(worker)
+        except Exception:  # a bug of ours: said loudly, and no other pool's business
+            log.exception("round broken pool=%s/%s", *name)
+            again_in = self._pause(worker)
+        self._metrics.round(outcome, self._clock() - began)
+        return again_in
 
     def _pause(self, worker: _Worker) -> float:
         worker.failures += 1
@@ -161,7 +170,9 @@ class Reconciler:
         said, again_in = made.status, made.again_in
         if made.objects is not None:
             errors = await self._applier.apply(pool, made.objects, observed.children)
-            if errors:
+            if not errors:
+                worker.failures = 0
+            else:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)
         written = await self._applier.status(pool, observed.status, said)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from math import nan
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -336,6 +337,33 @@ async def test_of_two_operators_one_acts(
         await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 1)
     finally:
         second.stop(signal.SIGKILL)
+
+
+async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
+    client: Client, namespace: str, api_server: Any
+) -> None:
+    await client.request("POST", pools(namespace), pool("whole", replicas=2))
+    dice = Random(7)
+    for i in range(4):
+        victim = Operator(api_server, namespace, f"victim-{i}")
+        await until(lambda victim=victim: victim.status("/healthz"), lambda s: s == 200)
+        await asyncio.sleep(dice.uniform(0.0, 1.0))  # not to synchronise: where it dies is the point
+        victim.stop(signal.SIGKILL)
+    last = Operator(api_server, namespace, "last")
+    try:
+        await until(
+            lambda: client.request("GET", pools(namespace, "/whole")),
+            lambda p: bool(condition(p, "Ready")),
+        )
+        listed = await client.request("GET", deployments(namespace))
+        assert sorted(d["metadata"]["name"] for d in listed["items"]) == ["whole-engine", "whole-gateway"]
+        for where in (
+            config_maps(namespace, "/whole-gateway"),
+            f"/api/v1/namespaces/{namespace}/services/whole",
+        ):
+            assert await client.request("GET", where)
+    finally:
+        last.stop(signal.SIGKILL)
 
 
 async def test_probes_and_a_quick_end(operator: Operator) -> None:
