@@ -8,6 +8,7 @@ fleet.
 Priority levels: each level above 0 doubles the backlog that a request may find, each below halves it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -18,6 +19,7 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
     RequestView,
+    Tokens,
     TokenSource,
 )
 from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
@@ -83,17 +85,18 @@ def nobody(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
         )
     if not excluded:
         return Refusal(RefuseReason.NO_ENDPOINT, "The pool has no endpoints", 1.0)
-    why = ", ".join(f"{address}: {check}" for address, check in list(excluded.items())[:5])
-    return Refusal(RefuseReason.NO_ENDPOINT, f"No endpoint is ready ({why})", 1.0)
+    counts = Counter(excluded.values())  # the addresses are the operator's business
+    why = ", ".join(f"{check}: {count}" for check, count in sorted(counts.items()))
+    return Refusal(RefuseReason.NO_ENDPOINT, f"No endpoint of the pool may take this request ({why})", 1.0)
 
 
-def fits_context(request: RequestView, context_tokens: int) -> Refusal | None:
+def fits_context(tokens: Tokens, context_tokens: int) -> Refusal | None:
     """An exactly counted prompt that leaves no room for an answer (400); estimates pass."""
-    if request.token_source is TokenSource.ESTIMATE or request.prompt_tokens < context_tokens:
+    if tokens.source is TokenSource.ESTIMATE or tokens.count < context_tokens:
         return None
     return Refusal(
         RefuseReason.TOO_LONG,
-        f"The prompt has {request.prompt_tokens} tokens; this model's context holds {context_tokens}"
+        f"The prompt has {tokens.count} tokens; this model's context holds {context_tokens}"
         " with the answer. Shorten the prompt",
     )
 

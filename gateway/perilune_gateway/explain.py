@@ -150,17 +150,20 @@ class Decisions:
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, record: DecisionRecord) -> None:
-        self._records[self._next] = record
-        self._numbers[record.request_id] = self._next
+    def add(self, record: DecisionRecord) -> int:
+        """Keep it; returns its number, for `finish`."""
+        number = self._next
+        self._records[number] = record
+        self._numbers[record.request_id] = number
         self._next += 1
         self._rows += len(record.candidates)
         while len(self._records) > self._capacity or (self._rows > self._max_rows and len(self._records) > 1):
             self._drop_oldest()
+        return number
 
     def finish(
         self,
-        request_id: str,
+        number: int,
         outcome: Outcome,
         duration_s: float,
         served: str = "",
@@ -168,10 +171,9 @@ class Decisions:
         cached_tokens: int | None = None,
     ) -> None:
         """Fill in how it ended; nothing happens when the record has left the ring."""
-        number = self._numbers.get(request_id)
-        if number is not None:
+        if record := self._records.get(number):
             ending = Ending(outcome, duration_s, served, status, cached_tokens)
-            self._records[number] = replace(self._records[number], ending=ending)
+            self._records[number] = replace(record, ending=ending)
 
     def get(self, request_id: str) -> DecisionRecord | None:
         number = self._numbers.get(request_id)

@@ -19,6 +19,7 @@ Does not: know Envoy, wait, or choose.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from perilune_api.pool import Pool, SpecError
 from perilune_api.topology import Link
 from perilune_gateway import admission, blocks, openai
 from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.explain import DecisionRecord, Decisions, sentence
 from perilune_gateway.identity import Identity, from_headers, with_body
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.model import (
@@ -70,6 +71,10 @@ from perilune_gateway.state.sessions import Session, Sessions
 
 EVENTS_LATE_S = 1.0
 """KV events of an ended prompt may come this late before parity counts them as missing."""
+log = logging.getLogger(__name__)
+
+NOT_ASKED = ("", "0", "false")
+"""Values of x-perilune-decision that ask for nothing."""
 APPROXIMATE_TTL_S = 600.0
 """How long a prompt counts as cached on an endpoint that publishes no events."""
 MAX_LOCATIONS = 4
@@ -123,6 +128,8 @@ class _Running:
     ttft_s: float = 0.0
     """Queue and prefill, predicted."""
     prefilled_at: float = 0.0
+    record: int = -1
+    """Its number in the ring of decisions."""
     served: str = ""
     status: int = 0
 
@@ -236,19 +243,21 @@ class Router:
         identity = from_headers(head.headers, self._routing.session)
         session = self.sessions.find(identity.key, now)
         host = session.host if session else ""
-        eligible, excluded = admission.split(
-            self.fleet.view(now, self.sessions.bound), admission.Wanted(head.subset, host)
-        )
+        forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
+        for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
+        if for_model and not forced:
+            if head.content_length > self._routing.limits.max_body_bytes:
+                return self._refuse(head, self._too_large(head.content_length))
+            if not host:
+                return NEED_BODY
+        wanted = admission.Wanted(head.subset, host)
+        eligible, excluded = admission.split(self.fleet.view(now, self.sessions.bound), wanted)
         if not eligible:
-            return self._refuse(head, admission.nobody(admission.Wanted(head.subset), excluded), excluded)
-        if self._conformance and (names.CONFORMANCE_SELECTION_HEADER in head.headers):
+            return self._refuse(head, admission.nobody(wanted, excluded), excluded)
+        if forced:
             return self._forced(head, eligible, excluded, laps)
-        if not head.has_body or head.method != "POST" or not openai.is_model_path(head.path):
+        if not for_model or session is None:
             return self._pass_through(head, eligible, excluded, laps)
-        if head.content_length > self._routing.limits.max_body_bytes:
-            return self._refuse(head, self._too_large(head.content_length), excluded)
-        if session is None or not host:
-            return NEED_BODY
         prompt = _Prompt(
             max(1, session.estimate_tokens(head.content_length, self.pool.spec.model.bytes_per_token)),
             TokenSource.ESTIMATE,
@@ -289,6 +298,8 @@ class Router:
         self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: _Laps
     ) -> Routed | Refusal:
         now, keys = self._clock(), self._routing.session
+        if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
+            return self._refuse(head, refusal)  # before the cost of a prompt grows with its length
         lora = request.model if request.model in self._loras else ""
         prompt = _Prompt(
             tokens.count,
@@ -312,9 +323,10 @@ class Router:
         if not eligible:
             return self._refuse(head, admission.nobody(wanted, excluded), excluded)
         matches = self.index.find_matches(prompt.blocks, now)
-        overlaps = {e.endpoint.address: self._overlap(matches, e, prompt) for e in eligible}
+        overlaps = self._overlaps(matches, prompt)
         prefix = self._prefix(matches, prompt)
-        candidates = self._candidates(eligible, prompt, overlaps, prefix, now)
+        stored = min(matches.store * self._block_size, self._whole_blocks(prompt.tokens))
+        candidates = self._candidates(eligible, prompt, overlaps, prefix, now, stored)
         laps.lap(Step.INDEX)
         verdict = self._decide(head, identity, session, prompt, candidates, prefix, excluded, laps, now)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
@@ -360,8 +372,7 @@ class Router:
         refusal = (
             verdict
             if isinstance(verdict, Refusal)
-            else admission.fits_context(view, self.pool.spec.model.context_tokens)
-            or admission.not_overloaded(candidates, self._routing.limits, view.level)
+            else admission.not_overloaded(candidates, self._routing.limits, view.level)
         )
         if refusal is None and (refusal := admission.meets_slo(view, candidates)) and phase is Phase.HEADERS:
             return NEED_BODY  # what others hold of the prompt may tell otherwise
@@ -371,10 +382,13 @@ class Router:
             return self._refuse(head, refusal, excluded, view, candidates, policy)
         return self._record(head, identity, view, verdict, prompt, candidates, excluded, policy, laps, now)
 
-    def _overlap(self, matches: Matches, endpoint: EndpointView, prompt: _Prompt) -> Overlap:
-        limit = self._whole_blocks(prompt.tokens)
-        tiers = matches.of(endpoint.endpoint.address)
-        return Overlap(*(min(held * self._block_size, limit) for held in tiers))
+    def _overlaps(self, matches: Matches, prompt: _Prompt) -> dict[str, Overlap]:
+        """Of the endpoints that hold something themselves."""
+        limit, size = self._whole_blocks(prompt.tokens), self._block_size
+        return {
+            address: Overlap(*(min(held * size, limit) for held in matches.of(address)))
+            for address in matches.reach
+        }
 
     def _candidates(
         self,
@@ -383,11 +397,13 @@ class Router:
         overlaps: Mapping[str, Overlap],
         prefix: Prefix,
         now: float,
+        stored_tokens: int = 0,
     ) -> list[Candidate]:
-        candidates = []
+        """`stored_tokens`: in the shared store, for those that hold nothing themselves."""
+        candidates, elsewhere = [], Overlap(0, 0, stored_tokens)
         for view in eligible:
             address = view.endpoint.address
-            overlap = overlaps.get(address, Overlap())
+            overlap = overlaps.get(address, elsewhere)
             cached, engine = overlap.device_tokens, self._engine_of(address, now)
             candidates.append(
                 Candidate(
@@ -417,12 +433,12 @@ class Router:
 
     def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
         """To the prefix's locations, as slow as they were observed to be."""
-        here = view.endpoint.address
-        return {
-            there: view.links[there]._replace(slowdown=self.calibration.slowdown(there, here, now))
-            for there, _ in prefix.locations
-            if there in view.links
-        }
+        here, links = view.endpoint.address, {}
+        for there, _ in prefix.locations:
+            if link := view.links.get(there):
+                slowdown = self.calibration.slowdown(there, here, now)
+                links[there] = link if slowdown == link.slowdown else link._replace(slowdown=slowdown)
+        return links
 
     def _engine_of(self, address: str, now: float) -> EngineModel:
         """As fast as it was observed to be, to a hundredth."""
@@ -491,7 +507,7 @@ class Router:
             timings_us=laps.total(),
             time=self._wall_clock(),
         )
-        self._keep(record)
+        self._running[ticket].record = self._keep(record)
         return self._routed(head, ticket, record)
 
     # -- record ------------------------------------------------------------------------------------
@@ -548,7 +564,7 @@ class Router:
             self._wall_clock(),
             identity.tenant,
         )
-        self._keep(record)
+        self._running[ticket].record = self._keep(record)
         return self._routed(head, ticket, record)
 
     def _bind(self, identity: Identity, target: str, prompt: _Prompt, now: float) -> Session | None:
@@ -585,7 +601,7 @@ class Router:
         return ticket
 
     def _routed(self, head: RequestHead, ticket: int, record: DecisionRecord) -> Routed:
-        asked = names.DECISION_HEADER in head.headers
+        asked = head.headers.get(names.DECISION_HEADER, "") not in NOT_ASKED
         header = f"{record.target}; {record.reason}; request={record.request_id}" if asked else ""
         return Routed(ticket, record.destinations, record.request_id, header)
 
@@ -611,9 +627,11 @@ class Router:
         self._ordinal += 1
         return refusal
 
-    def _keep(self, record: DecisionRecord) -> None:
-        self.decisions.add(record)
+    def _keep(self, record: DecisionRecord) -> int:
         self.metrics.decided(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decision request_id=%s %s", record.request_id, sentence(record))
+        return self.decisions.add(record)
 
     def _speculate(self, endpoint: Endpoint, prompt_blocks: Sequence[int], now: float) -> None:
         """What was just sent there counts as cached there: equal prompts that follow at once meet it."""
@@ -658,7 +676,7 @@ class Router:
         if running.final and running.session:
             self.sessions.free(running.session.key)
         self.decisions.finish(
-            running.request_id, outcome, now - running.started_at, running.served, running.status
+            running.record, outcome, now - running.started_at, running.served, running.status
         )
         self.metrics.ended(running.target, outcome)
 
@@ -702,8 +720,9 @@ class Router:
         root = blocks.prefix_root(lora, request.cache_salt)
         if tokens.ids is not None:
             return blocks.chain(tokens.ids, self._block_size, root)
-        block_bytes = int(self._block_size * self.pool.spec.model.bytes_per_token)
-        return blocks.text_chain(request.prefix_text(), block_bytes, root)
+        model = self.pool.spec.model
+        text = request.prefix_text()[: int(model.context_tokens * model.bytes_per_token)]
+        return blocks.text_chain(text, int(self._block_size * model.bytes_per_token), root)
 
     def _whole_blocks(self, prompt_tokens: int) -> int:
         """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""

@@ -37,6 +37,9 @@ Address = Annotated[str, Meta(pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:]+\
 """`ip:port`; IPv6 in brackets."""
 
 
+ZmqAddress = Annotated[str, Meta(pattern=r"^(tcp|ipc|inproc)://.+")]
+
+
 class HashAlgorithm(StrEnum):
     """vLLM's `--prefix-caching-hash-algo`."""
 
@@ -261,9 +264,9 @@ class EndpointSpec(_Struct, frozen=True):
     address: Address
     role: Role = Role.BOTH
     node: str = ""
-    events: tuple[str, ...] = ()
+    events: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""
-    replay: tuple[str, ...] = ()
+    replay: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses that replay missed events, in the order of `events`."""
     draining: bool = False
     """Known sessions finish here, new ones go elsewhere."""

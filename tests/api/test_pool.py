@@ -50,6 +50,11 @@ def test_the_smallest_document() -> None:
             for address in ("127.0.0.1:65536", "127.0.0.1:0", "127.0.0.256:1", "[::1::2]:1")
         ),
         pytest.param(
+            document(endpoints=[{"address": "127.0.0.1:1", "events": ["foo"]}]),
+            "at `$.spec.endpoints[0].events[",
+            id="no ZMQ address",
+        ),
+        pytest.param(
             document(endpoints=[{"address": "127.0.0.1:1"}] * 2),
             "listed twice - at `$.spec.endpoints[1].address`",
             id="double address",

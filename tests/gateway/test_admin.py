@@ -105,7 +105,7 @@ class TestDecisions:
 
     async def test_one_decision_with_its_counterfactual(self, world):
         add(world, 3)
-        world.decisions.finish("r3", Outcome.COMPLETED, 1.5, "a", 200)
+        world.decisions.finish(0, Outcome.COMPLETED, 1.5, "a", 200)
         async with browsing(world) as get:
             status, body = await get("/api/decisions/r3")
             assert (await get("/api/decisions/r3"))[1] == body  # the same dice each time

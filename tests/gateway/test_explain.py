@@ -64,8 +64,8 @@ class TestDecisions:
 
     def test_finish_fills_in_the_end(self):
         decisions = Decisions()
-        decisions.add(record(1))
-        decisions.finish("r1", Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64)
+        number = decisions.add(record(1))
+        decisions.finish(number, Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64)
         found = decisions.get("r1")
         assert found is not None
         assert found.ending == Ending(Outcome.COMPLETED, 2.5, "b", 200, 64)
@@ -73,9 +73,9 @@ class TestDecisions:
 
     def test_finish_of_a_record_that_left_does_nothing(self):
         decisions = Decisions(capacity=1)
-        decisions.add(record(1))
+        number = decisions.add(record(1))
         decisions.add(record(2))
-        decisions.finish("r1", Outcome.FAILED, 1.0)
+        decisions.finish(number, Outcome.FAILED, 1.0)
         assert decisions.query() == [record(2)]
 
     def test_a_reused_id_means_the_newer_and_survives_the_older_one_leaving(self):

@@ -485,6 +485,7 @@ def test_the_decision_header_where_asked(rig: Rig) -> None:
     routed = rig.route(h=h)
     assert routed.decision_header == f"{routed.destinations[0]}; cold; request=abc"
     assert rig.route().decision_header == ""
+    assert rig.route(h=head("/v1/completions", x_perilune_decision="0")).decision_header == ""
 
 
 def test_tokens_that_must_be_waited_for(rig: Rig) -> None:
@@ -520,3 +521,32 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up(rig: Rig) -> None:
     rig.now += 2.0
     rig.router.finished(rig.route().ticket, Outcome.COMPLETED)
     assert heard.seen == [True, False]
+
+
+def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.route(range(100, 120))
+    assert not caplog.messages
+    with caplog.at_level("DEBUG", "perilune_gateway.router"):
+        rig.route(h=head("/v1/completions", x_request_id="abc"))
+    assert [message.split()[:2] for message in caplog.messages] == [["decision", "request_id=abc"]]
+
+
+def test_of_two_requests_with_one_id_each_gets_its_own_end(rig: Rig) -> None:
+    h = head("/v1/completions", x_request_id="same")
+    first, second = rig.route(h=h), rig.route(h=h)
+    rig.router.finished(first.ticket, Outcome.FAILED)
+    assert rig.record(second).ending is None
+    rig.router.finished(second.ticket, Outcome.COMPLETED)
+    assert [r.ending.outcome for r in rig.router.decisions.query(n=2) if r.ending] == [
+        Outcome.COMPLETED,
+        Outcome.FAILED,
+    ]
+
+
+def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
+    for address in (A, B):
+        rig.router.fleet.suspect(address, rig.now)
+    refusal = rig.ask()
+    assert isinstance(refusal, Refusal)
+    assert "not_ready: 2" in refusal.message
+    assert A not in refusal.message
