@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import kopf
 from aiohttp import web
@@ -99,7 +100,8 @@ async def serve(args: argparse.Namespace) -> None:
         asyncio.create_task(reconciler.cluster.run(), name="watches"),
     ]
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
-    scope = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
+    scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
+    scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
     try:
         await kopf.operator(registry=handlers.registry(reconciler), standalone=True, **scope)
     finally:
