@@ -135,9 +135,13 @@ class Gateway:
                 snapshots.sessions,
                 lambda: self.index.stats(clock()),
                 lambda: snapshots.health(self.source.last_error),
-                lambda: snapshots.health(self.source.last_error).status is not health.Status.UNREADY,
+                lambda: (
+                    not self.draining
+                    and snapshots.health(self.source.last_error).status is not health.Status.UNREADY
+                ),
             )
         )
+        self.draining = False
         self._clock, self._rng = clock, rng
 
     async def run(self, listen: str, admin: str, grace_s: float, stop: asyncio.Event) -> None:
@@ -153,6 +157,7 @@ class Gateway:
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()
+                self.draining = True
                 log.info("draining in_flight=%d", self.fleet.in_flight)
                 await self.server.stop(grace_s)
                 for feed in feeds:
@@ -297,7 +302,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a clean stop, 1 when a port cannot be had, 2 for a wrong pool document."""
+    """Exit status: 0 after a clean stop, 1 when a port cannot be had, 2 for a wrong or missing document."""
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
@@ -307,6 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner.run(serve(args))
     except SpecError as error:
         print(f"perilune-gateway: {args.pool or '/'.join(args.kubernetes)}: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(f"perilune-gateway: no such file: {error.filename}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"perilune-gateway: {error}", file=sys.stderr)

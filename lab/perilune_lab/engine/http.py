@@ -116,9 +116,9 @@ class Server:
         if http.headers.get("x-data-parallel-rank", "0") != "0":
             raise BadRequestError("data_parallel_rank is out of range [0, 1)", param="data_parallel_rank")
         n_tokens, natural = self._output_tokens(inbound)
-        given = http.headers.get("x-request-id") or inbound.request_id or uuid.uuid4().hex
+        given = _told(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
         answer_id = _ID_PREFIX[api] + given
-        session = http.headers.get("x-session-id") or inbound.session_id
+        session = _told(http.headers.get("x-session-id") or inbound.session_id)
         table = service.scheduler.cache.open(inbound.prompt[:], namespace, session)
         request = Request(
             given,
@@ -319,3 +319,8 @@ def _decode(body: bytes, kind: type[_T]) -> _T:
 
 def _answer(value: object) -> web.Response:
     return web.Response(body=_json(value), content_type="application/json")
+
+
+def _told(name: str) -> str:
+    """A name from a client as it may stand in headers and events: bytes that are no text become `?`."""
+    return name.encode("ascii", "replace").decode()

@@ -210,6 +210,22 @@ async def test_ids_and_the_serving_endpoint_are_told(start):
     assert headers["x-perilune-endpoint"] == engine.facts["http"]
 
 
+async def test_names_that_are_no_text_harm_nobody(start):
+    engine = start(*FAST)
+    host, _, port = engine.facts["http"].rpartition(":")
+    body = json.dumps(completion()).encode()
+    for _ in range(2):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-session-id: \xff\xfe\x80\r\n"
+            b"x-request-id: \xff\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"x-request-id: ?" in answer.lower()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "kind"),
     [
