@@ -1,6 +1,6 @@
 """What the cluster says now: children and pods of all pools, by their pool, and which optional APIs it has.
 
-Watched with our own label as selector at the server: kopf selects labels at the client, and then every
+Watched with our own labels as selector at the server: by kopf's handlers, which select at the client, every
 ConfigMap and pod of the cluster would pass through us. Each change names the pool that it concerns.
 """
 

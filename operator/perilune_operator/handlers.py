@@ -24,6 +24,8 @@ def registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.peering.standalone = True
+        settings.queueing.exit_timeout = 0.1  # nothing of ours is worth waiting for
+        settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
 
