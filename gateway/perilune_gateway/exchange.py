@@ -81,6 +81,7 @@ class Router(Protocol):
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
+    def refused(self, head: RequestHead, refusal: Refusal) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class Exchange:
         undecided = self.state in (State.START, State.BODY, State.TOKENS)
         self.state = State.REFUSED
         if self._duplex and undecided:
-            return self._refuse(Refusal(RefuseReason.INTERNAL, "the gateway failed"))
+            return self._refuse(self._own(Refusal(RefuseReason.INTERNAL, "the gateway failed")))
         return [Abort("the gateway failed")]
 
     def closed(self) -> None:
@@ -258,7 +259,7 @@ class Exchange:
     def _decide_tokens(self, event: tuple[Tokens | Refusal, float]) -> _Next:
         tokens, waited_s = event
         if isinstance(tokens, Refusal):
-            return self._conclude(tokens)
+            return self._conclude(self._own(tokens))
         assert self._encode is not None
         return self._conclude(self._router.on_tokens(self._encode, tokens, waited_s))
 
@@ -332,7 +333,12 @@ class Exchange:
 
     def _too_large(self, size: int) -> Refusal:
         message = f"request body of {size} bytes, at most {self._max_body_bytes} are taken"
-        return Refusal(RefuseReason.BODY_TOO_LARGE, message)
+        return self._own(Refusal(RefuseReason.BODY_TOO_LARGE, message))
+
+    def _own(self, refusal: Refusal) -> Refusal:
+        """The router did not refuse; it keeps the books all the same."""
+        self._router.refused(self._head, refusal)
+        return refusal
 
     def _outcome(self) -> Outcome:
         if self._response_status == 0:

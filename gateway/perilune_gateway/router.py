@@ -294,6 +294,10 @@ class Router:
         laps.us[Step.TOKENIZE] = waited_s * 1e6
         return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, laps)
 
+    def refused(self, head: RequestHead, refusal: Refusal) -> None:
+        """The exchange refused by itself; keep it with the others."""
+        self._refuse(head, refusal)
+
     def _on_prompt(
         self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: _Laps
     ) -> Routed | Refusal:

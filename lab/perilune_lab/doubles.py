@@ -97,6 +97,9 @@ class ScriptedRouter:
         self.outcomes[test_id].append(outcome)
         self._finished[test_id].set()
 
+    def refused(self, head: RequestHead, refusal: Refusal) -> None:
+        """Nobody asks."""
+
     def _decide(self, head: RequestHead) -> Routed | Refusal:
         if reason := head.headers.get(REFUSE):
             retry_after_s = 1.5 if reason == RefuseReason.OVERLOADED else 0.0

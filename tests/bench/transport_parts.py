@@ -72,6 +72,9 @@ class TrivialRouter:
     def finished(self, ticket, outcome):
         pass
 
+    def refused(self, head, refusal):
+        pass
+
 
 async def endpoints(count: int) -> None:
     loop = asyncio.get_running_loop()

@@ -87,6 +87,9 @@ class FakeRouter:
     def finished(self, ticket, outcome):
         self.calls.append(("finished", ticket, outcome))
 
+    def refused(self, head, refusal):
+        self.calls.append(("refused", refusal.reason))
+
     @property
     def finishes(self):
         return [call[1:] for call in self.calls if call[0] == "finished"]
@@ -619,3 +622,9 @@ def test_buffered_answers_each_message_at_most_once(router, events):
             assert len(exchange.receive(event)) <= 1
         except ProtocolError:
             pass
+
+
+def test_what_the_exchange_refuses_by_itself_is_in_the_routers_books():
+    router = FakeRouter()
+    converse(router, request(), Body(Kind.REQUEST_BODY, bytes(1001)))
+    assert router.calls[-1] == ("refused", RefuseReason.BODY_TOO_LARGE)
