@@ -380,7 +380,7 @@ class _Ideals:
         return found
 
     def wall_clock_factor(self, span_s: float) -> float | UnsetType:
-        if self.m.mode is not Mode.THINKTIME or not self.turns:
+        if self.m.mode is not Mode.THINKTIME or not self.turns or not span_s:
             return UNSET
         played = [s for s in self.m.sessions if s.turns and (s.session_id, s.turns[0].number) in self.turns]
         first_s = min(s.start_s for s in played)
