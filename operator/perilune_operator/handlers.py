@@ -5,6 +5,7 @@ no operator runs; owner references do the rest), no annotations, no peering. Eve
 indices hold all pools and nodes, so that no plan is made of half a cluster.
 """
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import kopf
@@ -16,8 +17,8 @@ from perilune_operator.observe import NodeFacts
 from perilune_operator.reconcile import Reconciler
 
 
-def registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
-    """All handlers, bound to one reconciler."""
+def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
+    """All handlers, bound to one reconciler. `stop`: ends all tasks of ours; kopf waits 5 s for any it finds."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)
@@ -28,6 +29,10 @@ def registry(reconciler: Reconciler) -> kopf.OperatorRegistry:
         settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
+
+    @kopf.on.cleanup(registry=made)
+    async def clean_up(**_: Any) -> None:
+        await stop()
 
     @kopf.on.login(registry=made)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:

@@ -99,16 +99,20 @@ async def serve(args: argparse.Namespace) -> None:
         asyncio.create_task(lease.run(lambda: reconciler.wake(None)), name="lease"),
         asyncio.create_task(reconciler.cluster.run(), name="watches"),
     ]
-    probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
-    scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
-    scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
-    try:
-        await kopf.operator(registry=handlers.registry(reconciler), standalone=True, **scope)
-    finally:
+
+    async def stop() -> None:
         await reconciler.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
+    scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
+    scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
+    try:
+        await kopf.operator(registry=handlers.registry(reconciler, stop), standalone=True, **scope)
+    finally:
+        await stop()
         await probes.cleanup()
         await client.close()
 

@@ -366,8 +366,10 @@ async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
         last.stop(signal.SIGKILL)
 
 
-async def test_probes_and_a_quick_end(operator: Operator) -> None:
+async def test_probes_and_a_quick_end(client: Client, namespace: str, operator: Operator) -> None:
     await until(lambda: operator.status("/readyz"), lambda s: s == 200)
+    await client.request("POST", pools(namespace), pool())
+    await until(lambda: client.request("GET", pools(namespace, "/p")), lambda p: bool(condition(p, "Ready")))
     assert await operator.status("/healthz") == 200
     began = time.monotonic()
     assert operator.stop() == 0, operator.log.read_text()
