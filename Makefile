@@ -34,8 +34,9 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 e2e: $(STAMP) ## full-size runs: the demo's promises for three seeds, a 2,000-request trace replay
 	$(BIN)/python -m pytest tests e2e -m e2e $(ARGS)
 
-cluster: $(STAMP) ## the whole thing on one Linux machine (root): a real Kubernetes of eight nodes, no Docker
+cluster: $(STAMP) ## the whole thing on one Linux machine (root): Kubernetes of eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)
+	$(BIN)/python e2e/cluster.py serve
 
 cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 	$(BIN)/python e2e/cluster.py down $(ARGS)

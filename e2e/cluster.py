@@ -1,6 +1,7 @@
 """A real Kubernetes cluster on one Linux machine, without Docker: real kubelets, containerd, CoreDNS.
 
     e2e/cluster.py up              eight H20 nodes in two spines × two racks; half a minute once built
+    e2e/cluster.py serve           Envoy Gateway, Perilune and a pool on it; says how to send a request
     e2e/cluster.py status          nodes, and the memory of each program
     e2e/cluster.py kubectl get node
     e2e/cluster.py run curl …      any program on the network outside, from where Services are reached
@@ -18,9 +19,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed import programs
+from testbed import envoy_gateway, perilune, programs
 from testbed.cluster import NAME, NODES, Cluster, standard_images
-from testbed.shell import ClusterError
+from testbed.perilune_image import perilune_archive
+from testbed.shell import ClusterError, step
+
+_HOW_TO = """
+The pool serves. Send a request:
+  {me} run curl -s {edge}/v1/completions -H 'host: sim.test' -H 'content-type: application/json' \\
+      -H 'x-session-id: me' -H 'x-perilune-decision: 1' -i -d '{{"model": "sim-30b", "prompt": "ba be bi"}}'
+Watch the pool, read what it can be, add engines:
+  {me} kubectl get ipool,pod -o wide -w
+  {me} kubectl explain ipool.spec.routing
+  {me} kubectl scale ipool sim --replicas=4
+Pull a node's cable, and put it back:
+  {me} link node-3 down
+  {me} link node-3 up
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,11 +56,26 @@ def _up(cluster: Cluster, args: argparse.Namespace) -> None:
         print(f"cluster {cluster.name!r} is up already")
         return
     began = time.monotonic()
-    cluster.up([*standard_images(), *args.image])
+    cluster.up([*standard_images(), perilune_archive(), *args.image])
     print(f"cluster {cluster.name!r} is up after {time.monotonic() - began:.1f} s")
-    print(
-        f"export KUBECONFIG={cluster.control.kubeconfig}   # for programs started with: {sys.argv[0]} run …"
-    )
+
+
+def _serve(cluster: Cluster, args: argparse.Namespace) -> None:
+    if not cluster.is_up:
+        raise ClusterError(f"cluster {cluster.name!r} is not up; first: {_me(cluster)} up")
+    with step("Envoy Gateway"):
+        envoy_gateway.install(cluster.kube, cluster.home)
+    with step("Perilune's operator"):
+        perilune.install(cluster.kube)
+    with step("a pool of simulated engines"):
+        perilune.apply_pool(cluster.kube)
+    print(_HOW_TO.format(me=_me(cluster), edge=envoy_gateway.address(cluster.kube)))
+
+
+def _me(cluster: Cluster) -> str:
+    """How this program was called, as far as the next call needs it."""
+    name = "" if cluster.name == NAME else f" --name {cluster.name}"
+    return f"{os.path.relpath(sys.executable)} {os.path.relpath(__file__)}{name}"
 
 
 def _down(cluster: Cluster, args: argparse.Namespace) -> None:
@@ -99,6 +129,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--image", type=Path, action="append", default=[], metavar="ARCHIVE", help="an OCI archive"
     )
     up.set_defaults(what=_up)
+    serve = commands.add_parser("serve", help="install Envoy Gateway, Perilune and an example pool on it")
+    serve.set_defaults(what=_serve)
     commands.add_parser("down", help="stop everything, remove everything").set_defaults(what=_down)
     commands.add_parser("status", help="nodes and memory; exit status 3: not up").set_defaults(what=_status)
     commands.add_parser("build", help="only build programs and images").set_defaults(what=_build)
