@@ -18,7 +18,7 @@ from perilune_operator.reconcile import Reconciler
 
 
 def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
-    """All handlers, bound to one reconciler. `stop`: ends all tasks of ours; kopf waits 5 s for any it finds."""
+    """All handlers, bound to one reconciler. `stop` ends our tasks; kopf waits 5 s for any that it finds."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)

@@ -19,6 +19,10 @@ from perilune_operator.observe import Key, Object, Observed
 from perilune_operator.render import mooncake, network, vllm
 from perilune_operator.render.objects import Context
 
+_STRIP = (
+    "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
+    f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
+)
 Truth = Literal["True", "False", "Unknown"]
 MOST_NAMES = 5
 """Names that a message lists before it counts."""
@@ -196,6 +200,9 @@ def _route(pool: Context, observed: Observed) -> Fact:
                 return Fact(kind, "False", Reason.ROUTE_REFUSED, said[:400])
         if not verdicts:
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
+    elsewhere = pool.spec.gateway.parent.namespace not in ("", pool.namespace)
+    if elsewhere and made is GatewayMode.ENVOY_GATEWAY:
+        return Fact(kind, "True", Reason.PROGRAMMED, f"Envoy asks the gateway. {_STRIP}")
     return Fact(kind, "True", Reason.PROGRAMMED, "Envoy asks the gateway.")
 
 
