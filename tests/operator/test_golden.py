@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from perilune_api import crd
+from perilune_api.kube import APPLY, Client
 from perilune_api.pool import SpecError
-from perilune_operator import observe
+from perilune_operator import apply, observe
+from perilune_operator.cluster import KINDS
 from perilune_operator.observe import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
@@ -96,3 +98,13 @@ def test_a_plan_is_the_same_each_time(name: str) -> None:
 
 def test_there_are_cases() -> None:
     assert len(CASES) >= 8
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_real_api_server_takes_every_object(client: Client, namespace: str, name: str) -> None:
+    """Kinds that every cluster has, strictly: an unknown or wrong field is an error."""
+    for obj in made(name).objects or ():
+        if obj["kind"] in KINDS:
+            here = {**obj, "metadata": {**obj["metadata"], "namespace": namespace}}
+            params = {"fieldManager": "test", "dryRun": "All", "fieldValidation": "Strict"}
+            await client.request("PATCH", apply.path(here), here, params=params, content_type=APPLY)
