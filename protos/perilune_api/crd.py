@@ -79,7 +79,9 @@ class EnvVar(_Struct, frozen=True):
     """An environment variable, as in a container."""
 
     name: Name
+    """Of the variable."""
     value: str = ""
+    """What it says."""
     value_from: Raw | None = None
     """A reference to a Secret, ConfigMap or field, as in a container."""
 
@@ -88,7 +90,9 @@ class Resources(_Struct, frozen=True):
     """Requests and limits, as in a container."""
 
     requests: dict[str, int | str] = {}
+    """What a pod is sure to get."""
     limits: dict[str, int | str] = {}
+    """What it may use at most."""
 
 
 class EngineSpec(pool.Engine, frozen=True, kw_only=True):
@@ -99,9 +103,11 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     image: Annotated[str, Meta(max_length=512)] = ""
     """Container image; empty: the operator's default for the kind."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the image is pulled, as in a container."""
     args: Arguments = ()
     """Further arguments of the engine. Those that the operator sets itself are refused."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128)] = ()
+    """Further environment variables."""
     resources: Resources = Resources()
     """GPUs are added by the operator: see tensorParallel, pipelineParallel and gpuResource."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -125,6 +131,7 @@ class RoleSpec(_Struct, frozen=True):
     """The endpoints of one role."""
 
     replicas: Count = 1
+    """Endpoints of this role."""
     args: Arguments = ()
     """Further arguments of this role's engines, after the engine's own."""
     resources: Resources | None = None
@@ -150,6 +157,7 @@ class Store(_Struct, frozen=True):
     """Mooncake Store: a KV pool in the hosts' memory that all engines share."""
 
     enabled: bool = False
+    """true: a master runs, and every engine gives memory to the pool."""
     segment_size: Quantity = "80Gi"
     """Host memory that each GPU's engine process gives to the pool."""
     local_buffer_size: Quantity = "4Gi"
@@ -172,7 +180,9 @@ class Master(_Struct, frozen=True):
     image: Annotated[str, Meta(max_length=512)] = ""
     """Container image with mooncake_master; empty: the operator's default."""
     command: Arguments = ("mooncake_master",)
+    """The master's program in that image."""
     args: Arguments = ()
+    """Further arguments of it."""
     allocation: Allocation = Allocation.LOCAL_FIRST
     """local_first keeps a session's blocks on its host, which is what routing by place needs."""
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
@@ -190,6 +200,7 @@ class Mooncake(_Struct, frozen=True):
     host memory that other engines may pull from (OffloadingConnector with its peer tier). none: a moved
     session's prefix comes from the store or is computed again."""
     protocol: Literal["rdma", "tcp"] = "tcp"
+    """What carries KV between hosts."""
     devices: str = ""
     """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
     offload_size: Quantity = "64Gi"
@@ -219,6 +230,7 @@ class Placement(_Struct, frozen=True):
     """Where engines go, by one level of the fabric."""
 
     level: Literal["node", "rack", "spine", "zone", "region"]
+    """Whose domains count."""
     mode: Literal["pack", "spread"]
     """pack: near each other. spread: evenly over the level's domains."""
     required: bool = False
@@ -264,6 +276,7 @@ class TopologySpec(_Struct, frozen=True):
     bandwidth: Bandwidth = Bandwidth()
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
+    """Where engines go; empty: where the scheduler likes."""
 
 
 class RoutingSpec(pool.Routing, frozen=True, kw_only=True):
@@ -287,6 +300,7 @@ class ParentRef(_Struct, frozen=True):
     """The Gateway (gateway.networking.k8s.io) that takes the clients' requests."""
 
     name: Name
+    """Of the Gateway."""
     namespace: str = ""
     """Empty: the pool's namespace."""
     section_name: str = ""
@@ -310,9 +324,12 @@ class GatewaySpec(_Struct, frozen=True):
     image: Annotated[str, Meta(max_length=512)] = ""
     """Empty: the operator's own."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When the image is pulled, as in a container."""
     log_level: str = "info"
+    """level[,module=level…]"""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
     min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
+    """With maxReplicas: fewest gateways."""
     max_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
     """With minReplicas: a HorizontalPodAutoscaler by CPU sets the number of gateways."""
 
@@ -332,7 +349,9 @@ class Scaling(_Struct, frozen=True):
     """A HorizontalPodAutoscaler sets `replicas`. Needs an adapter that serves the metric."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    """Fewest endpoints."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
+    """Most endpoints."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
     """Pod metric of the gateway, averaged."""
     target: Quantity = "2"

@@ -108,7 +108,7 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
     hidden = crd.DERIVED.get(of, frozenset())
     fields = [field for field in info.fields if field.name not in hidden]
     schema: Schema = {"type": "object"}
-    if text := _text(inspect.getdoc(of) or ""):
+    if text := _text(of.__dict__.get("__doc__") or ""):
         schema["description"] = text
     if required := [field.encode_name for field in fields if field.required]:
         schema["required"] = required
@@ -233,7 +233,11 @@ _MAKERS: dict[type, Callable[[Any], Schema]] = {
     mi.IntType: lambda of: {"type": "integer", "format": "int64", **_bounds(of)},
     mi.FloatType: lambda of: {"type": "number", **_bounds(of)},
     mi.StrType: _string,
-    mi.EnumType: lambda of: {"type": "string", "enum": [member.value for member in of.cls]},
+    mi.EnumType: lambda of: {
+        "type": "string",
+        "enum": [member.value for member in of.cls],
+        "description": _text(of.cls.__doc__ or ""),
+    },
     mi.LiteralType: lambda of: {"type": "string", "enum": list(of.values)},
     mi.VarTupleType: _array,
     mi.DictType: _mapping,
@@ -263,5 +267,5 @@ def attribute_docs(of: type) -> dict[str, str]:
 
 
 def _text(doc: str) -> str:
-    """Lines joined, source markup dropped; msgspec's generated docstrings count as none."""
+    """Lines joined, source markup dropped; an inherited docstring counts as none."""
     return " ".join(doc.replace("`", "").split())

@@ -73,7 +73,9 @@ class Model(_Struct, frozen=True):
     name: Name
     """What a request writes in `model`."""
     aliases: tuple[Name, ...] = ()
+    """Further names of it."""
     loras: tuple[Lora, ...] = ()
+    """Adapters that the engines serve beside it."""
     tokenizer: str = ""
     """A folder with tokenizer.json and the chat template; empty: ask the engine, see `tokenize`."""
     tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
@@ -81,10 +83,14 @@ class Model(_Struct, frozen=True):
     bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
     """Starting value of the byte estimate; each session learns its own."""
     context_tokens: Positive = 131_072
+    """Longest prompt and answer together."""
     kv_bytes_per_token: Positive = 98_304
+    """Size of one token in the KV cache, all layers together."""
 
 
 class Hashing(_Struct, frozen=True):
+    """How the engines hash KV blocks; the gateway has to do the same."""
+
     algorithm: HashAlgorithm = HashAlgorithm.SHA256
     seed: str = ""
     """PYTHONHASHSEED of the engines; empty: unset (vLLM >= 0.29 then uses a fixed seed)."""
@@ -109,6 +115,7 @@ class SessionKeys(_Struct, frozen=True):
     headers: tuple[Name, ...] = ()
     """Asked before the well-known ones (names.SESSION_HEADERS)."""
     cookie: str = ""
+    """Name of a cookie that holds the session id; empty: none is read."""
     body_user: bool = False
     """Take the body's `user` as session id."""
     infer: bool = True
@@ -116,7 +123,9 @@ class SessionKeys(_Struct, frozen=True):
     tenant_header: str = ""
     """Names the tenant; empty: a hash of the Authorization value. A binding is found under both."""
     idle_seconds: Seconds = 1800.0
+    """A session that was silent for so long is forgotten."""
     max_sessions: Positive = 100_000
+    """The longest silent is forgotten first."""
 
 
 class ConductorArm(StrEnum):
@@ -199,7 +208,10 @@ class PolicyParams(_Struct, frozen=True):
 
 
 class Limits(_Struct, frozen=True):
+    """When a request is refused instead of routed."""
+
     max_body_bytes: Positive = 32 * 1024 * 1024
+    """A larger body is refused."""
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuse with 429 when every endpoint has more queued prefill than this; 0: never."""
     ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
@@ -234,9 +246,13 @@ class Bandwidth(_Struct, frozen=True):
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
 
     node: Annotated[float, Meta(gt=0)] = 200e9
+    """Within a node."""
     rack: Annotated[float, Meta(gt=0)] = 9.7e9
+    """Within a rack."""
     spine: Annotated[float, Meta(gt=0)] = 9.7e9
+    """Between racks under one spine."""
     fabric: Annotated[float, Meta(gt=0)] = 4.0e9
+    """Between spines."""
 
 
 class Topology(_Struct, frozen=True):
