@@ -266,7 +266,7 @@ def steps_table(found: dict[tuple[str, ...], Measured]) -> list[str]:
 
 def document(found: dict[tuple[str, ...], Measured], rounds: int, seconds: int) -> str:
     machine = f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"
-    machine += f", load average {os.getloadavg()[2]:.1f} (4 when idle otherwise)"
+    machine += f", load average {os.getloadavg()[2]:.1f}"
     return "\n".join(
         [
             "## Transport",

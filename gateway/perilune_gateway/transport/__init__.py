@@ -3,8 +3,8 @@
     bytes ─▶ server ─▶ Stream.receive ─▶ Step: messages, then nothing │ Wait │ Abort ─▶ server ─▶ bytes
              grpc_server, or h2         service: wire, exchange, tokenizer, counters
 
-`grpc_server` is gRPC's own server. `h2` is a single-purpose HTTP/2 server: about a tenth of the CPU with
-headers only, a third with a 130 KB body (`docs/benchmarks.md`), without TLS and for a trusted peer, which
+`grpc_server` is gRPC's own server. `h2` is a single-purpose HTTP/2 server: about a seventh of the CPU with
+headers only, a quarter with a 130 KB body (`docs/benchmarks.md`), without TLS and for a trusted peer, which
 Envoy is.
 """
 

@@ -23,8 +23,8 @@ Rules:
 7.  Drain: GOAWAY with the highest stream id and a ping, which the peer answers when it has read both; when
     `quiet` then, nothing is on its way. `close` says GOAWAY for good.
 
-Costs about 8 µs for a stream of two messages each way. No TLS, no upgrade from HTTP/1, no push, no
-priorities, no timers.
+Costs about 13 µs for a stream of two messages each way, 50 µs with a body of 130 KB. No TLS, no upgrade
+from HTTP/1, no push, no priorities, no timers.
 """
 
 from __future__ import annotations

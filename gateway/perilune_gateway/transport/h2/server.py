@@ -12,8 +12,9 @@ probed and deployed alike, for 60 lines more.
 Answers are written once per read, and what a peer does not take is limited (`UNTAKEN_BYTES`, on top of what
 flow control limits): beyond that the connection is cut.
 
-Costs about 20 µs per request with headers only beside `service`. Trusts its peer with CPU: no rate limits,
-no timeouts. Half-closed and reset at once, as Envoy ends every stream, it answers nothing any more.
+A request with headers only costs about 65 µs with everything but the decision, system calls included.
+Trusts its peer with CPU: no rate limits, no timeouts. Half-closed and reset at once, as Envoy ends every
+stream, it answers nothing any more.
 """
 
 from __future__ import annotations
