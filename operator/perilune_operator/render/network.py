@@ -123,8 +123,11 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
                 "numRetries": 2,
-                "retryOn": {"triggers": ["connect-failure", "refused-stream", "reset-before-request"]},
+                # reset: whatever no engine has begun to answer; a lost node then costs nobody a request
+                "retryOn": {"triggers": ["connect-failure", "refused-stream", "reset"]},
             },
+            # of a connection to a lost node, on which an answer is awaited
+            "tcpKeepalive": {"probes": 3, "idleTime": "1s", "interval": "1s"},
         },
     )
     yield pool.object(
