@@ -19,6 +19,7 @@ from testbed.cluster import Cluster, standard_images
 from testbed.http import Client
 from testbed.kube import Kube
 from testbed.perilune_image import perilune_archive
+from testbed.shell import until
 
 MANIFESTS = Path(__file__).parent / "manifests"
 
@@ -34,6 +35,7 @@ def cluster() -> Iterator[Cluster]:
         if shutil.which("go") is None and not (cluster.home.parents[1] / "bin" / "kubelet").exists():
             pytest.skip("no Go (>= 1.26) to build Kubernetes with")
         cluster.up([*standard_images(), perilune_archive()])
+    until(lambda: cluster.control.ready, "the API server is ready", timeout_s=60)
     with cluster.control.machine.network():
         yield cluster
     if mine and not os.environ.get("PERILUNE_KEEP_CLUSTER"):

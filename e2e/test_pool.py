@@ -135,6 +135,68 @@ def test_a_killed_operator_is_replaced(pool, kube):
     eventually(lambda: has_engines(kube, 2), timeout_s=90)
 
 
+def test_a_restarted_api_server_disturbs_no_request(pool, kube, cluster):
+    with under_load(pool, sessions=4) as load:
+        eventually(lambda: served_at_least(load, 20))
+        cluster.restart_api_server()
+        done = load.succeeded
+        eventually(lambda: served_at_least(load, done + 50))
+        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=3")
+        eventually(lambda: has_engines(kube, 3), timeout_s=90)
+        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
+        eventually(lambda: has_engines(kube, 2), timeout_s=90)
+    assert load.failures == []
+
+
+def test_a_lost_node_costs_no_request_and_its_engine_comes_back_elsewhere(pool, kube, cluster):
+    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=4")
+    eventually(lambda: has_engines(kube, 4), timeout_s=60)
+    pods = kube.get("pod", "-A", "-o", "wide")
+    used = {"node-0", *(p["spec"]["nodeName"] for p in pods if p["metadata"]["namespace"] != "default")}
+    ours = [p for p in pods if p["metadata"]["namespace"] == "default"]
+    used |= {p["spec"]["nodeName"] for p in ours if "gateway" in p["metadata"]["name"]}
+    free = [p["spec"]["nodeName"] for p in ours if p["spec"]["nodeName"] not in used]
+    assert free, "every engine shares its node with something that the test needs"
+    before = engines(kube)
+    with under_load(pool, sessions=6) as load:
+        eventually(lambda: served_at_least(load, 30))
+        cluster.set_link(free[0], up=False)
+        try:
+            eventually(lambda: not_ready(kube), timeout_s=40)
+            eventually(lambda: has_engines(kube, 4), timeout_s=90)
+            assert engines(kube) != before
+        finally:
+            cluster.set_link(free[0], up=True)
+            kube.wait("condition=Ready", f"node/{free[0]}", timeout_s=60)
+        done = load.succeeded
+        eventually(lambda: served_at_least(load, done + 30))
+    assert load.failures == []
+    assert load.slowest_s < 6
+    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
+
+
+def not_ready(kube):
+    assert kube.get("ipool", "sim", "-n", "default")["status"]["readyReplicas"] < 4
+
+
+def test_two_pools_share_a_gateway(pool, kube, edge):
+    """Each host's requests go to its own pool, and are decided by its own gateway."""
+    document = (
+        perilune.POOL.read_text().replace("name: sim,", "name: other,").replace("sim.test", "other.test")
+    )
+    kube.ctl("apply", "-f", "-", stdin=document.replace("sim-30b", "other-30b"))
+    try:
+        kube.wait("condition=Ready", "ipool/other", "-n", "default", timeout_s=120)
+        other = Client(edge, "other.test", "other-30b")
+        eventually(lambda: answers(other))
+        theirs = {other.complete(f"other {i}", session=f"other-{i}").decided for i in range(10)}
+        mine = {pool.complete(f"mine {i}", session=f"mine-{i}").decided for i in range(10)}
+        assert not theirs & mine
+        assert pool.complete(model="other-30b").status == 404
+    finally:
+        kube.ctl("delete", "ipool", "other", "-n", "default", "--timeout=60s", timeout_s=70)
+
+
 def test_a_deleted_pool_leaves_nothing(pool, kube):
     kube.ctl("delete", "ipool", "sim", "-n", "default", "--timeout=60s", timeout_s=70)
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,7 +50,8 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        return self._mark.exists() and self.control.machine.running and self.control.ready
+        """It was brought up whole, and its machines still run."""
+        return self._mark.exists() and self.control.machine.running
 
     def node(self, name: str) -> Node:
         for node in self.nodes:
@@ -90,6 +92,16 @@ class Cluster:
             network.attach_node(self.fabric, fresh.machine, fresh.site, self.sites)
             fresh.start()
 
+    def restart_api_server(self) -> None:
+        """Ends it like a crash, and starts it again; returns when it is ready."""
+        for pid in cgroups.processes(self.name):
+            if _program(pid) == "kube-apiserver":
+                os.kill(pid, signal.SIGKILL)
+                until(lambda pid=pid: not _runs(pid), "the API server has ended", timeout_s=10)  # type: ignore[misc]
+        with cgroups.member(self.name):
+            self.control.start_api_server()
+        until(lambda: self.control.ready, "the API server is ready again", timeout_s=60)
+
     def load(self, archive: Path) -> None:
         """Imports an image into every node."""
         _each(self.nodes, lambda node: images.load(node.machine, archive))
@@ -100,7 +112,7 @@ class Cluster:
         for pid in cgroups.processes(self.name):
             try:
                 fields = (Path("/proc") / str(pid) / "statm").read_text().split()
-                name = (Path("/proc") / str(pid) / "comm").read_text().strip()
+                name = _program(pid)
             except OSError:
                 continue  # ended meanwhile
             by_name[name] = by_name.get(name, 0) + int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -154,6 +166,18 @@ def standard_images() -> list[Path]:
     programs.ensure_packages()
     programs.ensure(programs.CLUSTER)
     return list(images.archives(binary()))
+
+
+def _program(pid: int) -> str:
+    """Its name, at most 15 letters; empty: it has ended."""
+    try:
+        return (Path("/proc") / str(pid) / "comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    return (Path("/proc") / str(pid)).exists()
 
 
 def _each(nodes: Sequence[Node], what: Callable[[Node], None]) -> None:
