@@ -58,7 +58,7 @@ async def gateway(*records: DecisionRecord):
     )
     admin = Admin(sources)
     port = await admin.start()
-    decisions.finish("r1", Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
+    decisions.finish(0, Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
