@@ -44,7 +44,9 @@ async def gateway(*records: DecisionRecord):
     """Its URL."""
     decisions = Decisions()
     for record in records:
-        decisions.add(record)
+        number = decisions.add(record)
+        if record.request_id == "r1":
+            decisions.finish(number, Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
     sources = Sources(
         registry=CollectorRegistry(),
         decisions=decisions,
@@ -58,7 +60,6 @@ async def gateway(*records: DecisionRecord):
     )
     admin = Admin(sources)
     port = await admin.start()
-    decisions.finish(0, Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
