@@ -154,7 +154,13 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                             "numRetries": 8,
                             "perRetry": {"backOff": {"baseInterval": "25ms", "maxInterval": "500ms"}},
                             "retryOn": {
-                                "triggers": ["connect-failure", "refused-stream", "reset", "unavailable"]
+                                "triggers": [
+                                    "connect-failure",
+                                    "refused-stream",
+                                    "reset",
+                                    "unavailable",
+                                    "cancelled",
+                                ]
                             },
                         },
                         "http2": {"initialStreamWindowSize": "16Mi", "initialConnectionWindowSize": "16Mi"},
