@@ -67,7 +67,7 @@ def test_the_scheduler_counts_gpus(kube):
 
 def test_logs_exec_and_names_work(kube):
     """A kubelet runs the pod; it answers by its Service's name through kube-proxy and CoreDNS."""
-    talk = "echo started; exec python3 -m http.server 8080"
+    talk = "echo started; exec python3 -m http.server 8080 -d /"
     served = pod("served", "node-7", image=NAME, command=["sh", "-c", talk])
     served["metadata"]["labels"] = {"app": "served"}
     service = {

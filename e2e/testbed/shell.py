@@ -1,12 +1,13 @@
 """Running programs, telling progress, waiting on conditions."""
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 Args = Sequence[str | Path]
@@ -62,18 +63,13 @@ def succeeds(args: Args, timeout_s: float = 10) -> bool:
     return True
 
 
-def launch(args: Args, log: Path) -> int:
-    """Starts a program that outlives us; its output goes to `log`. Returns its process id."""
-    sink: IO[bytes]
-    with log.open("ab") as sink:
-        return subprocess.Popen(
-            [str(a) for a in args],
-            stdin=subprocess.DEVNULL,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            cwd="/",
-        ).pid
+def launch(args: Args, log: Path) -> None:
+    """Starts a program that outlives us, in a session of its own; its output goes to `log`."""
+    words = [str(a) for a in args]
+    with log.open("ab") as sink, open(os.devnull, "rb") as nothing:
+        to = [(os.POSIX_SPAWN_DUP2, nothing.fileno(), 0)]
+        to += [(os.POSIX_SPAWN_DUP2, sink.fileno(), output) for output in (1, 2)]
+        os.posix_spawnp(words[0], words, os.environ, file_actions=to, setsid=True)
 
 
 def until(condition: Callable[[], T], what: str, timeout_s: float, every_s: float = 0.1) -> T:
