@@ -2,15 +2,17 @@
 
     observe(observed, predicted, now)  →  ratio(now): 1.0 = as predicted, 3.0 = three times slower
 
-One `Ratio` per endpoint for prefill and for the time to the first token, one per link for transfers; a link
-of which nothing is known is as slow as its source's transfers are on the whole (they queue at its NIC), a
-source without any as predicted.
+One `Ratio` per endpoint for prefill and for the time to the first token, one per link for transfers. An
+endpoint's prior, what is assumed before anything is observed, is the pool's ratio, so one that was never used
+is believed to be like those that were, neither slower nor faster. A link of which nothing is known is as slow
+as its source's transfers are on the whole (they queue at its NIC), a source without any as the pool's. Every
+other prior is 1.0, as predicted.
 
 1. An observation is bounded to LOW … HIGH: one outlier moves an average by a bounded step.
-2. Averages are exponential with gain `GAIN`; the first observations weigh more, and the prediction itself
-   counts as one, so a single observation never decides.
-3. Without observations a link's ratio drifts back to 1.0, half of the way every HALF_LIFE_S: one that was
-   slow and is therefore not used gets another chance.
+2. Averages are exponential with gain `GAIN`; the first observations weigh more, and the prior counts as one,
+   so a single observation never decides and a ratio is shrunk to its prior by how few it has.
+3. Without observations a link's ratio drifts back to its prior, half of the way every HALF_LIFE_S, and so
+   do its source's and the pool's: what was slow and is therefore not used gets another chance.
 4. What was predicted to take less than LEAST_S says more of overheads than of speed and is ignored.
 
 Also the seconds that a request decodes on an endpoint, an average of the same gain. Time is an argument;
@@ -31,37 +33,47 @@ LEAST_S = 0.05
 
 @dataclass(slots=True)
 class Ratio:
-    """An average of observed / predicted."""
+    """An average of observed / predicted and of a prior, which is given when it is read."""
 
     half_life_s: float = inf
     """Of what was learned, while nothing is observed."""
-    _value: float = 1.0
+    _learned: float = 0.0
+    """Sum of observations × their weights."""
+    _weight: float = 0.0
+    """Of the observations; what is missing to 1 is the prior's."""
     _at: float = 0.0
     count: int = 0
 
-    def at(self, now: float) -> float:
-        """The ratio, drifted towards 1.0 since the last observation."""
-        if not self.count:
-            return 1.0
-        left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
-        return 1.0 + (self._value - 1.0) * left
+    def at(self, now: float, prior: float = 1.0) -> float:
+        """The ratio, drifted towards the prior since the last observation."""
+        left = self._left(now)
+        return self._learned * left + prior * (1.0 - self._weight * left)
 
     def observe(self, observed_s: float, predicted_s: float, now: float) -> None:
         """`predicted_s` is the uncorrected prediction."""
         if predicted_s < LEAST_S:
             return
         seen = min(HIGH, max(LOW, observed_s / predicted_s))
-        value = self.at(now)
         self.count += 1
-        self._value = value + (seen - value) * max(GAIN, 1.0 / (self.count + 1))
+        gain = max(GAIN, 1.0 / (self.count + 1))
+        kept = self._left(now) * (1.0 - gain)
+        self._learned = self._learned * kept + seen * gain
+        self._weight = self._weight * kept + gain
         self._at = now
 
-    def stats(self, now: float) -> RatioStats:
-        return RatioStats(self.at(now), self.count, now - self._at if self.count else 0.0)
+    def _left(self, now: float) -> float:
+        """Share of what was learned that has not faded."""
+        left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
+        return left
+
+    def stats(self, now: float, prior: float = 1.0) -> RatioStats:
+        return RatioStats(self.at(now, prior), self.count, now - self._at if self.count else 0.0)
 
 
 @dataclass(slots=True)
 class _Endpoint:
+    """Ratios of an endpoint, or of all."""
+
     prefill: Ratio = field(default_factory=Ratio)
     ttft: Ratio = field(default_factory=Ratio)
     sends: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
@@ -77,6 +89,8 @@ class Calibration:
     """Ratios of a pool."""
 
     def __init__(self) -> None:
+        self._pool = _Endpoint()
+        """All observations of the pool's endpoints, also of those that left."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
 
@@ -84,10 +98,12 @@ class Calibration:
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """A prefill took `observed_s` alone on the endpoint."""
+        self._pool.prefill.observe(observed_s, predicted_s, now)
         self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """From a decision to the end of its prefill, queue included."""
+        self._pool.ttft.observe(observed_s, predicted_s, now)
         self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
 
     def decoded(self, address: str, seconds: float) -> None:
@@ -99,6 +115,7 @@ class Calibration:
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """`target` pulled from `source`."""
+        self._pool.sends.observe(observed_s, predicted_s, now)
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
 
@@ -111,30 +128,35 @@ class Calibration:
     # -- questions ---------------------------------------------------------------------------------
 
     def prefill_ratio(self, address: str, now: float) -> float:
-        return self._endpoints.get(address, _NEW).prefill.at(now)
+        return self._known(address).prefill.at(now, self._pool.prefill.at(now))
 
     def ttft_ratio(self, address: str, now: float) -> float:
-        return self._endpoints.get(address, _NEW).ttft.at(now)
+        return self._known(address).ttft.at(now, self._pool.ttft.at(now))
 
     def decode_s(self, address: str) -> float:
-        return self._endpoints.get(address, _NEW).decode_s
+        return self._known(address).decode_s
 
     def slowdown(self, source: str, target: str, now: float) -> float:
         """Of a transfer from `source` to `target`."""
-        link = self._links.get((source, target))
-        if link is not None and link.count:
-            return link.at(now)
-        return self._endpoints.get(source, _NEW).sends.at(now)
+        link, sends = self._links.get((source, target)), self._known(source).sends
+        known = link if link is not None and link.count else sends if sends.count else self._pool.sends
+        return known.at(now)
 
     def of(self, address: str, now: float) -> EndpointCalibration:
-        known = self._endpoints.get(address, _NEW)
+        known, pool = self._known(address), self._pool
         return EndpointCalibration(
-            known.prefill.stats(now), known.ttft.stats(now), known.decode_s, known.sends.stats(now)
+            known.prefill.stats(now, pool.prefill.at(now)),
+            known.ttft.stats(now, pool.ttft.at(now)),
+            known.decode_s,
+            known.sends.stats(now),
         )
 
     def links(self, now: float) -> Mapping[tuple[str, str], RatioStats]:
         """Every link that was used: (source, target) → ratio."""
         return {link: ratio.stats(now) for link, ratio in self._links.items()}
+
+    def _known(self, address: str) -> _Endpoint:
+        return self._endpoints.get(address, _NEW)
 
     def _endpoint(self, address: str) -> _Endpoint:
         return self._endpoints.setdefault(address, _Endpoint())

@@ -58,12 +58,33 @@ def test_a_slow_link_gets_another_chance_and_a_slow_engine_stays_slow() -> None:
     assert known.prefill_ratio("a", 100 * HALF_LIFE_S) == pytest.approx(5.0, abs=0.01)
 
 
-def test_an_unused_link_is_as_slow_as_its_source() -> None:
+def test_a_link_is_believed_like_its_source_and_a_source_like_the_pool() -> None:
     known = Calibration()
-    known.transfer("a", "b", 3.0, 1.0, 0.0)
-    assert known.slowdown("a", "c", 0.0) == 2.0
-    assert known.slowdown("c", "a", 0.0) == 1.0
-    assert set(known.links(0.0)) == {("a", "b")}
+    known.transfer("a", "b", 4.0, 1.0, 0.0)
+    known.transfer("a", "c", 1.0, 1.0, 0.0)
+    known.transfer("d", "c", 1.0, 1.0, 0.0)
+    assert [known.slowdown("a", to, 0.0) for to in "bc"] == [2.5, 1.0], "as observed"
+    assert known.slowdown("a", "d", 0.0) == 2.0, "(4 + 1 + the prior of 1) / 3 from this source"
+    assert known.slowdown("x", "c", 0.0) == 1.75, "(4 + 1 + 1 + the prior of 1) / 4 in the pool"
+    assert known.slowdown("x", "c", HALF_LIFE_S) == 1.375, "what is not used fades"
+    assert set(known.links(0.0)) == {("a", "b"), ("a", "c"), ("d", "c")}
+
+
+def test_an_endpoint_is_shrunk_to_the_pool_by_how_little_was_observed() -> None:
+    known = Calibration()
+    for _ in range(200):
+        known.prefill("a", 0.5, 1.0, 0.0)
+        known.ttft("a", 2.0, 1.0, 0.0)
+    assert known.prefill_ratio("new", 0.0) == pytest.approx(0.5), "as fast as those that were observed"
+    assert known.ttft_ratio("new", 0.0) == pytest.approx(2.0)
+    assert known.of("new", 0.0).prefill.observations == 0
+    known.prefill("b", 1.0, 1.0, 0.0)
+    pool = 0.5 + GAIN * 0.5
+    assert known.prefill_ratio("b", 0.0) == pytest.approx((pool + 1.0) / 2)
+    for _ in range(200):
+        known.prefill("b", 1.0, 1.0, 0.0)
+    assert known.prefill_ratio("b", 0.0) == pytest.approx(1.0)
+    assert known.prefill_ratio("a", 0.0) == pytest.approx(0.5), "others do not change what is known well"
 
 
 def test_decode_seconds_are_averaged() -> None:
@@ -79,5 +100,6 @@ def test_who_left_is_forgotten() -> None:
     known.prefill("a", 3.0, 1.0, 0.0)
     known.transfer("b", "a", 3.0, 1.0, 0.0)
     known.forget("a")
-    assert known.prefill_ratio("a", 0.0) == 1.0
+    assert known.of("a", 0.0).prefill.observations == 0
+    assert known.prefill_ratio("a", 0.0) == known.prefill_ratio("other", 0.0) == 2.0, "as the pool"
     assert not known.links(0.0)
