@@ -200,8 +200,13 @@ class PolicyParams(_Struct, frozen=True):
     """migration: most bytes on their way between two endpoints."""
     expected_output_tokens: Positive = 128
     """perilune: of a request that sets no bound, or a higher one."""
-    interference_weight: Weight = 0.0
+    interference_weight: Weight = 0.3
     """perilune: what a second of prefill costs each request that decodes beside it."""
+    turn_interval_seconds: Weight = 40.0
+    """perilune: each session bound to an endpoint comes back so often and waits for a prefill that it meets;
+    0: not counted."""
+    least_gain_seconds: Weight = 8.0
+    """perilune: a move that brings less is not made. Lower where turns take less than a second."""
     ageing_weight: Weight = 0.0
     """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first
     served."""

@@ -9,6 +9,7 @@ Cost in seconds (`seconds`), the sum of
     prefill_s       of what is still uncached then
     decode_s        what its company there adds to this request's decoding
     interference_s  what this prefill takes from those that decode there, weighted
+    crowd_s         what it makes the sessions wait that are bound there and come back before it ends
     room_s          KV room that is missing is taken from somebody, who then recomputes it
 
 Fetching part of what a tier holds is never looked at: prefill grows faster than linearly and fetching does
@@ -145,6 +146,7 @@ class Seconds:
     prefill_s: float
     decode_s: float
     interference_s: float
+    crowd_s: float
     room_s: float
     source: Source
     peer: str
@@ -159,7 +161,7 @@ class Seconds:
     @property
     def arriving_s(self) -> float:
         """What depends on where the prompt's KV is: paid once by a session that stays then."""
-        return self.fetch_s + self.prefill_s + self.interference_s
+        return self.fetch_s + self.prefill_s + self.interference_s + self.crowd_s
 
     @property
     def standing_s(self) -> float:
@@ -177,6 +179,7 @@ class Seconds:
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
             "interference_s": self.interference_s,
+            "crowd_s": self.crowd_s,
             "room_s": self.room_s,
             "cached_tokens": float(self.cached_tokens),
         }
@@ -187,13 +190,16 @@ def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) ->
     """The request's cost there. Costs a few µs."""
     load = candidate.load
     disturbed = params.interference_weight * load.decoding
-    source, peer, cached_tokens, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
+    waiting = _come_back(candidate, request, params)
+    weight = 1.0 + disturbed + waiting
+    source, peer, cached_tokens, fetch_s, prefill_s = cheapest_fetch(candidate, request, weight)
     return Seconds(
         load.pending_prefill_s,
         fetch_s,
         prefill_s,
         _company_s(candidate, request, params),
         disturbed * prefill_s,
+        waiting * prefill_s,
         candidate.engine.prefill_s(missing_room_tokens(candidate, request)),
         source,
         peer,
@@ -233,6 +239,17 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source
         if tokens > device and link is not None and peer != candidate.address:
             pull_s = engine.transfer_s(tokens - device, link.bandwidth_bytes_per_s) * link.slowdown
             yield Source.PEER, peer, tokens, pull_s
+
+
+def _come_back(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
+    """Seconds that the sessions bound there wait per second of this prefill: in t seconds of it each comes
+    back t / interval times, and finds half of it left. As t counts the prefill that even the best holder has
+    left, which keeps costs linear in prefill: squared, more overlap could raise them."""
+    if not params.turn_interval_seconds:
+        return 0.0
+    known = min(request.prefix.tokens, request.prompt_tokens)
+    rest_s = candidate.engine.prefill_s(request.prompt_tokens - known, known)
+    return candidate.load.sessions * rest_s / (2.0 * params.turn_interval_seconds)
 
 
 def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:

@@ -1,13 +1,13 @@
 """perilune: the lowest cost in seconds over all tiers, with affinity by hysteresis.
 
 1. Every endpoint's cost in seconds (cost.py): queue, fetching from the cheapest tier at learned speeds,
-   prefill of the rest, company while decoding, missing KV room.
+   prefill of the rest, decodes and sessions that it delays, company while decoding, missing KV room.
 2. No host (or it is gone): the lowest cost. A host that drains: the lowest cost of the others.
 3. A host: the session leaves it for the endpoint where that brings most, and only if benefit >
-   `migration_worth` × cost and it last moved more than `cooldown_seconds` ago. Benefit = what the host's load
-   costs more than the other's, now and over the turns it is expected to have left (each meets a share
-   `load_persistence` of the difference before); cost = what its KV costs more there. If that cost is below 0,
-   because the host has lost the prefix, it counts as benefit, once.
+   `migration_worth` × cost, benefit > `least_gain_seconds`, and it last moved more than `cooldown_seconds`
+   ago. Benefit = what the host's load costs more than the other's, now and over the turns it is expected to
+   have left (each meets a share `load_persistence` of the difference before); cost = what its KV costs more
+   there. If that cost is below 0, because the host has lost the prefix, it counts as benefit, once.
 4. Headers alone suffice while the session stays; what other endpoints hold of its prompt is then unknown and
    taken as nothing, what the host itself holds comes from its tail.
 
@@ -62,15 +62,12 @@ def perilune(
     return _decision(host, Reason.HOST if is_cheapest else Reason.NOT_WORTH, here, costs)
 
 
-MIN_BENEFIT_S = 0.1
-"""Below what anybody notices; keeps free moves (no KV left at the host) from following noise."""
-
-
 def gain(host: Seconds, other: Seconds, turns: float, params: PolicyParams) -> float:
-    """Benefit − worth × cost of leaving the host, in seconds; above 0 it pays."""
+    """Benefit − worth × cost of leaving the host, in seconds; above 0 it pays. What pays must bring at least
+    `least_gain_seconds`, or sessions follow noise: most queues are gone before the next turn."""
     benefit_s = (host.standing_s - other.standing_s) * turns + max(0.0, host.arriving_s - other.arriving_s)
     cost_s = max(0.0, other.arriving_s - host.arriving_s)
-    return benefit_s - max(MIN_BENEFIT_S, params.migration_worth * cost_s)
+    return benefit_s - max(params.least_gain_seconds, params.migration_worth * cost_s)
 
 
 def _decision(

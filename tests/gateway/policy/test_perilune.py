@@ -9,7 +9,7 @@ from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy.perilune import perilune
 from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, session
 
-PARAMS = PolicyParams()
+PARAMS = PolicyParams(least_gain_seconds=0.1)
 T_COOL = PARAMS.cooldown_seconds
 
 
@@ -52,7 +52,7 @@ def test_another_endpoint_may_be_cheaper_and_still_not_worth_it() -> None:
     assert run(without_pull, nodes).reason is Reason.MOVED, "0.95 × 1.5 > 1.5 × 0.9"
     nodes = [node("a", cached=900, pending_s=0.89), node("b")]
     assert run(without_pull, nodes).reason is Reason.HOST
-    patient = PolicyParams(migration_worth=3.0)
+    patient = PolicyParams(migration_worth=3.0, least_gain_seconds=0.1)
     verdict = perilune(without_pull, [node("a", cached=900, pending_s=0.95), node("b")], patient, Random(0))
     assert isinstance(verdict, Decision)
     assert (verdict.target, verdict.reason) == ("a", Reason.NOT_WORTH)
@@ -100,6 +100,27 @@ def test_a_host_that_lost_the_prefix_has_no_claim() -> None:
 def test_noise_does_not_move_a_session_that_has_nothing_to_lose() -> None:
     verdict = run(request(tokens=1000, of=session("a")), [node("a", pending_s=0.05), node("b")])
     assert (verdict.target, verdict.reason) == ("a", Reason.NOT_WORTH)
+
+
+@pytest.mark.parametrize(("queue_s", "target"), [(5.3, "a"), (5.4, "b")], ids=["< 8 s", "5.4 × 1.5 > 8 s"])
+def test_what_brings_little_is_not_worth_a_move(queue_s: float, target: str) -> None:
+    nodes = [node("a", cached=900, pending_s=queue_s), node("b")]
+    verdict = perilune(at_home(a=900), nodes, PolicyParams(), Random(0))
+    assert isinstance(verdict, Decision)
+    assert verdict.target == target
+    assert verdict.reason is (Reason.MOVED if target == "b" else Reason.NOT_WORTH)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "target"),
+    [
+        pytest.param(500, "a", id="0.5 s disturbs few"),
+        pytest.param(4000, "b", id="20 × 4 s / 80 s × 4 s > 1 s"),
+    ],
+)
+def test_a_long_prefill_goes_where_few_sessions_come_back(tokens: int, target: str) -> None:
+    nodes = [node("a", sessions=20), node("b", pending_s=1.0)]
+    assert run(request(tokens=tokens), nodes).target == target
 
 
 @pytest.mark.parametrize(
