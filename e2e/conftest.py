@@ -3,6 +3,9 @@
 The cluster is called `e2e`, or as PERILUNE_CLUSTER says. One that is up is used and left up; a new one ends
 with the session, unless PERILUNE_KEEP_CLUSTER is set. The test process itself joins the network outside the
 cluster, so addresses of Services are simply reachable.
+
+With USE_EXISTING_CLUSTER=true the cluster of KUBECONFIG is used instead; it must have our images
+(README.md), and Services must be reachable from here.
 """
 
 import os
@@ -21,12 +24,15 @@ from testbed.kube import Kube
 from testbed.perilune_image import perilune_archive
 from testbed.shell import until
 
+_EXISTING = os.environ.get("USE_EXISTING_CLUSTER") == "true"
 MANIFESTS = Path(__file__).parent / "manifests"
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Eight nodes, and our images."""
+    if _EXISTING:
+        pytest.skip("needs a cluster of its own: it pulls cables and restarts the API server")
     if os.geteuid() != 0:
         pytest.skip("a cluster's namespaces and cgroups need root")
     cluster = Cluster(os.environ.get("PERILUNE_CLUSTER", "e2e"))
@@ -43,14 +49,17 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def kube(cluster: Cluster) -> Kube:
+def kube(request: pytest.FixtureRequest) -> Kube:
+    if _EXISTING:
+        return Kube((), os.environ["KUBECONFIG"])
+    cluster: Cluster = request.getfixturevalue("cluster")
     return cluster.kube
 
 
 @pytest.fixture(scope="session")
-def edge(cluster: Cluster, kube: Kube) -> str:
+def edge(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Envoy Gateway is installed and its Gateway Programmed; the address where it listens."""
-    envoy_gateway.install(kube, cluster.home)
+    envoy_gateway.install(kube, tmp_path_factory.mktemp("envoy-gateway"))
     return envoy_gateway.address(kube)
 
 
