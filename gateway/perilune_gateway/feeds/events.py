@@ -20,7 +20,7 @@ from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_events
 from perilune_gateway.feeds.kv_events import Batch, BlockStored, Counters, ResetCause
 from perilune_gateway.model import Endpoint
-from perilune_gateway.parity import ParityCheck
+from perilune_gateway.parity import Parity, ParityCheck
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.stats import EventStats
 
@@ -43,12 +43,14 @@ class EventSink:
         self._parity = parity
         self._router = router
         self._clock = clock
+        self._said: dict[str, Parity] = {}
+        """The parity that was last logged, by endpoint."""
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
         now = self._clock()
         for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._parity.observe(endpoint, event)
+            if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
+                self._say(endpoint)
             self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
@@ -56,6 +58,23 @@ class EventSink:
         if cause is ResetCause.RESTARTED:
             self._parity.forget(endpoint)
         self._router.on_applied(self._blocks.reset(endpoint, rank))
+
+    def _say(self, endpoint: str) -> None:
+        """One line when an endpoint's parity changes."""
+        found = self._parity.report(endpoint)
+        if found.parity is self._said.get(endpoint, Parity.UNKNOWN):
+            return
+        self._said[endpoint] = found.parity
+        if found.parity is Parity.OK:
+            log.info("block hashes equal the engine's endpoint=%s", endpoint)
+        else:
+            log.warning(
+                "block hashes differ from the engine's endpoint=%s parity=%s cause=%r cure=%r",
+                endpoint,
+                found.parity,
+                found.cause,
+                found.cure,
+            )
 
 
 class _Source(NamedTuple):
