@@ -19,6 +19,7 @@ from perilune_gateway.policy import SIMULATED_ONLY
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
+from perilune_lab.simulator.bisection import last_that
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
@@ -130,6 +131,11 @@ def pooled(plan: Plan, played: Iterable[Played]) -> list[Run]:
     return runs
 
 
+def first_guess(plan: Plan) -> float:
+    """A rate to begin a search with."""
+    return 0.1 * plan.fleet.endpoints if plan.load.trace == AGENTIC else 1.0
+
+
 REGRET_AT_R = 5.0
 """R is where the reference's TTFT p90 is so many times the floor."""
 
@@ -144,20 +150,10 @@ def find_rate(plan: Plan, seeds: Sequence[int], reference: str = "lmetric", jobs
         p90 = mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs)
         return p90 / mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
 
-    guess = 0.1 * plan.fleet.endpoints if plan.load.trace == AGENTIC else 1.0
-    low = high = guess
-    while regret(low) >= REGRET_AT_R:
-        low, high = low / 2, low
-        if low < guess / 64:
-            raise ValueError(f"{reference} is above {REGRET_AT_R:g} × the floor at any load")
-    while high == low or regret(high) < REGRET_AT_R:
-        low, high = high, high * 2
-        if high > guess * 64:
-            raise ValueError(f"{reference} stays below {REGRET_AT_R:g} × the floor at any load")
-    while high / low > 1.03:
-        middle = sqrt(low * high)
-        if regret(middle) < REGRET_AT_R:
-            low = middle
-        else:
-            high = middle
+    guess = first_guess(plan)
+    low, high = last_that(lambda rate: regret(rate) < REGRET_AT_R, guess, 0.03)
+    if not low:
+        raise ValueError(f"{reference} is above {REGRET_AT_R:g} × the floor at any load")
+    if high == inf:
+        raise ValueError(f"{reference} stays below {REGRET_AT_R:g} × the floor at any load")
     return sqrt(low * high)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from random import Random
 from statistics import median
 from typing import Any
@@ -242,6 +243,21 @@ def paired(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float
     """(mean, low, high) of ours − theirs, seed by seed."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     return mean(differences), *interval(differences)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -> tuple[float, float, float]:
+    """(mean of ours / mean of theirs, low, high), by bootstrap over pairs of one seed; inf where theirs are
+    all 0."""
+    rng, n = Random(len(ours)), len(ours)
+    pairs = list(zip(ours, theirs, strict=True))
+    found = sorted(_quotient(rng.choices(pairs, k=n)) for _ in range(_RESAMPLES))
+    low, high = (found[round((_RESAMPLES - 1) * q)] for q in ((1 - share) / 2, (1 + share) / 2))
+    return _quotient(pairs), low, high
+
+
+def _quotient(pairs: Iterable[tuple[float, float]]) -> float:
+    ours, theirs = (sum(values) for values in zip(*pairs, strict=True))
+    return ours / theirs if theirs else inf
 
 
 def _flat(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], float]:

@@ -1,0 +1,91 @@
+"""SLO capacity: the largest load at which a policy keeps its promises.
+
+Per seed a bisection of its own over the rate, so a policy has one capacity per seed: the mean is reported,
+the interval comes from the seeds, and two policies are compared pair by pair.
+
+Cost: 6 to 10 simulations per policy and seed; seeds run in processes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import inf, sqrt
+
+from perilune_lab.quantiles import mean
+from perilune_lab.report import Run
+from perilune_lab.simulator import measure
+from perilune_lab.simulator.bisection import last_that
+from perilune_lab.simulator.harness import Plan, first_guess
+
+TOLERANCE = 0.02
+"""Relative, of a capacity."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What has to hold of a run; a run with a failed or refused request does not hold."""
+
+    ttft_p90_s: float = 5.0
+    stretch: float = 1.25
+    """Of the median session; inf: sessions may take as long as they like. Open loops have no stretch."""
+
+    def holds(self, run: Run) -> bool:
+        if not run.ttft_s or run.success_rate < 1.0:
+            return False
+        stretch = run.stretch.p50 if run.stretch else 0.0
+        return run.ttft_s.p90 <= self.ttft_p90_s and stretch <= self.stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of one policy."""
+
+    policy: str
+    by_seed: tuple[float, ...]
+    """In the order of the seeds, in the trace's unit: sessions per second, or times as fast as recorded."""
+
+    @property
+    def rate(self) -> float:
+        return mean(self.by_seed)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % of the mean, by bootstrap over the seeds."""
+        return measure.interval(self.by_seed)
+
+    def over(self, other: Capacity) -> tuple[float, float, float]:
+        """(ratio of the means, and its 95 % interval by bootstrap over the seeds, which are paired)."""
+        return measure.ratio(self.by_seed, other.by_seed)
+
+
+def slo_capacity(
+    plan: Plan, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
+) -> Iterator[Capacity]:
+    """Of each policy of the plan, as they are found. A policy that holds nowhere between 1/64 and 64 times
+    the first guess has 0 there, one that holds everywhere the largest rate tried."""
+    one = partial(_of_seed, plan, slo or Slo())
+    work = [(policy, seed) for policy in plan.policies for seed in seeds]
+    if jobs <= 1:
+        yield from _grouped(plan.policies, len(seeds), map(one, work))
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from _grouped(plan.policies, len(seeds), pool.map(one, work))
+
+
+def _grouped(policies: Sequence[str], seeds: int, rates: Iterator[float]) -> Iterator[Capacity]:
+    for policy in policies:
+        yield Capacity(policy, tuple(next(rates) for _ in range(seeds)))
+
+
+def _of_seed(plan: Plan, slo: Slo, work: tuple[str, int]) -> float:
+    policy, seed = work
+
+    def holds(rate: float) -> bool:
+        workload = plan.load.workload(rate, seed, plan.fleet)
+        return slo.holds(measure.run(plan.play(policy, workload, seed), workload))
+
+    low, high = last_that(holds, first_guess(plan), TOLERANCE)
+    return low if high == inf else sqrt(low * high)
