@@ -5,9 +5,14 @@ what we want and our field manager still owns exactly the fields that it owned a
 catches a change of ours or a late write of another operator, the second anyone else's: who changes a field
 takes it from us. After a start every object is applied once, which the server finds to be the same.
 
+Objects of a pool are written side by side, in two waves: what others name (roles, accounts, configuration)
+goes first. Over all pools at most REQUESTS_AT_ONCE are on their way: a small API server answers a few fast
+sooner than many slowly.
+
 Every write first asks the fence (we are leader, for so many seconds more) and may take no longer than that.
 """
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +30,9 @@ log = logging.getLogger(__name__)
 HASH = "perilune.dev/hash"
 SETTLE_S = 3.0
 """How long an object that we wrote may be missing from the watch."""
+REQUESTS_AT_ONCE = 16
+SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
+"""They name objects of the first: a binding is refused without its role, pods without their account."""
 
 PLURALS: Mapping[str, str] = {
     "ConfigMap": "configmaps",
@@ -45,6 +53,16 @@ PLURALS: Mapping[str, str] = {
     "PodMonitor": "podmonitors",
 }
 """Every kind that we render."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of a plan's objects."""
+
+    errors: tuple[str, ...]
+    """What the API server refused, in words."""
+    settled: bool
+    """The watches have shown all that we wrote. If not, look again after SETTLE_S, whatever they say."""
 
 
 class NotLeaderError(Exception):
@@ -95,24 +113,19 @@ class Applier:
         self._ours: dict[Key, tuple[str, str]] = {}
         """Hash and owned fields after our last apply."""
         self._written: dict[Key, tuple[Object, float]] = {}
+        """What we wrote and no watch has shown yet."""
+        self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
-    async def apply(self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]) -> list[str]:
-        """Returns what the API server refused, in words. Raises NotLeaderError, OSError."""
-        errors = []
-        for obj in wanted:
-            try:
-                await self._apply(pool, obj, children.get(key(obj)))
-            except kube.ApiError as error:
-                if error.status == 404 and "namespace" in error.message:
-                    raise OSError(error.message) from error
-                errors.append(f"{obj['kind']} {obj['metadata']['name']}: {error.message}")
+    async def apply(self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]) -> Applied:
+        """Make it so. Raises NotLeaderError, OSError."""
         keep = {key(obj) for obj in wanted}
-        for gone in children.keys() - keep:
-            try:
-                await self._delete(pool, children[gone])
-            except kube.ApiError as error:
-                errors.append(f"{gone.kind} {gone.name}: {error.message}")
-        return errors
+        errors: list[str] = []
+        for wave in (False, True):
+            now = [obj for obj in wanted if (obj["kind"] in SECOND_WAVE) is wave]
+            errors += await asyncio.gather(*(self._apply(pool, obj, children.get(key(obj))) for obj in now))
+        gone = [child for k, child in children.items() if k not in keep]
+        errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
+        return Applied(tuple(filter(None, errors)), not any(k in self._written for k in keep))
 
     async def status(self, pool: Pool, old: Object, new: InferencePoolStatus) -> Object | None:
         """Write the status where it differs; the pool as it then is. None: as it was, or gone by now."""
@@ -160,50 +173,63 @@ class Applier:
             for k in [k for k in known if k.namespace == namespace and k.name.startswith(pool)]:
                 del known[k]
 
-    async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> None:
+    async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> str:
+        """What the API server refused, in words; empty: nothing."""
         k, stamped, manager = key(obj), digest(obj), _manager(pool, obj)
         live = self._newest(k, live)
         hash_name, meta = _hash_name(pool, obj), obj["metadata"]
         if live is not None:
             stored = (live["metadata"].get("annotations") or {}).get(hash_name)
             if stored == stamped and self._ours.get(k) == (stamped, _owned(live, manager)):
-                return
+                return ""
         annotations = {**(meta.get("annotations") or {}), hash_name: stamped}
         body = {**obj, "metadata": {**meta, "annotations": annotations}}
         params = {"fieldManager": manager, "force": "true"}
-        made = await self._send("PATCH", path(obj), obj["kind"], body, params=params, content_type=kube.APPLY)
+        try:
+            made = await self._send(
+                "PATCH", path(obj), obj["kind"], body, params=params, content_type=kube.APPLY
+            )
+        except kube.ApiError as error:
+            if error.status == 404 and "namespace" in error.message:
+                raise OSError(error.message) from error
+            return f"{obj['kind']} {meta['name']}: {error.message}"
         before = live["metadata"]["resourceVersion"] if live else ""
         if made["metadata"]["resourceVersion"] != before:
             log.info("applied kind=%s object=%s/%s", k.kind, k.namespace, k.name)
+            self._written[k] = (made, self._clock())
         self._ours[k] = (stamped, _owned(made, manager))
-        self._written[k] = (made, self._clock())
+        return ""
 
-    async def _delete(self, pool: Pool, live: Object) -> None:
+    async def _delete(self, pool: Pool, live: Object) -> str:
         if "deletionTimestamp" in live["metadata"] or not _owned_by(pool, live):
-            return
+            return ""
+        kind, name = live["kind"], live["metadata"]["name"]
         body = {
             "propagationPolicy": "Background",
             "preconditions": {"uid": live["metadata"]["uid"]},
         }
         try:
-            await self._send("DELETE", path(live), live["kind"], body)
+            await self._send("DELETE", path(live), kind, body)
         except kube.ApiError as error:
             if error.status not in (404, 409):  # gone, or another one of that name by now
-                raise
+                return f"{kind} {name}: {error.message}"
         else:
-            log.info("pruned kind=%s object=%s/%s", live["kind"], pool.namespace, live["metadata"]["name"])
+            log.info("pruned kind=%s object=%s/%s", kind, pool.namespace, name)
         self._ours.pop(key(live), None)
         self._written.pop(key(live), None)
+        return ""
 
     def _newest(self, k: Key, live: Object | None) -> Object | None:
-        """What the watch says, unless what we wrote is newer."""
-        written, at = self._written.get(k, (None, 0.0))
-        if written is None:
+        """What the watch says, unless it has not come to what we wrote yet."""
+        if k not in self._written:
             return live
-        if live is None:
-            return written if self._clock() - at < SETTLE_S else None
-        newer = int(written["metadata"]["resourceVersion"]) > int(live["metadata"]["resourceVersion"])
-        return written if newer else live
+        written, at = self._written[k]
+        if live is None and self._clock() - at < SETTLE_S:
+            return written
+        if live is not None and _version(live) < _version(written):
+            return written
+        del self._written[k]
+        return live
 
     async def _send(
         self,
@@ -215,18 +241,23 @@ class Applier:
         params: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        left = self._fence.remaining_s()
-        if left <= 0:
-            raise NotLeaderError
-        self._on_write(method, kind)
-        return await self._client.request(
-            method,
-            where,
-            body,
-            params=params,
-            content_type=content_type,
-            timeout_s=min(left, kube.TIMEOUT_S),
-        )
+        async with self._turns:
+            left = self._fence.remaining_s()
+            if left <= 0:
+                raise NotLeaderError
+            self._on_write(method, kind)
+            return await self._client.request(
+                method,
+                where,
+                body,
+                params=params,
+                content_type=content_type,
+                timeout_s=min(left, kube.TIMEOUT_S),
+            )
+
+
+def _version(obj: Object) -> int:
+    return int(obj["metadata"]["resourceVersion"])
 
 
 def _manager(pool: Pool, obj: Object) -> str:

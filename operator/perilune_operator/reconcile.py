@@ -20,7 +20,7 @@ from perilune_api import crd, kube
 from perilune_api.crd import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator import observe, status
-from perilune_operator.apply import Applier, Fence, NotLeaderError, Pool
+from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
 from perilune_operator.cluster import Cluster, PoolName
 from perilune_operator.metrics import Metrics
 from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed
@@ -169,12 +169,13 @@ class Reconciler:
         made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
         said, again_in = made.status, made.again_in
         if made.objects is not None:
-            errors = await self._applier.apply(pool, made.objects, observed.children)
-            if not errors:
-                worker.failures = 0
-            else:
-                said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
+            applied = await self._applier.apply(pool, made.objects, observed.children)
+            if applied.errors:
+                said = status.with_failure(said, "; ".join(applied.errors)[:1000], observed, now)
                 again_in = self._pause(worker)
+            else:
+                worker.failures = 0
+                again_in = again_in if applied.settled else min(again_in, SETTLE_S)
         written = await self._applier.status(pool, observed.status, said)
         if written is not None:  # or the next round might find the old status, and tell it all again
             worker.body = _newest(worker.body, written)
