@@ -1,6 +1,6 @@
 """Logging set-up: a level per module, one line per record, text or JSON.
 
-    levels("info,perilune_gateway.router=debug")  →  {"": INFO, "perilune_gateway.router": DEBUG}
+    levels("info,perilune_gateway.recording=debug")  →  {"": INFO, "perilune_gateway.recording": DEBUG}
 
 A bare level is everybody's; `module=level` is that module's and of what lies below it. Lines are
 `time level module message key=value…`, or one JSON object each. Called once, by `main`.

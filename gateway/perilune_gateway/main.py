@@ -207,7 +207,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="perilune-gateway",
         description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
-        epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.router=debug",
+        epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.recording=debug",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--pool", type=Path, metavar="FILE", help="pool document, read again when it changes")
@@ -282,7 +282,7 @@ async def serve(args: argparse.Namespace) -> None:
         pool = load(args.pool)
         await _serve(args, pool, PoolFile(args.pool, pool), stop)
         return
-    client = kube.Client(kube.find_access())
+    client = await kube.connect()
     try:
         watched = KubernetesPool(client, *args.kubernetes)
         first, stopped = asyncio.create_task(watched.first()), asyncio.create_task(stop.wait())

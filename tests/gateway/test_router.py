@@ -512,7 +512,7 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up(rig: Rig) -> None:
         def forget(self, endpoint: str) -> None:
             pass
 
-    rig.router.parity = heard = Heard()
+    rig.router.in_flight.parity = heard = Heard()
     first, second = rig.route(range(20)), rig.route(range(100, 120))
     rig.router.finished(first.ticket, Outcome.COMPLETED)
     rig.router.finished(second.ticket, Outcome.COMPLETED)
@@ -526,7 +526,7 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up(rig: Rig) -> None:
 def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.route(range(100, 120))
     assert not caplog.messages
-    with caplog.at_level("DEBUG", "perilune_gateway.router"):
+    with caplog.at_level("DEBUG", "perilune_gateway.recording"):
         rig.route(h=head("/v1/completions", x_request_id="abc"))
     assert [message.split()[:2] for message in caplog.messages] == [["decision", "request_id=abc"]]
 

@@ -15,8 +15,8 @@ from math import inf
 from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.feeds.engine_metrics import interval_s
+from perilune_gateway.in_flight import TELLING_PREFILL_S
 from perilune_gateway.model import Endpoint, Load, Location
-from perilune_gateway.router import TELLING_PREFILL_S
 from perilune_gateway.state.calibration import Calibration
 from perilune_lab.simulator.engine import Engine, Sequence
 from perilune_lab.simulator.fabric import Fabric

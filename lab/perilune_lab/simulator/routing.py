@@ -16,6 +16,7 @@ from random import Random
 
 from perilune_api.pool import Limits, PolicyParams
 from perilune_gateway import admission
+from perilune_gateway.gather import MAX_LOCATIONS
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -29,7 +30,6 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy import Policy
-from perilune_gateway.router import MAX_LOCATIONS
 from perilune_lab.simulator.beliefs import Beliefs, Session
 from perilune_lab.simulator.engine import Sequence, Store
 from perilune_lab.simulator.faults import Faults

@@ -1,0 +1,241 @@
+"""What is known of a request when it is decided: its session, its prompt, and a row for each endpoint.
+
+    head, body, state ─▶ Asked: identity, session, prompt, prefix, candidates, excluded
+
+1. *eligible*: the endpoints that pass admission.BEFORE.
+2. *held*: what each endpoint holds of the prompt. Exactly, by its blocks (`exact`); or, where the body is not
+   read, what the session's tail says of its host (`by_tail`).
+3. *candidates*: load, overlap, predicted prefill, links to who holds the prefix, speeds as observed.
+
+Reads state, changes nothing (but a memo of engine models). Does not: decide, or keep anything of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nlargest
+
+from perilune_api.pool import Pool
+from perilune_api.topology import Link
+from perilune_gateway import admission, blocks
+from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.identity import Identity
+from perilune_gateway.metrics import Step
+from perilune_gateway.model import (
+    NO_PREFIX,
+    Candidate,
+    Location,
+    Overlap,
+    Prefix,
+    RequestHead,
+    Tokens,
+    TokenSource,
+)
+from perilune_gateway.openai import ParsedRequest
+from perilune_gateway.state.calibration import Calibration
+from perilune_gateway.state.fleet import EndpointView, Fleet
+from perilune_gateway.state.prefix_index import Matches, PrefixIndex
+from perilune_gateway.state.sessions import Session, Sessions
+
+MAX_LOCATIONS = 4
+"""Holders of the longest prefix that a policy is told."""
+
+
+class Laps:
+    """Microseconds by step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._started = self._last = clock()
+        self.us: dict[str, float] = {}
+
+    def lap(self, step: Step) -> None:
+        now = self._clock()
+        self.us[step] = (now - self._last) * 1e6
+        self._last = now
+
+    def total(self) -> dict[str, float]:
+        self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
+        return self.us
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as far as it is known."""
+
+    tokens: int
+    source: TokenSource
+    blocks: Sequence[int] = ()
+    model: str = ""
+    """As the body says; empty: the body was not read."""
+    output_tokens: int = 0
+    priority: int = 0
+    body_bytes: int = 0
+    hint: str = ""
+    """Its prompt_cache_key."""
+
+
+NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request while it is decided."""
+
+    head: RequestHead
+    now: float
+    laps: Laps
+    identity: Identity
+    session: Session | None
+    eligible: Sequence[EndpointView] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Endpoints that may not be chosen: address → name of the check that failed."""
+    prompt: Prompt = NO_PROMPT
+    candidates: Sequence[Candidate] = ()
+    prefix: Prefix = NO_PREFIX
+
+    @property
+    def wanted(self) -> admission.Wanted:
+        return admission.Wanted(self.head.subset, self.session.host if self.session else "")
+
+
+class Gatherer:
+    """Reads the state of one pool."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sessions: Sessions,
+        index: PrefixIndex,
+        calibration: Calibration,
+        engine: EngineModel,
+    ) -> None:
+        self._fleet = fleet
+        self._sessions = sessions
+        self._index = index
+        self._calibration = calibration
+        self._engine = engine
+        self._engines: dict[str, tuple[float, EngineModel]] = {}
+        """By address: what was observed / predicted, and the model that says so."""
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        spec = pool.spec
+        self._model = spec.model
+        self._block_size = spec.engine.block_size
+        self.engine = replace(
+            self._engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
+        )
+        """The pool's engines as believed, nothing observed."""
+        self._engines.clear()
+
+    def eligible(self, asked: Asked) -> None:
+        """Who may be chosen, and who not."""
+        views = self._fleet.view(asked.now, self._sessions.bound)
+        asked.eligible, asked.excluded = admission.split(views, asked.wanted)
+
+    def by_tail(self, asked: Asked, session: Session) -> None:
+        """The prompt is not read: its tokens are estimated from its length, and the session's host is taken
+        to hold what the session's tail says."""
+        size_bytes = asked.head.content_length
+        tokens = max(1, session.estimate_tokens(size_bytes, self._model.bytes_per_token))
+        asked.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=size_bytes)
+        held = min(self._held(session, asked.now), self.whole_blocks(tokens))
+        asked.prefix = Prefix((Location(session.host, held),)) if held else NO_PREFIX
+        self._candidates(asked, {session.host: Overlap(held, held, held)})
+
+    def exact(self, asked: Asked) -> Matches:
+        """The prompt's blocks are known: what everybody holds of them."""
+        prompt = asked.prompt
+        matches = self._index.find_matches(prompt.blocks, asked.now)
+        asked.prefix = self._prefix(matches, prompt)
+        stored = min(matches.store * self._block_size, self.whole_blocks(prompt.tokens))
+        self._candidates(asked, self._overlaps(matches, prompt), stored)
+        return matches
+
+    def blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+        """Our hashes of the prompt's full blocks; of its text where no token ids are known."""
+        root = blocks.prefix_root(lora, request.cache_salt)
+        if tokens.ids is not None:
+            return blocks.chain(tokens.ids, self._block_size, root)
+        model = self._model
+        text = request.prefix_text()[: int(model.context_tokens * model.bytes_per_token)]
+        return blocks.text_chain(text, int(self._block_size * model.bytes_per_token), root)
+
+    def whole_blocks(self, prompt_tokens: int) -> int:
+        """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""
+        return (prompt_tokens - 1) // self._block_size * self._block_size
+
+    def publishes_events(self, address: str) -> bool:
+        endpoint = self._fleet.get(address)
+        return bool(endpoint and endpoint.events)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _held(self, session: Session, now: float) -> int:
+        """Tokens of the session's context that its host still holds, as far as one look tells: all up to the
+        tail, or nothing once the tail was evicted."""
+        if not self.publishes_events(session.host):
+            return session.tail_tokens
+        found = self._index.find_matches((session.tail,), now)
+        return session.tail_tokens if session.host in found.device else 0
+
+    def _overlaps(self, matches: Matches, prompt: Prompt) -> dict[str, Overlap]:
+        """Of the endpoints that hold something themselves."""
+        limit, size = self.whole_blocks(prompt.tokens), self._block_size
+        return {
+            address: Overlap(*(min(held * size, limit) for held in matches.of(address)))
+            for address in matches.reach
+        }
+
+    def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
+        """Nobody asks an engine to pull from another yet, so it is not pullable."""
+        limit = self.whole_blocks(prompt.tokens)
+        longest = nlargest(MAX_LOCATIONS, matches.host.items(), key=lambda held: held[1])
+        locations = (Location(a, min(held * self._block_size, limit)) for a, held in longest)
+        return Prefix(
+            tuple(location for location in locations if location.tokens),
+            matches.hits,
+            matches.frequency_score,
+        )
+
+    def _candidates(self, asked: Asked, overlaps: Mapping[str, Overlap], stored_tokens: int = 0) -> None:
+        """`stored_tokens`: in the shared store, for those that hold nothing themselves."""
+        now, tokens = asked.now, asked.prompt.tokens
+        candidates, elsewhere = [], Overlap(0, 0, stored_tokens)
+        for view in asked.eligible:
+            address = view.endpoint.address
+            overlap = overlaps.get(address, elsewhere)
+            cached, engine = overlap.device_tokens, self._engine_of(address, now)
+            candidates.append(
+                Candidate(
+                    view.endpoint,
+                    view.load,
+                    overlap,
+                    engine.prefill_s(tokens - cached, cached),
+                    view.seconds_since_move,
+                    self._links(view, asked.prefix, now),
+                    engine,
+                    self._calibration.decode_s(address),
+                    self._calibration.ttft_ratio(address, now),
+                )
+            )
+        asked.candidates = candidates
+
+    def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
+        """To the prefix's locations, as slow as they were observed to be."""
+        here, links = view.endpoint.address, {}
+        for there, _ in prefix.locations:
+            if link := view.links.get(there):
+                slowdown = self._calibration.slowdown(there, here, now)
+                links[there] = link if slowdown == link.slowdown else link._replace(slowdown=slowdown)
+        return links
+
+    def _engine_of(self, address: str, now: float) -> EngineModel:
+        """As fast as it was observed to be, to a hundredth."""
+        ratio = round(self._calibration.prefill_ratio(address, now), 2)
+        known = self._engines.get(address)
+        if known is None or known[0] != ratio:
+            known = self._engines[address] = (ratio, self.engine.scaled(ratio))
+        return known[1]

@@ -1,0 +1,200 @@
+"""What a verdict changes: binding, load, claims in the index, the decision's record, metrics.
+
+    routed(asked, decision) ─▶ session bound · load begun · blocks claimed · record kept ─▶ Routed
+    unprompted(…)           ─▶ the same without a prompt: pass-through and forced requests
+    refused(…)              ─▶ record kept
+
+Every verdict of a pool passes here once, and gets the next ordinal, which is also its ticket. What becomes of
+a routed request is `in_flight`'s. Does not: decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from perilune_api import names
+from perilune_gateway.explain import DecisionRecord, Decisions, sentence
+from perilune_gateway.gather import Asked, Gatherer, Prompt
+from perilune_gateway.identity import Identity
+from perilune_gateway.in_flight import InFlight, Running
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.model import (
+    Candidate,
+    Decision,
+    Phase,
+    Reason,
+    Refusal,
+    RequestHead,
+    RequestView,
+    Routed,
+    TokenSource,
+)
+from perilune_gateway.state.fleet import EndpointView, Fleet
+from perilune_gateway.state.sessions import Session, Sessions
+
+NOT_ASKED = ("", "0", "false")
+"""Values of x-perilune-decision that ask for nothing."""
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Applies one pool's verdicts."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sessions: Sessions,
+        gatherer: Gatherer,
+        in_flight: InFlight,
+        decisions: Decisions,
+        metrics: Metrics,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._fleet = fleet
+        self._sessions = sessions
+        self._gatherer = gatherer
+        self._in_flight = in_flight
+        self._decisions = decisions
+        self._metrics = metrics
+        self._wall_clock = wall_clock
+        self.ordinal = 0
+        """Of the next verdict."""
+
+    def configure(self, block_size: int, fallbacks: int) -> None:
+        """`fallbacks`: endpoints that Envoy is told beside the target."""
+        self._block_size = block_size
+        self._fallbacks = fallbacks
+
+    def request_id(self, head: RequestHead) -> str:
+        return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self.ordinal}"
+
+    def routed(self, asked: Asked, view: RequestView, decision: Decision, policy: str) -> Routed:
+        """A policy has chosen."""
+        prompt, identity, now, target = asked.prompt, asked.identity, asked.now, decision.target
+        chosen = next(c for c in asked.candidates if c.address == target)
+        cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
+        new = prompt.tokens - cached
+        session = self._bind(identity, target, prompt, now)
+        last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
+        awaited = last if chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE else 0
+        prefill_s = chosen.engine.prefill_s(new, cached)
+        running = Running(
+            view.request_id,
+            target,
+            now,
+            session,
+            identity.final,
+            prompt.blocks,
+            awaited,
+            self._gatherer.engine.prefill_s(new, cached),
+            chosen.load.pending_prefill_s + prefill_s,
+        )
+        ticket = self._start(running)
+        self._fleet.start(
+            ticket,
+            target,
+            uncached_tokens=new,
+            prefill_s=prefill_s,
+            context_tokens=prompt.tokens,
+            last_block=awaited,
+        )
+        if session:
+            session.ticket = ticket
+        if prompt.hint:
+            self._sessions.hint(identity.tenant, prompt.hint, target)
+        if decision.moved_from:
+            self._fleet.moved(decision.moved_from, target, now)
+        self._in_flight.speculate(chosen.endpoint, prompt.blocks, now)
+        record = DecisionRecord(
+            view,
+            decision,
+            policy,
+            tuple(asked.candidates),
+            asked.excluded,
+            self._destinations(decision),
+            cached,
+            asked.laps.total(),
+            self._wall_clock(),
+            identity.tenant,
+        )
+        running.record = self._keep(record)
+        return self._answer(asked.head, ticket, record)
+
+    def unprompted(self, asked: Asked, order: Sequence[EndpointView], reason: Reason) -> Routed:
+        """No policy was asked: the first of `order`."""
+        target = order[0].endpoint.address
+        request_id = self.request_id(asked.head)
+        running = Running(request_id, target, asked.now, None, False, (), 0)
+        ticket = self._start(running)
+        self._fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
+        record = DecisionRecord(
+            RequestView(request_id, ticket, 0, Phase.HEADERS),
+            Decision(target, reason),
+            "",
+            excluded=asked.excluded,
+            destinations=tuple(e.endpoint.address for e in order[: 1 + self._fallbacks]),
+            timings_us=asked.laps.total(),
+            time=self._wall_clock(),
+        )
+        running.record = self._keep(record)
+        return self._answer(asked.head, ticket, record)
+
+    def refused(
+        self,
+        head: RequestHead,
+        refusal: Refusal,
+        excluded: Mapping[str, str] | None = None,
+        view: RequestView | None = None,
+        candidates: Sequence[Candidate] = (),
+        policy: str = "",
+    ) -> Refusal:
+        """Nobody gets it."""
+        view = view or RequestView(self.request_id(head), self.ordinal, 0)
+        self._keep(
+            DecisionRecord(view, refusal, policy, tuple(candidates), excluded or {}, time=self._wall_clock())
+        )
+        self.ordinal += 1
+        return refusal
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _bind(self, identity: Identity, target: str, prompt: Prompt, now: float) -> Session | None:
+        if identity.key is None:
+            return None
+        session = self._sessions.touch(identity.key, now, identity.parent_key)
+        self._sessions.bind(session, target, now)
+        session.turns += 1
+        if prompt.model:
+            self._sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+        else:
+            self._sessions.unread(session, prompt.tokens, prompt.body_bytes)
+        if prompt.blocks:
+            self._sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
+        elif not self._gatherer.publishes_events(target):
+            self._sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
+        return session
+
+    def _start(self, running: Running) -> int:
+        ticket = self.ordinal
+        self._in_flight.started(ticket, running)
+        self.ordinal += 1
+        return ticket
+
+    def _destinations(self, decision: Decision) -> tuple[str, ...]:
+        """The target, then the candidates by cost."""
+        by_cost = sorted(decision.costs, key=lambda cost: cost.total)
+        others = [cost.address for cost in by_cost if cost.address != decision.target]
+        return (decision.target, *others[: self._fallbacks])
+
+    def _keep(self, record: DecisionRecord) -> int:
+        self._metrics.decided(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decision request_id=%s %s", record.request_id, sentence(record))
+        return self._decisions.add(record)
+
+    def _answer(self, head: RequestHead, ticket: int, record: DecisionRecord) -> Routed:
+        asked = head.headers.get(names.DECISION_HEADER, "") not in NOT_ASKED
+        header = f"{record.target}; {record.reason}; request={record.request_id}" if asked else ""
+        return Routed(ticket, record.destinations, record.request_id, header)
