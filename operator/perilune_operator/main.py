@@ -73,7 +73,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    client = kube.Client(kube.find_access())
+    client = await kube.connect()
     lease = Lease(
         client,
         args.own_namespace,

@@ -1,35 +1,33 @@
-"""The Kubernetes API server, as far as gateway and operator need it: plain requests and a followed list.
+"""The Kubernetes API server, as gateway and operator use it: plain requests and a followed list.
 
-`Access` says where it is and who we are: the pod's service account, or a kubeconfig with a token or a client
-certificate (no exec plugins). `Client` sends JSON. `follow` keeps a copy of one collection: list, then watch
-from the list's version; bookmarks move that version on, 410 Gone begins anew, a broken stream is taken up
-where it was. A service account's token is read again once a minute, since the kubelet renews it.
+The `kubernetes` package (its asynchronous half) knows where the server is, who we are, and how tokens are
+renewed; `connect` asks it for the pod's service account, else for a kubeconfig. `Client` sends JSON by path,
+since both programs handle objects as they are, also of kinds that the package has no classes for. `follow`
+keeps a copy of one collection: list, then watch from the list's version; bookmarks move that version on, 410
+Gone begins anew, a broken stream is taken up where it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import os
 import random
-import ssl
-import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
-import yaml
+from kubernetes.aio import config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 TIMEOUT_S = 10.0
@@ -37,7 +35,6 @@ WATCH_S = 300
 """The server ends a watch after so long; it then goes on from the last version seen."""
 SILENCE_S = 90.0
 """A watch without a byte for so long is taken for dead: the server sends bookmarks every minute."""
-TOKEN_S = 60.0
 RETRY_S = (0.2, 5.0)
 """Shortest and longest pause after a failure; doubled each time, with dice."""
 
@@ -52,91 +49,34 @@ class ApiError(Exception):
         self.message = message
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Where the API server is, and who we are."""
-
-    server: str
-    tls: ssl.SSLContext | None = None
-    token: str = ""
-    token_file: Path | None = None
-    namespace: str = "default"
-
-
-def in_cluster(account: Path = SERVICE_ACCOUNT, environ: Mapping[str, str] = os.environ) -> Access:
-    """The pod's own service account. Raises OSError outside a pod."""
-    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        raise OSError("not in a Kubernetes pod: KUBERNETES_SERVICE_HOST is not set")
-    host = f"[{host}]" if ":" in host else host
-    return Access(
-        f"https://{host}:{port}",
-        ssl.create_default_context(cafile=str(account / "ca.crt")),
-        token_file=account / "token",
-        namespace=(account / "namespace").read_text().strip(),
-    )
-
-
-def from_kubeconfig(path: Path) -> Access:
-    """The current context of a kubeconfig. Raises OSError, KeyError for one that lacks a part."""
-    config = yaml.safe_load(path.read_text())
-    context = _named(config["contexts"], config["current-context"])["context"]
-    cluster = _named(config["clusters"], context["cluster"])["cluster"]
-    user = _named(config["users"], context["user"])["user"]
-    tls = None
-    if cluster["server"].startswith("https:"):
-        ca = _text(cluster, "certificate-authority")
-        tls = ssl.create_default_context(cadata=ca or None)
-        if cluster.get("insecure-skip-tls-verify"):
-            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-        certificate, key = _text(user, "client-certificate"), _text(user, "client-key")
-        if certificate:
-            with tempfile.NamedTemporaryFile("w", suffix=".pem") as pem:  # ssl reads files only
-                pem.write(certificate + "\n" + key)
-                pem.flush()
-                tls.load_cert_chain(pem.name)
-    token_file = user.get("tokenFile")
-    return Access(
-        cluster["server"],
-        tls,
-        user.get("token", ""),
-        Path(token_file) if token_file else None,
-        context.get("namespace", "default"),
-    )
-
-
-def find_access(environ: Mapping[str, str] = os.environ) -> Access:
-    """The pod's service account, else $KUBECONFIG, else ~/.kube/config."""
-    if environ.get("KUBERNETES_SERVICE_HOST") and (SERVICE_ACCOUNT / "token").exists():
-        return in_cluster(environ=environ)
-    return from_kubeconfig(Path(environ.get("KUBECONFIG") or Path.home() / ".kube/config"))
-
-
-def _named(items: list[Object], name: str) -> Object:
-    return next(item for item in items if item["name"] == name)
-
-
-def _text(part: Object, key: str) -> str:
-    """PEM given inline or by file."""
-    if inline := part.get(f"{key}-data"):
-        return base64.b64decode(inline).decode()
-    return Path(part[key]).read_text() if part.get(key) else ""
+async def connect(environ: Mapping[str, str] = os.environ) -> Client:
+    """As the pod's service account, else by $KUBECONFIG, else by ~/.kube/config. Raises OSError, naming what
+    is missing."""
+    made = Configuration()
+    path = environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
+    try:
+        if environ.get("KUBERNETES_SERVICE_HOST"):
+            config.load_incluster_config(made)  # type: ignore[no-untyped-call]
+        else:
+            await config.load_kube_config(  # type: ignore[no-untyped-call]
+                path, client_configuration=made, persist_config=False
+            )
+    except config.ConfigException as error:
+        where = "in this pod" if environ.get("KUBERNETES_SERVICE_HOST") else f"at {path}"
+        raise OSError(f"no access to a Kubernetes API server {where}: {error}") from error
+    return Client(made)
 
 
 class Client:
     """One connection pool to one API server; `close` it."""
 
-    def __init__(self, access: Access, clock: Callable[[], float] = time.monotonic) -> None:
-        self.access = access
-        self._clock = clock
-        self._session: aiohttp.ClientSession | None = None
-        self._token = access.token
-        self._token_read_at = float("-inf")
+    def __init__(self, configuration: Configuration) -> None:
+        """Without a certificate authority the server's certificate is checked against the system's."""
+        self._api = ApiClient(configuration)
+        self._server = str(configuration.host).rstrip("/")
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._api.close()  # type: ignore[no-untyped-call]
 
     async def request(
         self,
@@ -149,18 +89,15 @@ class Client:
         timeout_s: float = TIMEOUT_S,
     ) -> Object:
         """Raises ApiError when the server refuses, OSError when it cannot be reached."""
-        data = None if body is None else msgspec.json.encode(body)
-        headers = {**self._headers(), "Content-Type": content_type}
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._open().request(
-                method, self.access.server + path, data=data, params=params, headers=headers, timeout=timeout
-            ) as response:
-                text, status = await response.read(), response.status
+            response = await self._send(
+                method, path, params or {}, body, content_type, aiohttp.ClientTimeout(total=timeout_s)
+            )
+            text = await response.read()
         except aiohttp.ClientError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
-        if status >= 400:
-            raise _error(status, text)
+        if response.status >= 400:
+            raise _error(response.status, text)
         return _object(text)
 
     async def watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[Object]:
@@ -168,9 +105,7 @@ class Client:
         asked = {**params, "watch": "1", "allowWatchBookmarks": "1", "timeoutSeconds": str(WATCH_S)}
         timeout = aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=SILENCE_S)
         try:
-            async with self._open().get(
-                self.access.server + path, params=asked, headers=self._headers(), timeout=timeout
-            ) as response:
+            async with await self._send("GET", path, asked, None, "application/json", timeout) as response:
                 if response.status >= 400:
                     raise _error(response.status, await response.read())
                 rest = b""
@@ -182,17 +117,21 @@ class Client:
         except aiohttp.ClientError as error:
             raise ConnectionError(str(error) or type(error).__name__) from error
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(ssl=self.access.tls or False)
-            self._session = aiohttp.ClientSession(connector=connector)
-        return self._session
-
-    def _headers(self) -> dict[str, str]:
-        file, now = self.access.token_file, self._clock()
-        if file is not None and now - self._token_read_at >= TOKEN_S:
-            self._token, self._token_read_at = file.read_text().strip(), now
-        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str],
+        body: Any,
+        content_type: str,
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        url = self._server + path + (f"?{urlencode(params)}" if params else "")
+        headers = {"Content-Type": content_type, "Accept": "application/json"}
+        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        answer = await self._api.call_api(method, url, headers, body, _request_timeout=limits)
+        response: aiohttp.ClientResponse = answer.response
+        return response
 
 
 def _object(text: bytes) -> Object:

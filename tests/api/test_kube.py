@@ -1,16 +1,33 @@
 import base64
-import ssl
+import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
 
 from perilune_api import kube
-from perilune_api.kube import Access, ApiError, Client, Collection
+from perilune_api.kube import ApiError, Client, Collection
 
 Object = dict[str, Any]
+
+
+PLUGIN = "client.authentication.k8s.io/v1"
+
+
+class Server:
+    """Says what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.seen: list[tuple[str, str]] = []
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.seen.append((request.query_string, request.headers["Authorization"]))
+        return web.json_response({"you": "are"})
 
 
 def item(name: str, version: int = 1) -> Object:
@@ -31,27 +48,65 @@ def kubeconfig(path: Path, cluster: Object, user: Object) -> Path:
     return path
 
 
-def test_a_kubeconfigs_current_context_counts(tmp_path: Path) -> None:
-    file = kubeconfig(tmp_path / "k", {"server": "http://h:1"}, {"token": "t"})
-    assert kube.from_kubeconfig(file) == Access("http://h:1", None, "t", None, "team")
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    app = web.Application()
+    app.router.add_get("/x", made.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    await runner.cleanup()
 
 
-def test_a_certificate_need_not_be_checked(tmp_path: Path) -> None:
-    cluster = {"server": "https://h:1", "insecure-skip-tls-verify": True}
-    tls = kube.from_kubeconfig(kubeconfig(tmp_path / "k", cluster, {})).tls
-    assert tls is not None
-    assert tls.verify_mode is ssl.CERT_NONE
+async def test_a_kubeconfigs_current_context_counts(server: Server, tmp_path: Path) -> None:
+    file = kubeconfig(tmp_path / "k", {"server": server.url}, {"token": "t"})
+    client = await kube.connect({"KUBECONFIG": str(file)})
+    assert await client.request("GET", "/x", params={"a": "b c"}) == {"you": "are"}
+    assert server.seen == [("a=b c", "Bearer t")]
+    with pytest.raises(ApiError) as error:
+        await client.request("GET", "/missing")
+    assert error.value.status == 404
+    await client.close()
 
 
-def test_a_wrong_authority_is_an_error(tmp_path: Path) -> None:
+async def test_a_token_plugin_is_asked(server: Server, tmp_path: Path) -> None:
+    said = {"apiVersion": PLUGIN, "kind": "ExecCredential", "status": {"token": "fresh"}}
+    plugin = {"apiVersion": PLUGIN, "command": "echo", "args": [json.dumps(said)], "interactiveMode": "Never"}
+    file = kubeconfig(tmp_path / "k", {"server": server.url}, {"exec": plugin})
+    client = await kube.connect({"KUBECONFIG": str(file)})
+    await client.request("GET", "/x")
+    await client.close()
+    assert server.seen == [("", "Bearer fresh")]
+
+
+async def test_a_wrong_authority_is_an_error(tmp_path: Path) -> None:
     cluster = {"server": "https://h:1", "certificate-authority-data": base64.b64encode(b"junk").decode()}
-    with pytest.raises(OSError, match="certificate"):
-        kube.from_kubeconfig(kubeconfig(tmp_path / "k", cluster, {}))
+    file = kubeconfig(tmp_path / "k", cluster, {})
+    with pytest.raises(OSError, match=r"X509|certificate"):
+        await kube.connect({"KUBECONFIG": str(file)})
 
 
-def test_outside_a_pod_there_is_no_service_account() -> None:
-    with pytest.raises(OSError, match="KUBERNETES_SERVICE_HOST"):
-        kube.in_cluster(environ={})
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"KUBERNETES_SERVICE_HOST": "h"}, "in this pod: Service host/port is not set"),
+        ({"KUBECONFIG": "/nonexistent/config"}, "at /nonexistent/config: "),
+    ],
+    ids=["in a pod without its environment", "no such file"],
+)
+async def test_what_is_missing_is_named(environ: dict[str, str], told: str) -> None:
+    with pytest.raises(OSError, match=told):
+        await kube.connect(environ)
+
+
+async def test_a_server_that_is_gone(server: Server) -> None:
+    client = Client(Configuration(host="http://127.0.0.1:1"))
+    with pytest.raises(OSError, match="onnect"):
+        await client.request("GET", "/x")
+    await client.close()
 
 
 def test_a_collection_follows_its_events() -> None:
@@ -68,37 +123,3 @@ def test_an_error_event_is_raised() -> None:
     with pytest.raises(ApiError) as error:
         Collection().apply({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}})
     assert error.value.status == 410
-
-
-async def test_a_token_file_is_read_again(tmp_path: Path) -> None:
-    file, seen, now = tmp_path / "token", [], [0.0]
-    file.write_text("one\n")
-
-    async def answer(request: web.Request) -> web.Response:
-        seen.append(request.headers["Authorization"])
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_get("/x", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    client = Client(Access(url, token_file=file), lambda: now[0])
-    try:
-        await client.request("GET", "/x")
-        file.write_text("two")
-        now[0] = 59.0
-        await client.request("GET", "/x")
-        now[0] = 60.0
-        await client.request("GET", "/x")
-        assert seen == ["Bearer one", "Bearer one", "Bearer two"]
-        with pytest.raises(ApiError) as error:
-            await client.request("GET", "/missing")
-        assert error.value.status == 404
-    finally:
-        await client.close()
-        await runner.cleanup()
-    with pytest.raises(OSError, match="onnect"):
-        await client.request("GET", "/x")
-    await client.close()
