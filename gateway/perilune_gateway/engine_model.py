@@ -27,9 +27,12 @@ class EngineModel:
     """FLOPs per (new token × token attended): 4 × 48 layers × 32 heads × 128."""
     flops_per_s: float = 0.90 * 148e12
     prefill_fixed_s: float = 0.030
-    """Once per prefill alone on the engine."""
+    """Once per prefill: of the step in which it begins."""
     step_fixed_s: float = 0.004
-    """Once per step that mixes prefill and decode."""
+    """Of a step with prefill in it in which none begins."""
+    mixed_dense_factor: float = 1.25
+    """Dense FLOPs of a prefill chunk take so much longer when sequences decode in the same step: fitted to
+    TPOT of 8 streams while a prefill runs (32 / 114 / 388 / 757 / 1419 ms at 2k / 8k / 32k / 64k / 128k)."""
     decode_floor_s: float = 0.0058
     """A decode step never takes less (launch overheads)."""
     expert_bytes: float = 2 * 29.0e9
@@ -79,15 +82,29 @@ class EngineModel:
         return self.scale * max(self.decode_floor_s, moved / self.memory_bytes_per_s)
 
     def mixed_step_s(
-        self, chunks: Iterable[tuple[int, int]], sequences: int = 0, context_tokens: int = 0
+        self, chunks: Iterable[tuple[int, int]], sequences: int = 0, context_tokens: int = 0, begins: int = 0
     ) -> float:
         """Seconds of one step that prefills `chunks` of (new, cached) tokens and decodes beside them.
-        Without chunks it is a decode step."""
-        flops = sum(self.prefill_flops(new, cached) for new, cached in chunks)
-        if not flops:
+        `begins`: prompts whose first chunk is among them. Without chunks it is a decode step."""
+        tokens, attended = 0, 0.0
+        for new, cached in chunks:
+            tokens, attended = tokens + new, attended + new * (cached + new / 2)
+        if not tokens:
             return self.decode_step_s(sequences, context_tokens)
-        read = context_tokens * self.kv_bytes_per_token / self.memory_bytes_per_s
-        return self.scale * (self.step_fixed_s + flops / self.flops_per_s + read)
+        return self.step_s(tokens, attended, sequences, context_tokens, begins > 0)
+
+    def step_s(
+        self, new_tokens: int, attended: float, sequences: int, context_tokens: int, begins: bool
+    ) -> float:
+        """The same in sums: all chunks have `new_tokens`, which attend to `attended` pairs. However many
+        prompts begin in a step, their prefill's fixed cost is paid once."""
+        dense = self.flops_per_token * new_tokens
+        fixed_s = self.prefill_fixed_s if begins else self.step_fixed_s
+        if sequences:
+            dense *= self.mixed_dense_factor
+        flops_s = (dense + self.attention_flops * attended) / self.flops_per_s
+        read_s = context_tokens * self.kv_bytes_per_token / self.memory_bytes_per_s
+        return self.scale * (fixed_s + flops_s + read_s)
 
     def kv_bytes(self, tokens: int) -> int:
         return tokens * self.kv_bytes_per_token

@@ -128,6 +128,8 @@ class Step:
     hits: int = 0
     """Admitted with nothing but their tail to compute."""
     misses: int = 0
+    begins: int = 0
+    """Prefills that begin: misses, and what is left behind blocks that were loaded."""
     prefill_forwards: int = 0
     """Forwards with a miss in them: 1 for all misses of a step, or one each with `serial_misses`."""
     preempted: int = 0
@@ -259,7 +261,7 @@ class Scheduler:
         context = sum([request.computed for request in step.decoded])
         if not self.limits.serial_misses:
             step.prefill_forwards = 1 if misses else 0
-            return self.model.mixed_step_s(chunks, len(step.decoded), context)
+            return self.model.mixed_step_s(chunks, len(step.decoded), context, step.begins)
         step.prefill_forwards = len(misses)
         tails = [chunk for chunk in chunks if not self._is_miss(chunk[0])]
         alone_s = sum(self.model.prefill_s(new, before) for new, before in misses)
@@ -353,6 +355,7 @@ class Scheduler:
                 step.admitted.append(request)
             if self._is_miss(total - request.computed):
                 step.misses += 1
+                step.begins += 1
             else:
                 step.hits += 1
             self.running.append(request)
@@ -385,6 +388,7 @@ class Scheduler:
             self.cache.grow(request.table, request.computed)
             self.running.append(request)
             step.admitted.append(request)
+            step.begins += self._is_miss(len(request.table.tokens) - request.computed)
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:

@@ -412,7 +412,7 @@ class Engine:
         self._busy = self._mixed = True
         self._began_s = now
         self._steps = 1 if sequences else 0
-        self._plan(now + self.hardware.step_s(tokens, attended, sequences, self._context_tokens, begins))
+        self._plan(now + self.model.step_s(tokens, attended, sequences, self._context_tokens, begins))
 
     def _begin_decode(self, now: float) -> None:
         cache = self.cache

@@ -1,9 +1,9 @@
 """What is simulated: every parameter of an H20 fleet in one place, with its unit and where it comes from.
 
-Compute and memory times are the gateway's `EngineModel` (prefill, decode, request overhead, KV bytes); here
-is what it leaves out: mixed steps beside decode, KV transfer between engines, the DRAM and store tiers, the
-shape of a node. `tests/lab/simulator/test_calibration.py` holds every one of them against its measured
-points.
+Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
+bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer
+between engines, the DRAM tier, the shape of a node. `tests/lab/simulator/test_h20.py` holds every one of them
+against its measured points.
 
 H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
 or 400 Gb/s (sites differ: `Link`). Nothing that comes out of this is an H20 measurement.
@@ -54,9 +54,6 @@ class Hardware:
     """One kind of engine and what connects them."""
 
     engine: EngineModel = H20_30B
-    mixed_dense_factor: float = 1.25
-    """Dense FLOPs of a prefill chunk take so much longer when sequences decode in the same step: fitted to
-    TPOT of 8 streams while a prefill runs (32 / 114 / 388 / 757 / 1419 ms at 2k / 8k / 32k / 64k / 128k)."""
     max_sequences: int = 256
     """vLLM's --max-num-seqs."""
     block_tokens: int = 16
@@ -102,24 +99,10 @@ class Hardware:
         total_s, done = alone_s, 0
         while done < prompt_tokens:
             new = min(e.tokens_per_step, prompt_tokens - done)
-            total_s += self.step_s(new, new * (done + new / 2), streams, streams * context_tokens, done == 0)
+            total_s += e.step_s(new, new * (done + new / 2), streams, streams * context_tokens, done == 0)
             done += new
             tokens += 1
         return total_s / tokens
-
-    def step_s(
-        self, new_tokens: int, attended: float, sequences: int, context_tokens: int, begins: bool
-    ) -> float:
-        """One step that prefills `new_tokens`, which attend to `attended` pairs in all, beside `sequences`
-        that decode with `context_tokens` in all. `begins`: a prompt's first chunk is in it."""
-        e = self.engine
-        dense = e.flops_per_token * new_tokens
-        fixed_s = e.prefill_fixed_s if begins else e.step_fixed_s
-        if sequences:
-            dense *= self.mixed_dense_factor
-        flops_s = (dense + e.attention_flops * attended) / e.flops_per_s
-        read_s = context_tokens * e.kv_bytes_per_token / e.memory_bytes_per_s
-        return e.scale * (fixed_s + flops_s + read_s)
 
 
 H20 = Hardware()

@@ -38,7 +38,7 @@ def test_one_prompt_takes_what_the_engine_model_says():
     request = engine.add(prompt(1, 20_000), 3)
     steps = engine.run()
     chunks = [(8192, 0), (8192, 8192), (3616, 16_384)]
-    first = OVERHEAD(20_000) + sum(H20_30B.mixed_step_s([chunk]) for chunk in chunks)
+    first = OVERHEAD(20_000) + sum(H20_30B.mixed_step_s([chunk], begins=not chunk[1]) for chunk in chunks)
     assert [step.tokens for step in steps] == [8192, 8192, 3616, 1, 1]
     assert request.first_token_s == pytest.approx(first)
     decode = H20_30B.decode_step_s(1, 20_001) + H20_30B.decode_step_s(1, 20_002)
@@ -144,8 +144,8 @@ def unique_prompts(serial: bool):
 
 
 def test_batched_misses_beat_serial_ones_as_published():
-    """Simulated, ms: TTFT p50 1055 → 331, p95 1395 → 427, TPOT p50 27 → 19, ITL p99 681 → 193, latency p50
-    1877 → 909. Other hardware and another model than the published ones, so ratios are compared."""
+    """Simulated, ms: TTFT p50 1055 → 393, p95 1395 → 526, TPOT p50 27 → 20, ITL p99 681 → 265, latency p50
+    1877 → 1008. Other hardware and another model than the published ones, so ratios are compared."""
     published = {
         "ttft_p50": 418 / 143,
         "ttft_p95": 799 / 260,
@@ -171,7 +171,7 @@ def test_serial_misses_stall_decode_and_batched_ones_do_not():
         steps = engine.run()
         stalls[serial] = max(gaps(steps, talking))
     assert stalls[True] == pytest.approx(0.68, abs=0.01)
-    assert stalls[False] == pytest.approx(0.19, abs=0.01)
+    assert stalls[False] == pytest.approx(0.27, abs=0.01)
 
 
 # room

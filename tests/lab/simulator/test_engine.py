@@ -1,6 +1,5 @@
 """The closed form against the simulated engine that takes every step."""
 
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -16,18 +15,12 @@ from perilune_lab.simulator.runs import ROOT, Runs
 from perilune_lab.simulator.workload import Task
 
 BLOCK = 16
-PLAIN = replace(
-    H20,
-    engine=replace(H20.engine, prefill_fixed_s=H20.engine.step_fixed_s),
-    mixed_dense_factor=1.0,
-)
-"""What the stepping engine models too."""
 
 
 class Bench:
     """One engine, played to the end."""
 
-    def __init__(self, hardware: Hardware = PLAIN, store: bool = False, pool_tokens: int = 281_600) -> None:
+    def __init__(self, hardware: Hardware = H20, store: bool = False, pool_tokens: int = 281_600) -> None:
         self.runs = Runs()
         self.due: list[tuple[float, int]] = []
         self.finished: list[Sequence] = []
@@ -68,7 +61,7 @@ class Bench:
 def stepped(rows: list[tuple[float, list[int], int]], pool_tokens: int) -> list[Request]:
     """The same requests, every step taken: (arrival, tokens, output tokens)."""
     cache = KvCache(BlockHasher(Algorithm.SHA256, BLOCK), pool_tokens // BLOCK + 1)
-    scheduler = Scheduler(cache, PLAIN.engine)
+    scheduler = Scheduler(cache, H20.engine)
     requests = []
     for i, (at_s, tokens, output) in enumerate(rows):
         scheduler.advance(at_s)
@@ -160,10 +153,10 @@ def test_a_transfer_comes_before_the_prefill_or_beside_it():
         bench.play()
         times[name] = s.first_token_s
         assert s.cached_tokens == known.get("fetched_tokens", 0)
-    rest_s = PLAIN.engine.prefill_s(16_000, 8_000)
+    rest_s = H20.engine.prefill_s(16_000, 8_000)
     assert times["serial"] == pytest.approx(3.0 + rest_s, rel=0.05)
     assert times["overlapped"] == pytest.approx(max(3.0, rest_s), rel=0.05)
-    assert times["recomputed"] == pytest.approx(PLAIN.engine.prefill_s(24_000), rel=0.05)
+    assert times["recomputed"] == pytest.approx(H20.engine.prefill_s(24_000), rel=0.05)
 
 
 def test_a_store_is_read_where_the_device_has_nothing():
@@ -175,7 +168,7 @@ def test_a_store_is_read_where_the_device_has_nothing():
     bench.play()
     assert again.store_tokens == pytest.approx(24_000, abs=BLOCK)
     waited_s = again.first_token_s - again.submitted_s
-    assert waited_s == pytest.approx(PLAIN.engine.store_s(24_000), rel=0.25)
+    assert waited_s == pytest.approx(H20.engine.store_s(24_000), rel=0.25)
 
 
 def test_a_dead_engine_gives_back_what_it_had():
