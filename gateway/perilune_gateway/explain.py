@@ -78,6 +78,8 @@ class DecisionRecord:
     """As `identity` knows it; what is rendered is `tenant_hash` of it."""
     ending: Ending | None = None
     """None while the request runs."""
+    dice: int = 0
+    """What the policy's dice started from (dice.Dice)."""
 
     @property
     def request_id(self) -> str:

@@ -94,6 +94,8 @@ class Asked:
     prompt: Prompt = NO_PROMPT
     candidates: Sequence[Candidate] = ()
     prefix: Prefix = NO_PREFIX
+    dice: int = 0
+    """What the policy's dice start from."""
 
     @property
     def wanted(self) -> admission.Wanted:

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from perilune_api import names
 from perilune_gateway.explain import DecisionRecord, Decisions, sentence
-from perilune_gateway.gather import Asked, Gatherer, Prompt
+from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import Identity
 from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import (
-    Candidate,
     Decision,
     Phase,
     Reason,
@@ -118,6 +117,7 @@ class Recorder:
             asked.laps.total(),
             self._wall_clock(),
             identity.tenant,
+            dice=asked.dice,
         )
         running.record = self._keep(record)
         return self._answer(asked.head, ticket, record)
@@ -145,16 +145,24 @@ class Recorder:
         self,
         head: RequestHead,
         refusal: Refusal,
-        excluded: Mapping[str, str] | None = None,
+        laps: Laps | None = None,
+        asked: Asked | None = None,
         view: RequestView | None = None,
-        candidates: Sequence[Candidate] = (),
         policy: str = "",
     ) -> Refusal:
-        """Nobody gets it."""
-        view = view or RequestView(self.request_id(head), self.ordinal, 0)
-        self._keep(
-            DecisionRecord(view, refusal, policy, tuple(candidates), excluded or {}, time=self._wall_clock())
+        """Nobody gets it. `asked`: as far as it came; `view` and `policy`: if a policy was asked."""
+        record = DecisionRecord(
+            view or RequestView(self.request_id(head), self.ordinal, 0),
+            refusal,
+            policy,
+            tuple(asked.candidates) if asked else (),
+            asked.excluded if asked else {},
+            timings_us=laps.total() if laps else {},
+            time=self._wall_clock(),
+            tenant=asked.identity.tenant if asked else "",
+            dice=asked.dice if asked else 0,
         )
+        self._keep(record)
         self.ordinal += 1
         return refusal
 

@@ -28,6 +28,8 @@ from typing import Protocol
 from perilune_api import names
 from perilune_api.pool import Pool, SpecError
 from perilune_gateway import admission, in_flight, openai
+from perilune_gateway.deciding import decide
+from perilune_gateway.dice import SEED_BITS, Dice
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import Decisions
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
@@ -36,7 +38,6 @@ from perilune_gateway.in_flight import InFlight
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.model import (
     NEED_BODY,
-    Decision,
     Encode,
     Endpoint,
     NeedBody,
@@ -52,7 +53,7 @@ from perilune_gateway.model import (
     Tokens,
 )
 from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
+from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.engine_blocks import Applied
@@ -106,6 +107,7 @@ class Router:
         self._clock = clock
         self._stopwatch = stopwatch
         self._rng = rng or Random()
+        self._dice = Dice(0)
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         self.in_flight = InFlight(fleet, sessions, index, self.calibration, decisions, metrics, parity, clock)
@@ -161,7 +163,7 @@ class Router:
         for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
         if for_model and not forced:
             if head.content_length > self._routing.limits.max_body_bytes:
-                return self._recorder.refused(head, self._too_large(head.content_length))
+                return self._recorder.refused(head, self._too_large(head.content_length), laps)
             if session is None or not session.host:
                 return NEED_BODY
         asked = Asked(head, now, laps, identity, session)
@@ -180,14 +182,14 @@ class Router:
         """The body is there."""
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
-            return self._recorder.refused(head, self._too_large(len(body)))
+            return self._recorder.refused(head, self._too_large(len(body)), laps)
         request = openai.parse(head.path, body)
         if isinstance(request, Refusal):
-            return self._recorder.refused(head, request)
+            return self._recorder.refused(head, request, laps)
         if request.model not in self._models:
             known = ", ".join(sorted(self._models))
             message = f"The model `{request.model[:200]}` does not exist here; known are: {known}"
-            return self._recorder.refused(head, Refusal(RefuseReason.UNKNOWN_MODEL, message))
+            return self._recorder.refused(head, Refusal(RefuseReason.UNKNOWN_MODEL, message), laps)
         laps.lap(Step.PARSE)
         tokens = self.tokenizer.now(request)
         if tokens is None:
@@ -210,7 +212,8 @@ class Router:
     ) -> Routed | Refusal:
         now, keys = self._clock(), self._routing.session
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
-            return self._recorder.refused(head, refusal)  # before the cost of a prompt grows with its length
+            # before the cost of a prompt grows with its length
+            return self._recorder.refused(head, refusal, laps)
         lora = request.model if request.model in self._loras else ""
         prompt = Prompt(
             tokens.count,
@@ -246,20 +249,16 @@ class Router:
     def _decide(self, asked: Asked) -> Routed | Refusal | NeedBody:
         policy = self._policy_name(asked.head)
         if isinstance(policy, Refusal):
-            return self._recorder.refused(asked.head, policy, asked.excluded)
+            return self._recorder.refused(asked.head, policy, asked.laps, asked)
         view = self._view(asked)
-        verdict = POLICIES[policy](view, asked.candidates, self._routing.params, self._rng)
+        asked.dice = self._rng.getrandbits(SEED_BITS)
+        self._dice.seed(asked.dice)
+        verdict = decide(view, asked.candidates, policy, self._routing, self._dice)
         if isinstance(verdict, NeedBody):
             return verdict
-        if isinstance(verdict, Decision):
-            refusal = admission.not_overloaded(asked.candidates, self._routing.limits, view.level)
-            late = None if refusal else admission.meets_slo(view, asked.candidates)
-            if late and view.phase is Phase.HEADERS:
-                return NEED_BODY  # what others hold of the prompt may tell otherwise
-            verdict = refusal or late or verdict
         asked.laps.lap(Step.POLICY)
         if isinstance(verdict, Refusal):
-            return self._recorder.refused(asked.head, verdict, asked.excluded, view, asked.candidates, policy)
+            return self._recorder.refused(asked.head, verdict, asked.laps, asked, view, policy)
         return self._recorder.routed(asked, view, verdict, policy)
 
     def _view(self, asked: Asked) -> RequestView:
@@ -311,7 +310,7 @@ class Router:
 
     def _nobody(self, asked: Asked) -> Refusal:
         refusal = admission.nobody(asked.wanted, asked.excluded)
-        return self._recorder.refused(asked.head, refusal, asked.excluded)
+        return self._recorder.refused(asked.head, refusal, asked.laps, asked)
 
     def _pass_through(self, asked: Asked) -> Routed:
         eligible = asked.eligible
@@ -326,7 +325,7 @@ class Router:
         if not chosen:
             message = f"None of {', '.join(named)} is a ready endpoint of the pool"
             refusal = Refusal(RefuseReason.NO_ENDPOINT, message)
-            return self._recorder.refused(asked.head, refusal, asked.excluded)
+            return self._recorder.refused(asked.head, refusal, asked.laps, asked)
         return self._recorder.unprompted(asked, chosen, Reason.FORCED)
 
     def _too_large(self, size_bytes: int) -> Refusal:
