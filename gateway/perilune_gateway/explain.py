@@ -366,6 +366,8 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.CACHE_BALANCING: "its predicted time to the first token is the lowest with the prefix pulled",
     Reason.NOT_WORTH: "it is the session's host; another is cheaper, but not by enough to move",
     Reason.SPLIT: "it decodes, and the prefill runs elsewhere",
+    Reason.PLANNED: "the planner moves the session here from {moved_from} ({trigger})",
+    Reason.REPLICA: "the planner wants a copy of its prefix here too",
 }
 
 
@@ -398,7 +400,8 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
         return f"the session's host {session.host} may not be chosen and its cost is the lowest"
     if decision.reason is Reason.HOST and record.policy == "ear":
         return f"{BECAUSE[Reason.HOST]} (hot: no)"
-    return BECAUSE[decision.reason].format(moved_from=decision.moved_from)
+    trigger = decision.move.reason.value if decision.move else ""
+    return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger)
 
 
 def _line(text: str, record: DecisionRecord) -> str:

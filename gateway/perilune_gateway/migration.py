@@ -3,9 +3,11 @@
     sessions, endpoints, hot prefixes, budget ──plan_migration──▶ Plan: moves, and what stays with the reason
 
 1. *Trigger*, by a session's host: it drains; it is hot (`hot_pending_seconds` of prefill queued); its rack is
-   (mean queue hot and `rack_pressure` times the fleet's). Sessions of other hosts are not looked at.
-2. *Target*: ready, not draining, KV room for the context, for a hot host strictly less queued, for a rack
-   another rack; of these the best benefit − worth × cost. None: stay, migration is opportunistic.
+   (mean queue hot and `rack_pressure` times the fleet's). Sessions of other hosts are not looked at
+   (`pressed` says whose will be).
+2. *Target*: ready, not draining, serves whole requests, KV room for the context, for a hot host strictly less
+   queued, for a rack another rack; of the `TARGETS` least queued the best benefit − worth × cost.
+   None: stay, migration is opportunistic.
 3. *Cost*: the context's KV by the cheapest way: pulled over the link with its learned slowdown, from the
    store, or recomputed. *Benefit*: the difference of the queues over the turns that the session is expected
    to meet it. A move needs benefit > `migration_worth` × cost and a session that did not move within
@@ -13,22 +15,23 @@
 4. *Budget*: moves per minute of the pool, bytes on their way per link. A plan never exceeds it.
 5. Each planned move shifts the session's share of the host's queue, so one target is not flooded and a host
    stops being hot when enough have left (hysteresis within one plan; the cooldown is that between plans).
-6. *Replication* of hot prefixes under the same budget: to the least loaded endpoint without it, if the
-   recomputing that its share of the next minute's requests would do there is worth the pull. (Conductor's
-   published rule, in policy/conductor.py, collapses to a threshold on the frequency; this one weighs what a
-   copy saves.)
+6. *Replication* of hot prefixes under the same budget: to the least loaded endpoint without it, if what its
+   share of the next minute's requests would spend there without a copy (recomputing, or reading the store) is
+   worth making one. (Conductor's published rule, in policy/conductor.py, collapses to a threshold on the
+   frequency; this one weighs what a copy saves.)
 
 A plan only offers: a binding switches with the session's next request, the target pulls, a pull that fails is
 a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it. Cost:
-O(triggered sessions × endpoints).
+O(endpoints), and O(sessions × TARGETS) at about 10 µs each. Who drives it: planner.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from heapq import nsmallest
 from statistics import fmean
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import MoveTrigger, PolicyParams, Role
 from perilune_gateway.model import Candidate, Location
 from perilune_gateway.policy.cost import lasting_turns
 
@@ -54,6 +57,13 @@ class MoveReason(StrEnum):
     BUDGET_BYTES = "budget_bytes"
 
 
+SHORTLIST, TARGETS = 64, 16
+"""Endpoints that a plan may move something to, and those that one session is weighed against: the shortest
+queues."""
+ALL_TRIGGERS = frozenset(MoveTrigger)
+Subject = Hashable
+"""Names a session or a prefix, for who asked."""
+
 MOVING = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
 
 
@@ -61,7 +71,7 @@ MOVING = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESS
 class SessionFacts:
     """A bound session."""
 
-    session_id: str
+    session: Subject
     host: str
     context_tokens: int
     cached_tokens: int = 0
@@ -70,18 +80,22 @@ class SessionFacts:
     """Of its context, what the shared store holds."""
     turns: int = 1
     seconds_since_move: float = float("inf")
+    idle_s: float = 0.0
+    """Since its last request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFacts:
     """A prefix that many prompts begin with."""
 
-    name: str
+    name: Subject
     tokens: int
     frequency_score: float
     """hits / sqrt(age in seconds)."""
     locations: tuple[Location, ...]
-    """All holders."""
+    """All holders, at least one."""
+    stored_tokens: int = 0
+    """Of it, what the shared store holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ class Budget:
 class Move:
     """A decision about one session or prefix, and its numbers."""
 
-    subject: str
+    subject: Subject
     reason: MoveReason
     source: str
     target: str = ""
@@ -139,40 +153,62 @@ def plan_migration(
     prefixes: Sequence[PrefixFacts] = (),
     *,
     pullable: bool = True,
+    triggers: Collection[MoveTrigger] = ALL_TRIGGERS,
 ) -> Plan:
     """`endpoints`: all of the pool, each with its links to hosts and holders. `pullable`: engines can pull
     from each other."""
-    planner = _Planner(endpoints, budget, params, pullable)
+    planner = _Planner(endpoints, budget, params, pullable, triggers)
     offers = [(planner.offer(session), session) for session in sessions if planner.trigger(session.host)]
     offers.sort(key=lambda offer: (offer[0].reason is not MoveReason.DRAIN, -offer[0].value_s))
     verdicts = [planner.settle(session) for _, session in offers]
-    verdicts += [planner.replicate(p) for p in sorted(prefixes, key=lambda p: (-p.frequency_score, p.name))]
+    if MoveTrigger.REPLICATE in triggers:
+        verdicts += [planner.replicate(p) for p in sorted(prefixes, key=lambda p: -p.frequency_score)]
     return Plan(tuple(m for m in verdicts if m.approved), tuple(m for m in verdicts if not m.approved))
+
+
+def pressed(
+    endpoints: Sequence[Candidate], params: PolicyParams, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
+) -> list[str]:
+    """The endpoints whose sessions a plan looks at: draining ones first, then the longest queues."""
+    planner = _Planner(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
+    found = [c for c in endpoints if planner.trigger(c.address)]
+    found.sort(key=lambda c: (not c.draining, -c.load.pending_prefill_s))
+    return [c.address for c in found]
 
 
 class _Planner:
     """One plan in the making: loads and budget as they will be after the moves so far."""
 
     def __init__(
-        self, endpoints: Sequence[Candidate], budget: Budget, params: PolicyParams, pullable: bool
+        self,
+        endpoints: Sequence[Candidate],
+        budget: Budget,
+        params: PolicyParams,
+        pullable: bool,
+        triggers: Collection[MoveTrigger],
     ) -> None:
         self._endpoints = {c.address: c for c in endpoints}
         self._budget, self._params, self._pullable = budget, params, pullable
+        self._triggers = frozenset(triggers)
         self._moves_left = budget.moves
         self._in_flight = dict(budget.in_flight)
         self._queue_s = {c.address: c.load.pending_prefill_s for c in endpoints}
         self._room = {c.address: c.load.kv_free_tokens for c in endpoints}
+        taking = [c for c in endpoints if self._takes(c, 1)]
+        self._shortlist = nsmallest(SHORTLIST, taking, key=lambda c: self._queue_s[c.address])
 
     def trigger(self, host: str) -> MoveReason | None:
         """Why the host's sessions should go; None: they need not, or the host is unknown."""
-        there = self._endpoints.get(host)
+        there, on = self._endpoints.get(host), self._triggers
         if there is None:
             return None
-        if there.draining:
+        if MoveTrigger.DRAIN in on and there.draining:
             return MoveReason.DRAIN
-        if self._queue_s[host] > self._params.hot_pending_seconds:
+        if MoveTrigger.HOT_HOST in on and self._queue_s[host] > self._params.hot_pending_seconds:
             return MoveReason.HOT_HOST
-        return MoveReason.RACK_PRESSURE if self._rack_presses(there) else None
+        if MoveTrigger.RACK_PRESSURE in on and self._rack_presses(there):
+            return MoveReason.RACK_PRESSURE
+        return None
 
     def settle(self, session: SessionFacts) -> Move:
         """The session's best offer after the moves so far, within the budget; takes it from the budget."""
@@ -190,12 +226,12 @@ class _Planner:
         """Steps 1 to 3."""
         trigger = self.trigger(session.host)
         if trigger is None:  # enough others have left
-            return Move(session.session_id, MoveReason.RELIEVED, session.host)
+            return Move(session.session, MoveReason.RELIEVED, session.host)
         if trigger is not MoveReason.DRAIN and session.seconds_since_move <= self._params.cooldown_seconds:
-            return Move(session.session_id, MoveReason.COOLDOWN, session.host)
+            return Move(session.session, MoveReason.COOLDOWN, session.host)
         targets = self._targets(session, trigger)
         if not targets:
-            return Move(session.session_id, MoveReason.NOWHERE, session.host)
+            return Move(session.session, MoveReason.NOWHERE, session.host)
         best = max((self._move(session, t, trigger) for t in targets), key=lambda move: move.value_s)
         if trigger is not MoveReason.DRAIN and best.value_s <= 0:
             return _because(best, MoveReason.NOT_WORTH)
@@ -207,25 +243,22 @@ class _Planner:
         if prefix.frequency_score < self._params.hot_cache_threshold:
             return Move(prefix.name, MoveReason.NOT_HOT, source)
         holders = {location.address for location in prefix.locations}
-        free = [
-            c
-            for c in self._endpoints.values()
-            if c.address not in holders and self._takes(c, prefix.tokens) and source in c.links
-        ]
-        if not free or not self._pullable:
+        free = [c for c in self._shortlist if c.address not in holders and self._takes(c, prefix.tokens)]
+        if not free:
             return Move(prefix.name, MoveReason.NOWHERE, source)
         target = min(free, key=lambda c: self._queue_s[c.address])
-        link = target.links[source]
-        cost_s = target.engine.transfer_s(prefix.tokens, link.bandwidth_bytes_per_s) * link.slowdown
+        cached = prefix.locations[0].tokens
+        cost_s, pulled = self._bring(target, source, prefix.tokens, cached, prefix.stored_tokens)
+        without_s, _ = self._bring(target, "", prefix.tokens, 0, prefix.stored_tokens)
         requests = prefix.frequency_score * 60.0 / len(self._endpoints)
         move = Move(
             prefix.name,
             MoveReason.REPLICATE,
             source,
             target.address,
-            target.engine.kv_bytes(prefix.tokens),
+            target.engine.kv_bytes(pulled),
             cost_s,
-            requests * target.engine.prefill_s(prefix.tokens),
+            requests * without_s,
             self._params.migration_worth,
         )
         if move.value_s <= 0:
@@ -238,28 +271,34 @@ class _Planner:
     # -- parts -------------------------------------------------------------------------------------
 
     def _targets(self, session: SessionFacts, trigger: MoveReason) -> list[Candidate]:
-        host = self._endpoints[session.host]
-        return [
+        host, queue_s = self._endpoints[session.host], self._queue_s
+        found = [
             c
-            for c in self._endpoints.values()
+            for c in self._shortlist
             if c is not host
             and self._takes(c, session.context_tokens)
-            and (trigger is MoveReason.DRAIN or self._queue_s[c.address] < self._queue_s[session.host])
+            and (trigger is MoveReason.DRAIN or queue_s[c.address] < queue_s[session.host])
             and (trigger is not MoveReason.RACK_PRESSURE or c.endpoint.place.rack != host.endpoint.place.rack)
         ]
+        if len(found) > TARGETS:
+            found = nsmallest(TARGETS, found, key=lambda c: queue_s[c.address])
+        return found
 
     def _takes(self, candidate: Candidate, tokens: int) -> bool:
         endpoint = candidate.endpoint
-        return endpoint.ready and not endpoint.draining and self._room[candidate.address] >= tokens
+        serves = endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL
+        return serves and self._room[candidate.address] >= tokens
 
     def _move(self, session: SessionFacts, target: Candidate, trigger: MoveReason) -> Move:
-        cost_s, pulled = self._bring(session, target)
+        cost_s, pulled = self._bring(
+            target, session.host, session.context_tokens, session.cached_tokens, session.stored_tokens
+        )
         turns = lasting_turns(session.turns, self._params)
         benefit_s = (self._queue_s[session.host] - self._queue_s[target.address]) * turns
         if trigger is MoveReason.DRAIN:  # it would recompute all of it once the host is gone
             benefit_s = target.engine.prefill_s(session.context_tokens) - self._queue_s[target.address]
         return Move(
-            session.session_id,
+            session.session,
             trigger,
             session.host,
             target.address,
@@ -271,20 +310,22 @@ class _Planner:
             release=True,
         )
 
-    def _bring(self, session: SessionFacts, target: Candidate) -> tuple[float, int]:
-        """Seconds until the target has the context, and the tokens that it pulls from the host."""
-        engine, context = target.engine, session.context_tokens
+    def _bring(
+        self, target: Candidate, source: str, tokens: int, cached_tokens: int, stored_tokens: int
+    ) -> tuple[float, int]:
+        """Seconds until the target has `tokens`, and how many of them it pulls from the source."""
+        engine = target.engine
 
-        def with_rest(seconds: float, tokens: int) -> float:
-            return seconds + engine.prefill_s(context - tokens, tokens)
+        def with_rest(seconds: float, there: int) -> float:
+            return seconds + engine.prefill_s(tokens - there, there)
 
         ways = [(with_rest(0.0, 0), 0)]
-        if session.stored_tokens:
-            ways.append((with_rest(engine.store_s(session.stored_tokens), session.stored_tokens), 0))
-        link, cached = target.links.get(session.host), session.cached_tokens
-        if self._pullable and cached and link is not None:
-            pull_s = engine.transfer_s(cached, link.bandwidth_bytes_per_s) * link.slowdown
-            ways.append((with_rest(pull_s, cached), cached))
+        if stored_tokens:
+            ways.append((with_rest(engine.store_s(stored_tokens), stored_tokens), 0))
+        link = target.links.get(source)
+        if self._pullable and cached_tokens and link is not None:
+            pull_s = engine.transfer_s(cached_tokens, link.bandwidth_bytes_per_s) * link.slowdown
+            ways.append((with_rest(pull_s, cached_tokens), cached_tokens))
         return min(ways)
 
     def _afford(self, move: Move) -> Move:

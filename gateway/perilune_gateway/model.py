@@ -24,6 +24,7 @@ from perilune_api.topology import Link, Place
 from perilune_gateway.engine_model import H20_30B, EngineModel
 
 if TYPE_CHECKING:
+    from perilune_gateway.migration import Move
     from perilune_gateway.openai import ParsedRequest
 
 
@@ -66,6 +67,10 @@ class Reason(StrEnum):
     """Another endpoint is cheaper than the session's host, but not by enough to move the session."""
     SPLIT = "split"
     """Prefill on one endpoint, decode on another."""
+    PLANNED = "planned"
+    """The migration planner moves the session; `Decision.move` says why."""
+    REPLICA = "replica"
+    """The migration planner wants a copy of the prompt's prefix there."""
 
 
 class RefuseReason(StrEnum):
@@ -345,6 +350,8 @@ class Decision:
     estimated_ttft_s: float = 0.0
     """Queue, fetching and prefill as the policy reckoned; 0: it did not."""
     estimated_tpot_s: float = 0.0
+    move: Move | None = None
+    """The planner's offer that is carried out, with its reason and numbers."""
 
     @property
     def prefill_endpoint(self) -> str:

@@ -231,9 +231,35 @@ class Limits(_Struct, frozen=True):
     """A slower tokenizer is given up for this request, which is then routed by estimate."""
 
 
+class MoveTrigger(StrEnum):
+    """What the migration planner acts on."""
+
+    DRAIN = "drain"
+    """An endpoint drains: its sessions leave it."""
+    HOT_HOST = "hot_host"
+    """Too much prefill is queued on an endpoint. Left out for policies that move sessions from hot hosts
+    themselves (ear, perilune): two judges of one question disagree."""
+    RACK_PRESSURE = "rack_pressure"
+    """A rack has far more queued than the others."""
+    REPLICATE = "replicate"
+    """Many new sessions begin with one prefix: more endpoints get it."""
+
+
+class Migration(_Struct, frozen=True):
+    """The planner that moves sessions and copies prefixes ahead of their requests, beside any policy. What it
+    offers is carried out by the next request concerned; how it weighs is in params."""
+
+    triggers: tuple[MoveTrigger, ...] = (MoveTrigger.DRAIN,)
+    """Empty: it moves nothing, and sessions of a draining endpoint stay until their policy or its end moves
+    them."""
+    interval_seconds: Seconds = 1.0
+    """Between two plans."""
+
+
 class Routing(_Struct, frozen=True):
     policy: Name = "ear"
     params: PolicyParams = PolicyParams()
+    migration: Migration = Migration()
     allow_policy_header: bool = False
     """A request may choose its policy with x-perilune-policy."""
     session: SessionKeys = SessionKeys()

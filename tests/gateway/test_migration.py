@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import MoveTrigger, PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.migration import (
     Budget,
@@ -16,6 +16,7 @@ from perilune_gateway.migration import (
     PrefixFacts,
     SessionFacts,
     plan_migration,
+    pressed,
 )
 from perilune_gateway.model import Candidate, Location
 from perilune_gateway.testing import PLAIN, candidate, link
@@ -199,18 +200,46 @@ PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
             "",
             id="everywhere already",
         ),
-        pytest.param(
-            PREFIX,
-            [node("a"), node("b", links={"a": link(bytes_per_s=5e6, slowdown=31)})],
-            MoveReason.NOT_WORTH,
-            "b",
-            id="18 requests / 2 endpoints × 1 s < 1.5 × 6.2 s",
-        ),
     ],
 )  # fmt: skip
 def test_replication(p: PrefixFacts, nodes: list[Candidate], reason: MoveReason, target: str) -> None:
     move = only(plan([], nodes, prefixes=[p]))
     assert (move.reason, move.target, move.release) == (reason, target, False)
+
+
+@pytest.mark.parametrize(
+    ("score", "slowdown", "reason", "cost_s"),
+    [
+        pytest.param(0.01, 1.0, MoveReason.REPLICATE, 0.2, id="0.3 requests × 1 s = 1.5 × 0.2 s, just above"),
+        pytest.param(0.009, 1.0, MoveReason.NOT_WORTH, 0.2, id="0.27 requests"),
+        pytest.param(0.04, 31.0, MoveReason.NOT_WORTH, 1.0, id="a slow link: recomputing costs less"),
+        pytest.param(0.06, 31.0, MoveReason.REPLICATE, 1.0, id="and is worth it for 1.8 requests"),
+    ],
+)
+def test_a_copy_must_save_more_than_it_costs(
+    score: float, slowdown: float, reason: MoveReason, cost_s: float
+) -> None:
+    there = node("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
+    p = PrefixFacts("x", 1000, score * 1.0001, PREFIX.locations)
+    move = only(plan([], [node("a"), there], prefixes=[p], params=PolicyParams(hot_cache_threshold=0.0)))
+    assert (move.reason, move.cost_s) == (reason, pytest.approx(cost_s))
+
+
+def test_only_what_triggers_say_is_looked_at() -> None:
+    nodes = [node("a", 9.0), node("b", draining=True), node("c")]
+    facts = [session("hot"), session("drain", "b")]
+    only_drain = plan(facts, nodes, prefixes=[PREFIX], triggers=[MoveTrigger.DRAIN])
+    assert [(m.subject, m.reason) for m in only_drain.moves] == [("drain", MoveReason.DRAIN)]
+    assert not only_drain.stays
+    assert plan(facts, nodes, prefixes=[PREFIX], triggers=[]) == Plan()
+    assert pressed(nodes, PARAMS) == ["b", "a"], "draining first"
+    assert pressed(nodes, PARAMS, [MoveTrigger.HOT_HOST]) == ["a"]
+
+
+def test_of_a_large_fleet_the_shortest_queues_are_weighed() -> None:
+    many = [node(f"n{i}", 0.1 + i / 1000, links={}) for i in range(200)]
+    move = only(plan([session()], [node("a", 9.0), *many]))
+    assert move.target == "n0"
 
 
 def test_replicas_and_sessions_share_one_budget() -> None:
@@ -271,7 +300,7 @@ def test_a_plan_never_exceeds_its_budget(nodes, sessions, prefixes, moves, link_
     assert len(p.moves) <= moves
     used: Counter[tuple[str, str]] = Counter()
     room = {c.address: c.load.kv_free_tokens for c in nodes}
-    tokens = {s.session_id: s.context_tokens for s in sessions} | {f.name: f.tokens for f in prefixes}
+    tokens = {s.session: s.context_tokens for s in sessions} | {f.name: f.tokens for f in prefixes}
     ready = {c.address for c in nodes if not c.draining}
     for move in p.moves:
         assert move.target in ready

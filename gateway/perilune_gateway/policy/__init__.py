@@ -61,3 +61,6 @@ SIMULATED_ONLY: Mapping[str, str] = {
 """Policies that a gateway cannot carry out, and why: an external processor cannot issue the prefill leg."""
 
 LIVE: Mapping[str, Policy] = {name: policy for name, policy in POLICIES.items() if name not in SIMULATED_ONLY}
+
+MOVES_SESSIONS = frozenset({"ear", "perilune"})
+"""Policies that move sessions from hot hosts in their own decisions."""

@@ -16,6 +16,7 @@ block of the prompt, from its end.
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from perilune_gateway.identity import Identity, SessionKey
@@ -74,6 +75,8 @@ class Sessions:
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
+        self._at: dict[str, OrderedDict[SessionKey, Session]] = {}
+        """By host, least recently used first."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -82,6 +85,11 @@ class Sessions:
         """The live session, or None."""
         session = self._sessions.get(key) if key else None
         return session if session and now - session.seen_at <= self.idle_s else None
+
+    def at(self, host: str, limit: int, now: float) -> list[Session]:
+        """Live sessions that are bound to `host`, at most `limit`, the most recently used first."""
+        latest = islice(reversed(self._at.get(host, {}).values()), limit)
+        return [session for session in latest if now - session.seen_at <= self.idle_s]
 
     def matching(self, session_id: str) -> list[Session]:
         """Every tenant's session of that id; O(sessions), for people."""
@@ -122,6 +130,8 @@ class Sessions:
             session = self._sessions[key] = Session(key, parent=parent)
         session.seen_at = now
         self._sessions.move_to_end(key)
+        if session.host:
+            self._at[session.host].move_to_end(key)
         self._expire(now)
         return session
 
@@ -131,9 +141,9 @@ class Sessions:
             session.moved_at = now
             session.moves += 1
             self._set_tail(session, 0, 0)
-        self._count(session, -1)
+        self._leave(session)
         session.host = host
-        self._count(session, +1)
+        self._arrive(session)
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
@@ -185,13 +195,21 @@ class Sessions:
         if session := self._sessions.pop(key, None):
             self._set_tail(session, 0, 0)
             self._drop_prompt_tail(session)
-            self._count(session, -1)
+            self._leave(session)
 
-    def _count(self, session: Session, by: int) -> None:
-        if session.host:
-            self.bound[session.host] += by
-            if not self.bound[session.host]:
-                del self.bound[session.host]
+    def _arrive(self, session: Session) -> None:
+        if not session.host:
+            return
+        self.bound[session.host] += 1
+        self._at.setdefault(session.host, OrderedDict())[session.key] = session
+
+    def _leave(self, session: Session) -> None:
+        if not session.host:
+            return
+        self.bound[session.host] -= 1
+        del self._at[session.host][session.key]
+        if not self.bound[session.host]:
+            del self.bound[session.host], self._at[session.host]
 
     def _set_tail(self, session: Session, tail: int, tokens: int) -> None:
         if self._by_tail.get(session.tail) is session:
