@@ -143,7 +143,7 @@ class Gatherer:
         size_bytes = asked.head.content_length
         tokens = max(1, session.estimate_tokens(size_bytes, self._model.bytes_per_token))
         asked.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=size_bytes)
-        held = min(self._held(session, asked.now), self.whole_blocks(tokens))
+        held = min(self.held(session, asked.now), self.whole_blocks(tokens))
         asked.prefix = Prefix((Location(session.host, held),)) if held else NO_PREFIX
         self._candidates(asked, {session.host: Overlap(held, held, held)})
 
@@ -175,7 +175,7 @@ class Gatherer:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _held(self, session: Session, now: float) -> int:
+    def held(self, session: Session, now: float) -> int:
         """Tokens of the session's context that its host still holds, as far as one look tells: all up to the
         tail, or nothing once the tail was evicted."""
         if not self.publishes_events(session.host):
@@ -209,7 +209,7 @@ class Gatherer:
         for view in asked.eligible:
             address = view.endpoint.address
             overlap = overlaps.get(address, elsewhere)
-            cached, engine = overlap.device_tokens, self._engine_of(address, now)
+            cached, engine = overlap.device_tokens, self.engine_of(address, now)
             candidates.append(
                 Candidate(
                     view.endpoint,
@@ -234,7 +234,7 @@ class Gatherer:
                 links[there] = link if slowdown == link.slowdown else link._replace(slowdown=slowdown)
         return links
 
-    def _engine_of(self, address: str, now: float) -> EngineModel:
+    def engine_of(self, address: str, now: float) -> EngineModel:
         """As fast as it was observed to be, to a hundredth."""
         ratio = round(self._calibration.prefill_ratio(address, now), 2)
         known = self._engines.get(address)

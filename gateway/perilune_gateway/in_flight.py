@@ -9,6 +9,8 @@
 3. *on_response*: who really serves it; a fallback takes over load and session.
 4. *finished*: the load is given back. Parity then looks, a moment later, whether its blocks were announced.
 
+A planned move that a request carries out is over with the first of 2, of the head of a whole answer, and of 4.
+
 Costs a few µs each. Does not: decide, or know bodies.
 """
 
@@ -22,7 +24,9 @@ from typing import Protocol
 
 from perilune_gateway.explain import Decisions
 from perilune_gateway.metrics import Metrics
+from perilune_gateway.migration import Move
 from perilune_gateway.model import Endpoint, Outcome, Tier
+from perilune_gateway.planner import Planner
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
@@ -66,6 +70,8 @@ class Running:
     """Its number in the ring of decisions."""
     served: str = ""
     status: int = 0
+    move: int = -1
+    """The planner's ticket of the move that it carries out, until the target has the KV; -1: none."""
 
 
 class InFlight:
@@ -77,6 +83,7 @@ class InFlight:
         sessions: Sessions,
         index: PrefixIndex,
         calibration: Calibration,
+        planner: Planner,
         decisions: Decisions,
         metrics: Metrics,
         parity: Parity | None = None,
@@ -86,6 +93,7 @@ class InFlight:
         self._sessions = sessions
         self._index = index
         self._calibration = calibration
+        self._planner = planner
         self._decisions = decisions
         self._metrics = metrics
         self.parity = parity
@@ -99,8 +107,11 @@ class InFlight:
     def configure(self, block_size: int) -> None:
         self._block_size = block_size
 
-    def started(self, ticket: int, running: Running) -> None:
+    def started(self, ticket: int, running: Running, move: Move | None = None) -> None:
+        """`move`: that it carries out."""
         self._running[ticket] = running
+        if move:
+            running.move = self._planner.started(move, running.started_at)
 
     def speculate(self, endpoint: Endpoint, prompt_blocks: Sequence[int], now: float) -> None:
         """What was just sent there counts as cached there: equal prompts that follow at once meet it."""
@@ -121,6 +132,7 @@ class InFlight:
             self._served_elsewhere(ticket, running, served, now)
         if not streamed:
             self._fleet.prefill_done(ticket)
+            self._moved(running, now, arrived=status < 400)
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         self._fleet.suspect(running.target, now)
@@ -135,6 +147,7 @@ class InFlight:
         """The request ended. Raises KeyError when it already had."""
         running, now = self._running.pop(ticket), self._clock()
         self._fleet.finish(ticket)
+        self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             self._fleet.suspect(running.target, now)
         if running.prefilled_at and outcome is Outcome.COMPLETED:
@@ -148,6 +161,12 @@ class InFlight:
             running.record, outcome, now - running.started_at, running.served, running.status
         )
         self._metrics.ended(running.target, outcome)
+
+    def _moved(self, running: Running, now: float, *, arrived: bool) -> None:
+        """If it carries out a move: the target has the KV now, or never will."""
+        if running.move >= 0:
+            self._planner.finished(running.move, now, arrived=arrived)
+            running.move = -1
 
     def _look_for_blocks(self, now: float) -> None:
         """Did the prompts that ended a moment ago show up in their engines' stores? Else hashes or templates
@@ -166,6 +185,7 @@ class InFlight:
             return
         for ticket in self._fleet.blocks_stored(applied.endpoint, applied.stored):
             self._prefilled(self._running[ticket], self._clock())
+            self._moved(self._running[ticket], self._clock(), arrived=True)
         grown = self._sessions.blocks_stored(
             applied.endpoint, applied.parent, applied.stored, self._block_size
         )

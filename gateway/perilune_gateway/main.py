@@ -23,8 +23,9 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import allocator, health, logs
+from perilune_gateway import allocator, decision_log, health, logs
 from perilune_gateway.admin import Admin, Sources
+from perilune_gateway.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.explain import Decisions
 from perilune_gateway.feeds import engine_metrics
 from perilune_gateway.feeds.endpoints import PoolFile
@@ -76,14 +77,17 @@ class Gateway:
         transport: Transport = Transport.GRPC,
         conformance: bool = False,
         seed: int | None = None,
+        log_file: RotatedFile | None = None,
     ) -> None:
+        """`log_file`: for every decision; None: none is kept there."""
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
         registry = CollectorRegistry()
         kv_blocks = spec.engine.kv_pool_tokens // spec.engine.block_size
         self.source = source
         self.metrics = Metrics(registry, clock)
-        self.decisions = Decisions()
+        self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
+        self.decisions = Decisions(log=self.decision_log)
         self.fleet = Fleet(spec.engine.kv_pool_tokens)
         self.sessions = Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds)
         max_blocks = max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * kv_blocks * len(spec.endpoints))
@@ -122,7 +126,7 @@ class Gateway:
             hooks=self.metrics,
         )
         self.server = SERVERS[transport](self.service)
-        snapshots = Snapshots(self.router, self.events, self.parity, clock)
+        snapshots = Snapshots(self.router, blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy)
         self.admin = Admin(
@@ -151,6 +155,8 @@ class Gateway:
             admin_port = await self.admin.start(host, int(port))
             ext_proc_port = await self.server.start(listen)
             async with asyncio.TaskGroup() as tasks:
+                if self.decision_log:
+                    tasks.create_task(self.decision_log.run())
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.fleet.endpoints())
                 await self.server.set_ready(True)
@@ -162,6 +168,8 @@ class Gateway:
                 await self.server.stop(grace_s)
                 for feed in feeds:
                     feed.cancel()
+                if self.decision_log:
+                    self.decision_log.stop()
         finally:
             await self.events.close()
             await self.admin.stop()
@@ -176,6 +184,13 @@ class Gateway:
             self._rng,
             block_size=lambda: self.router.pool.spec.engine.block_size,
         )
+        yield self._plan_moves()
+
+    async def _plan_moves(self) -> None:
+        """The migration planner's pace."""
+        while True:
+            await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
+            self.router.plan_moves()
 
     def on_pool(self, pool: Pool) -> None:
         """The pool document changed. Raises SpecError for what a running gateway cannot change."""
@@ -187,6 +202,8 @@ class Gateway:
             if here != there:
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
         self.router.configure(pool)
+        if self.decision_log:
+            self.decision_log.configure(pool)
         self.service.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy)
         self.events.follow(self.fleet.endpoints())
@@ -251,6 +268,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="honour the test header test-epp-endpoint-selection; never in production",
     )
     parser.add_argument("--seed", type=int, help="dice of the policies, for repeatable runs")
+    log_file = parser.add_argument_group("decision log", "docs/decision-log.md; perilune whatif reads it")
+    log_file.add_argument(
+        "--decision-log", type=Path, metavar="FILE", help="write every decision there, as JSON lines"
+    )
+    log_file.add_argument(
+        "--decision-log-max-bytes",
+        type=_whole,
+        default=decision_log.MAX_BYTES,
+        metavar="N",
+        help="a larger file is renamed FILE.1, the one before it FILE.2 … (default %(default)s)",
+    )
+    log_file.add_argument(
+        "--decision-log-keep",
+        type=_whole,
+        default=decision_log.KEEP,
+        metavar="N",
+        help="how many of those stay (default %(default)s)",
+    )
     parser.add_argument(
         "--log-level", default="info", metavar="LEVELS", help="level[,module=level…] (default %(default)s)"
     )
@@ -264,6 +299,12 @@ def _address(text: str) -> str:
     if not (host and colon and port.isdigit() and int(port) < 65_536):
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
     return text
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
 
 
 def _object_name(text: str) -> tuple[str, str]:
@@ -297,7 +338,15 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asyncio.Event) -> None:
-    gateway = Gateway(pool, source, transport=args.transport, conformance=args.conformance, seed=args.seed)
+    path, max_bytes, keep = args.decision_log, args.decision_log_max_bytes, args.decision_log_keep
+    gateway = Gateway(
+        pool,
+        source,
+        transport=args.transport,
+        conformance=args.conformance,
+        seed=args.seed,
+        log_file=RotatedFile(path, max_bytes, keep) if path else None,
+    )
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop)
 
 

@@ -20,6 +20,7 @@ from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import Identity
 from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
+from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Decision,
     Phase,
@@ -90,7 +91,7 @@ class Recorder:
             self._gatherer.engine.prefill_s(new, cached),
             chosen.load.pending_prefill_s + prefill_s,
         )
-        ticket = self._start(running)
+        ticket = self._start(running, decision.move)
         self._fleet.start(
             ticket,
             target,
@@ -184,9 +185,9 @@ class Recorder:
             self._sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
         return session
 
-    def _start(self, running: Running) -> int:
+    def _start(self, running: Running, move: Move | None = None) -> int:
         ticket = self.ordinal
-        self._in_flight.started(ticket, running)
+        self._in_flight.started(ticket, running, move)
         self.ordinal += 1
         return ticket
 

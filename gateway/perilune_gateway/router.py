@@ -36,8 +36,10 @@ from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import Identity, from_headers, with_body
 from perilune_gateway.in_flight import InFlight
 from perilune_gateway.metrics import Metrics, Step
+from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     NEED_BODY,
+    Decision,
     Encode,
     Endpoint,
     NeedBody,
@@ -52,7 +54,9 @@ from perilune_gateway.model import (
     SessionView,
     Tokens,
 )
+from perilune_gateway.move_facts import MoveFacts
 from perilune_gateway.openai import ParsedRequest
+from perilune_gateway.planner import Planner
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
@@ -110,7 +114,11 @@ class Router:
         self._dice = Dice(0)
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
-        self.in_flight = InFlight(fleet, sessions, index, self.calibration, decisions, metrics, parity, clock)
+        facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
+        self.planner = Planner(facts)
+        self.in_flight = InFlight(
+            fleet, sessions, index, self.calibration, self.planner, decisions, metrics, parity, clock
+        )
         self._recorder = Recorder(
             fleet, sessions, self._gatherer, self.in_flight, decisions, metrics, wall_clock
         )
@@ -128,6 +136,7 @@ class Router:
         self._loras = {lora.name for lora in spec.model.loras}
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._gatherer.configure(pool)
+        self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
         self._recorder.configure(spec.engine.block_size, spec.routing.fallbacks)
         self.in_flight.configure(spec.engine.block_size)
         gone = self.fleet.set_endpoints(
@@ -254,12 +263,27 @@ class Router:
         asked.dice = self._rng.getrandbits(SEED_BITS)
         self._dice.seed(asked.dice)
         verdict = decide(view, asked.candidates, policy, self._routing, self._dice)
+        if isinstance(verdict, Decision) and (offer := self._offer(asked)):
+            if view.phase is Phase.HEADERS:
+                return NEED_BODY  # what its target holds of the prompt is known by the body only
+            verdict = self.planner.apply(offer, verdict, view, asked.candidates, asked.now)
         if isinstance(verdict, NeedBody):
             return verdict
         asked.laps.lap(Step.POLICY)
         if isinstance(verdict, Refusal):
             return self._recorder.refused(asked.head, verdict, asked.laps, asked, view, policy)
         return self._recorder.routed(asked, view, verdict, policy)
+
+    def _offer(self, asked: Asked) -> Move | None:
+        """The migration planner's, for this session, or for the prefix that a new one begins with."""
+        if asked.session and asked.session.host:
+            return self.planner.offer(asked.session.key, None)
+        known = asked.prefix.tokens // self._block_size
+        if not known:
+            return None
+        prefix = asked.prompt.blocks[known - 1]
+        self.planner.saw(prefix, asked.prefix.tokens)
+        return self.planner.offer(None, prefix)
 
     def _view(self, asked: Asked) -> RequestView:
         """The request as a policy sees it."""
@@ -331,6 +355,12 @@ class Router:
     def _too_large(self, size_bytes: int) -> Refusal:
         limit = self._routing.limits.max_body_bytes
         return Refusal(RefuseReason.BODY_TOO_LARGE, f"The body has {size_bytes} bytes, the limit is {limit}")
+
+    # -- beside requests ---------------------------------------------------------------------------
+
+    def plan_moves(self) -> None:
+        """Once per `migration.interval_seconds`: which sessions and prefixes should move."""
+        self.planner.plan(self._clock())
 
     # -- a request's way out, see in_flight --------------------------------------------------------
 
