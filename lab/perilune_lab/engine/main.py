@@ -218,7 +218,8 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     request_log: IO[bytes] | None = args.request_log.open("ab") if args.request_log else None
     service = Service(scheduler, text, metrics, publisher, args.time_scale, request_log)
     server = Server(service, served, store.clear if store else None)
-    server.address = address
+    everywhere = address.startswith(("0.0.0.0:", "[::]:"))
+    server.address = args.name if everywhere and args.name else address
 
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stop)

@@ -146,7 +146,8 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                     "processingMode": {
                         "allowModeOverride": True,
                         "request": {"body": "Buffered"},
-                        "response": {},
+                        # who really served: a pick that failed is then known, and not made again
+                        "response": {"attributes": ["upstream.address"]},
                     },
                     "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
                     "backendSettings": {
