@@ -47,6 +47,8 @@ class Sources:
     """Every tenant's session of that id."""
     index_stats: Callable[[], Any]
     """A dataclass, struct or mapping that msgspec can write."""
+    moves: Callable[[], Any]
+    """The same."""
     health: Callable[[], Health]
     ready: Callable[[], bool]
 
@@ -59,6 +61,7 @@ PAGES: Mapping[str, str] = {
     "/api/decisions/{request_id}": "one decision explained, and what other policies would do",
     "/api/nodes/stats": "every endpoint: load, sessions, index, metrics, events, parity",
     "/api/sessions/{id}": "a session: host, turns, last move, context",
+    "/api/moves": "the migration planner: offers, what stays and why, what became of moves, budget",
     "/api/index/stats": "the prefix index in numbers",
     "/api/health": "what is wrong, the likely cause and the cure",
 }
@@ -107,6 +110,7 @@ def application(sources: Sources) -> web.Application:
             web.get("/api/decisions/{request_id:.+}", pages.decision),
             web.get("/api/nodes/stats", pages.nodes),
             web.get("/api/sessions/{id:.+}", pages.session),
+            web.get("/api/moves", pages.moves),
             web.get("/api/index/stats", pages.index_stats),
             web.get("/api/health", pages.health),
         ]
@@ -170,6 +174,9 @@ class _Pages:
             raise PageError(404, f"no session {session_id!r}: never seen, idle for too long, or ended", "id")
         tenants = [replace(one, tenant=explain.tenant_hash(one.tenant)) for one in found]
         return _json({"session_id": session_id, "tenants": tenants})
+
+    async def moves(self, request: web.Request) -> web.Response:
+        return _json(self._sources.moves())
 
     async def index_stats(self, request: web.Request) -> web.Response:
         return _json(self._sources.index_stats())

@@ -9,7 +9,7 @@
 
 Costs: add, finish and get are O(1); a query walks the ring backwards. A record keeps its candidates alive,
 so the ring is bounded in records and in candidate rows (65,536 rows are about 25 MB).
-Does not: log, count (metrics.py does), or know where the values came from.
+Does not: write (decision_log.py does), count (metrics.py does), or know where the values came from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from xxhash import xxh3_64_hexdigest
 
@@ -134,15 +134,24 @@ class DecisionRecord:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+class Log(Protocol):
+    """decision_log.DecisionLog, as far as the ring needs it."""
+
+    def decided(self, number: int, record: DecisionRecord) -> None: ...
+    def ended(self, number: int, ending: Ending) -> None: ...
+
+
 class Decisions:
     """The last decisions: at most `capacity` records and `max_rows` candidates among them.
 
     Where two requests carried one id, the newer is meant.
     """
 
-    def __init__(self, capacity: int = 4096, max_rows: int = 65_536) -> None:
+    def __init__(self, capacity: int = 4096, max_rows: int = 65_536, log: Log | None = None) -> None:
+        """`log`: is told everything too, and keeps it for longer."""
         self._capacity = capacity
         self._max_rows = max_rows
+        self._log = log
         self._records: dict[int, DecisionRecord] = {}
         self._numbers: dict[str, int] = {}
         self._first = 0
@@ -161,6 +170,8 @@ class Decisions:
         self._rows += len(record.candidates)
         while len(self._records) > self._capacity or (self._rows > self._max_rows and len(self._records) > 1):
             self._drop_oldest()
+        if self._log is not None:
+            self._log.decided(number, record)
         return number
 
     def finish(
@@ -172,10 +183,12 @@ class Decisions:
         status: int = 0,
         cached_tokens: int | None = None,
     ) -> None:
-        """Fill in how it ended; nothing happens when the record has left the ring."""
+        """Fill in how it ended; a record that has left the ring stays away."""
+        ending = Ending(outcome, duration_s, served, status, cached_tokens)
         if record := self._records.get(number):
-            ending = Ending(outcome, duration_s, served, status, cached_tokens)
             self._records[number] = replace(record, ending=ending)
+        if self._log is not None:
+            self._log.ended(number, ending)
 
     def get(self, request_id: str) -> DecisionRecord | None:
         number = self._numbers.get(request_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 
-from perilune_gateway.stats import NodeStats
+from perilune_gateway.stats import LogStats, NodeStats
 
 STALE_METRICS_S = 15.0
 LATE_EVENTS_S = 2.0
@@ -29,6 +29,7 @@ class ProblemKind(StrEnum):
     PARITY = "parity"
     BLOCK_SIZE = "block_size"
     POOL_FILE = "pool_file"
+    DECISION_LOG = "decision_log"
 
 
 class Status(StrEnum):
@@ -76,9 +77,10 @@ def report(
     version: str,
     uptime_s: float,
     pool_error: str = "",
+    decision_log: LogStats | None = None,
 ) -> Health:
     """`block_size`: the pool's; `pool_error`: why the newest pool document is not in force."""
-    problems = diagnose(nodes, block_size, pool_error)
+    problems = diagnose(nodes, block_size, pool_error) + _decision_log(decision_log)
     ready = sum(node.endpoint.ready for node in nodes)
     status = Status.UNREADY if not ready else Status.DEGRADED if problems else Status.OK
     return Health(status, pool, policy, version, uptime_s, len(nodes), ready, problems)
@@ -113,6 +115,21 @@ def diagnose(nodes: Sequence[NodeStats], block_size: int, pool_error: str = "") 
         checks = CHECKS if node.endpoint.ready else (_not_ready,)
         found.extend(problem for check in checks for problem in check(node, block_size))
     return tuple(found)
+
+
+def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
+    if log is None or not log.error:
+        return ()
+    return (
+        Problem(
+            ProblemKind.DECISION_LOG,
+            "",
+            f"{log.path} cannot be written ({log.error}); {log.dropped} entries are lost",
+            "requests go on, their decisions are not recorded",
+            "the disk is full, or the folder is not the gateway's to write",
+            "make room, or choose another file with --decision-log; it is tried again all the time",
+        ),
+    )
 
 
 Check = Callable[[NodeStats, int], Iterator[Problem]]

@@ -15,15 +15,17 @@ perilune_migrations_total.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from perilune_gateway import move_rows
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, Outcome, Reason, RefuseReason, Tier, TokenSource
-from perilune_gateway.stats import IndexStats, NodeStats, Snapshot
+from perilune_gateway.state.engine_blocks import Unused
+from perilune_gateway.stats import IndexStats, LogStats, NodeStats, Snapshot
 
 SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
@@ -250,6 +252,8 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("replayed", "Batches that a replay brought."),
     ("rebuilds", "Times that an endpoint's blocks were dropped because a gap could not be filled."),
     ("restarts", "Times that an engine began anew."),
+    ("malformed", "Messages that could not be read."),
+    ("old", "Batches that had come before."),
 )
 """perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
 
@@ -286,6 +290,11 @@ class _Mirror:
         evicted.add_metric((), index.evicted)
         yield evicted
         yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
+        yield _unused(snapshot.unused_blocks)
+        if snapshot.moves:
+            yield from move_rows.families(snapshot.moves)
+        if snapshot.decision_log:
+            yield from _decision_log(snapshot.decision_log)
 
 
 def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
@@ -329,6 +338,24 @@ def _recent(index: IndexStats) -> GaugeMetricFamily:
     for name in ("missed", "partial", "full"):
         recent.add_metric((name,), getattr(index, f"recent_{name}"))
     return recent
+
+
+def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
+    unused = CounterMetricFamily(
+        "perilune_events_unused_blocks", "Blocks in KV events that changed nothing.", labels=("cause",)
+    )
+    for cause in Unused:
+        unused.add_metric((cause.value,), blocks.get(cause, 0))
+    return unused
+
+
+def _decision_log(log: LogStats) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "perilune_decision_log_written", "Decisions and endings written to the decision log.", log.written
+    )
+    yield CounterMetricFamily(
+        "perilune_decision_log_dropped", "Decisions and endings that it could not take.", log.dropped
+    )
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import Any
 
-from perilune_gateway import health
+from perilune_gateway import health, move_rows
+from perilune_gateway.decision_log import DecisionLog
 from perilune_gateway.feeds.events import EventFeeds
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.router import Router
-from perilune_gateway.stats import EndpointBlocks, NodeStats, SessionStats, Snapshot
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.stats import EndpointBlocks, LogStats, NodeStats, SessionStats, Snapshot
 
 
 class Snapshots:
     """Rows of one gateway. Costs O(endpoints) and, for the index, O(claims)."""
 
     def __init__(
-        self, router: Router, events: EventFeeds, parity: ParityCheck, clock: Callable[[], float]
+        self,
+        router: Router,
+        blocks: EngineBlocks,
+        events: EventFeeds,
+        parity: ParityCheck,
+        decision_log: DecisionLog | None,
+        clock: Callable[[], float],
     ) -> None:
         self._router = router
+        self._blocks = blocks
         self._events = events
         self._parity = parity
+        self._decision_log = decision_log
         self._clock = clock
         self._started_at = clock()
 
     def snapshot(self) -> Snapshot:
         index = self._router.index.stats(self._clock())
-        return Snapshot(self.nodes(), index, len(self._router.sessions))
+        return Snapshot(
+            self.nodes(),
+            index,
+            len(self._router.sessions),
+            {why.value: n for why, n in self._blocks.unused.items()},
+            self._log_stats(),
+            self._router.planner.stats(self._clock()),
+        )
+
+    def moves(self) -> Mapping[str, Any]:
+        """The migration planner's page."""
+        return move_rows.page(self._router.planner, self._clock())
 
     def nodes(self) -> tuple[NodeStats, ...]:
         now, router = self._clock(), self._router
@@ -71,6 +93,9 @@ class Snapshots:
             for s in self._router.sessions.matching(session_id)
         ]
 
+    def _log_stats(self) -> LogStats | None:
+        return self._decision_log.stats() if self._decision_log else None
+
     def health(self, pool_error: str) -> health.Health:
         """`pool_error`: why the newest pool document is not in force."""
         pool = self._router.pool
@@ -82,4 +107,5 @@ class Snapshots:
             version=version("perilune"),
             uptime_s=self._clock() - self._started_at,
             pool_error=pool_error,
+            decision_log=self._log_stats(),
         )

@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
+from typing import TYPE_CHECKING
 
 from perilune_gateway.model import Endpoint, Load
+
+if TYPE_CHECKING:
+    from perilune_gateway.planner import PlannerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,10 @@ class EventStats:
     """Times that the endpoint's blocks were dropped because a gap could not be filled."""
     restarts: int = 0
     """Times that the engine began anew."""
+    malformed: int = 0
+    """Messages that could not be read."""
+    old: int = 0
+    """Batches that had come before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +134,26 @@ class SessionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LogStats:
+    """The decision log. Entries are decisions and endings."""
+
+    path: str
+    written: int = 0
+    dropped: int = 0
+    queued: int = 0
+    error: str = ""
+    """Why nothing is written at present; empty: it is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything that a scrape mirrors."""
 
     nodes: tuple[NodeStats, ...] = ()
     index: IndexStats = IndexStats()
     sessions_bound: int = 0
+    unused_blocks: Mapping[str, int] = field(default_factory=dict)
+    """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
+    decision_log: LogStats | None = None
+    """None: there is none."""
+    moves: PlannerStats | None = None

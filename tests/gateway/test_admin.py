@@ -42,6 +42,7 @@ class World:
             nodes=lambda: self.nodes,
             sessions=lambda id: self.sessions.get(id, []),
             index_stats=lambda: IndexStats(entries=4, endpoints={"a": EndpointBlocks(3, 1)}),
+            moves=lambda: {"offers": []},
             health=self.health,
             ready=lambda: self.ready,
         )

@@ -142,4 +142,4 @@ class EventFeeds:
         self._context.destroy(linger=0)
 
 
-_SUMMED = ("batches", "gaps", "replayed", "rebuilds", "restarts")
+_SUMMED = ("batches", "gaps", "replayed", "rebuilds", "restarts", "malformed", "old")

@@ -1,0 +1,228 @@
+"""The decision log: every decision as lines of a file, written beside the decisions, never before them.
+
+    Decisions ──decided, ended──▶ queue ──run──▶ decision_lines ──▶ RotatedFile (a thread of its own)
+
+1. A decision or an ending is put into the queue as it is (the values are frozen): 0.2 µs. A full queue drops
+   it and counts.
+2. `run` looks ten times a second, writes a few lines of JSON at a time (about 1 µs per candidate, others run
+   in between) and hands them to the file's thread.
+3. A file that has become too large is renamed FILE.1, the one before it FILE.2 …; the oldest goes.
+4. What cannot be written (the disk is full) is dropped and counted, logged once when it begins and once when
+   it ends; the file never keeps half a line of it.
+
+A gateway that is killed loses the last tenth of a second, and may leave its last line cut; the next one
+starts on a line of its own. Does not: wait for the disk to have it (no fsync), share a file with another
+gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from perilune_api.pool import Pool
+from perilune_gateway.decision_lines import Writer
+from perilune_gateway.explain import DecisionRecord, Ending
+from perilune_gateway.stats import LogStats
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 * 2**20
+KEEP = 4
+EVERY_S = 0.1
+MAX_QUEUED_ROWS = 65_536
+"""Candidates in the queue, which keeps them alive: about 25 MB. Without candidates a record counts as one."""
+SLICE_ROWS = 128
+"""Candidates rendered before others may run: about 0.15 ms."""
+BATCH_BYTES = 2**20
+
+
+class RotatedFile:
+    """A file that is appended to whole batches at a time. Blocks: for a thread."""
+
+    def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
+        """`keep`: how many older files stay. Raises OSError when the file cannot be opened."""
+        self.path = path
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._fd = -1
+        self._open()
+
+    def append(self, data: bytes) -> None:
+        """All of it or nothing. Raises OSError."""
+        if self._fd < 0:
+            self._open()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, self.size)
+            raise
+        self.size += len(data)
+
+    @property
+    def full(self) -> bool:
+        return self.size >= self._max_bytes
+
+    def rotate(self) -> None:
+        """Begin a new file. Raises OSError; the next `append` tries again."""
+        self.close()
+        for i in range(self._keep, 0, -1):
+            older = self._older(i - 1)
+            if older.exists():
+                os.replace(older, self._older(i))
+        if not self._keep:
+            self.path.unlink(missing_ok=True)
+        self.size = 0
+        self._open()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _older(self, i: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{i}") if i else self.path
+
+    def _open(self) -> None:
+        """A line that an earlier process was killed in is ended."""
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.size = os.fstat(self._fd).st_size
+        if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
+            self.append(b"\n")
+
+
+Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending]
+
+
+class DecisionLog:
+    """The queue of one gateway's decisions, and what becomes of it."""
+
+    def __init__(
+        self,
+        file: RotatedFile,
+        pool: Pool,
+        version: str,
+        wall_clock: Callable[[], float],
+        max_rows: int = MAX_QUEUED_ROWS,
+    ) -> None:
+        self.written = 0
+        """Decisions and endings."""
+        self.dropped = 0
+        self.error = ""
+        """Why nothing is written at present; empty: it is."""
+        self._file = file
+        self._pool = pool
+        self._writer = Writer(version)
+        self._wall_clock = wall_clock
+        self._max_rows = max_rows
+        self._rows = 0
+        self._queue: deque[Entry] = deque()
+        self._headed = False
+        """The file's last `pool` line is in force, and so are the numbers after it."""
+        self._stopping = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "decision-log")
+
+    def stats(self) -> LogStats:
+        return LogStats(str(self._file.path), self.written, self.dropped, len(self._queue), self.error)
+
+    def configure(self, pool: Pool) -> None:
+        """What is decided from now on is decided under this pool document."""
+        self._queue.append(pool)
+
+    def decided(self, number: int, record: DecisionRecord) -> None:
+        self._put((number, record), _rows(record))
+
+    def ended(self, number: int, ending: Ending) -> None:
+        self._put((number, ending), 1)
+
+    def _put(self, entry: Entry, rows: int) -> None:
+        if self._rows + rows > self._max_rows:
+            self.dropped += 1
+            return
+        self._rows += rows
+        self._queue.append(entry)
+
+    async def run(self) -> None:
+        """Write until `stop`, then what is left."""
+        try:
+            last = False
+            while not last:
+                last = self._stopping.is_set()
+                while self._queue and await self._write_batch():
+                    pass
+                if not last:
+                    await self._wait()
+        finally:
+            self._thread.shutdown(wait=True)
+            self._file.close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def _wait(self) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), EVERY_S)
+        except TimeoutError:
+            pass
+
+    async def _write_batch(self) -> bool:
+        """What is queued, about BATCH_BYTES of it at most. False: it failed, so try again later."""
+        loop = asyncio.get_running_loop()
+        lines: list[bytes] = []
+        size_bytes = entries = rows = 0
+        try:
+            if self._file.full:
+                self._headed = False
+                await loop.run_in_executor(self._thread, self._file.rotate)
+            while self._queue and size_bytes < BATCH_BYTES:
+                line, cost = self._render(self._queue.popleft())
+                lines.append(line)
+                size_bytes += len(line)
+                entries += cost > 0
+                rows += cost
+                if rows >= SLICE_ROWS:
+                    rows = 0
+                    await asyncio.sleep(0)
+            await loop.run_in_executor(self._thread, self._file.append, b"".join(lines))
+        except OSError as error:
+            self._failed(error, entries)
+            return False
+        self.written += entries
+        if self.error:
+            log.warning("decision log is written again dropped=%d", self.dropped)
+            self.error = ""
+        return True
+
+    def _render(self, entry: Entry) -> tuple[bytes, int]:
+        """(lines, rows)."""
+        if isinstance(entry, Pool):
+            self._pool, self._headed = entry, False
+            return b"", 0
+        head = b"" if self._headed else self._writer.pool(self._pool, self._wall_clock())
+        self._headed = True
+        number, value = entry
+        if isinstance(value, Ending):
+            line, rows = self._writer.end(number, value), 1
+        else:
+            line, rows = self._writer.decision(number, value), _rows(value)
+        self._rows -= rows
+        return head + line, rows
+
+    def _failed(self, error: OSError, entries: int) -> None:
+        """These are lost; the next batch begins with a `pool` line, since numbers may be among them."""
+        self._headed = False
+        self.dropped += entries
+        if not self.error:
+            log.error("decision log cannot be written, decisions go on without it: %s", error)
+        self.error = str(error)
+
+
+def _rows(record: DecisionRecord) -> int:
+    return max(1, len(record.candidates))

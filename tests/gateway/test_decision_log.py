@@ -1,0 +1,227 @@
+"""The decision log: rotated, bounded, never in the way, never half a line."""
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import stat
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
+from perilune_gateway.decision_lines import Cut, Ended, Logged, read
+from perilune_gateway.decision_log import DecisionLog, RotatedFile
+from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.model import Decision, Outcome, Reason
+from perilune_gateway.testing import candidate, request
+
+POOL = Pool(Metadata("p"), Spec(Model("m")))
+
+
+def record(n: int, rows: int = 2) -> DecisionRecord:
+    candidates = tuple(candidate(chr(ord("a") + i)) for i in range(rows))
+    return DecisionRecord(request(ordinal=n), Decision("a", Reason.COLD), "ear", candidates)
+
+
+def entries(*paths: Path) -> list[Logged | Ended | Cut]:
+    return [entry for path in paths for entry in read(path.read_bytes().splitlines(True), path.name)]
+
+
+def numbers(*paths: Path) -> list[int]:
+    """Of the decisions."""
+    return [entry.number for entry in entries(*paths) if isinstance(entry, Logged)]
+
+
+@asynccontextmanager
+async def running(log: DecisionLog) -> AsyncIterator[DecisionLog]:
+    task = asyncio.create_task(log.run())
+    try:
+        yield log
+    finally:
+        log.stop()
+        await task
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - a condition outside this loop
+            await asyncio.sleep(0.005)
+
+
+class Full(RotatedFile):
+    """A disk without room while `full_disk` is set: it takes a few bytes of a batch, then no more."""
+
+    full_disk = False
+
+    def append(self, data: bytes) -> None:
+        if not self.full_disk:
+            return super().append(data)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size + 100, hard))
+        try:
+            super().append(data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class TestDecisionLog:
+    async def test_decisions_and_endings_are_in_the_file_when_it_has_stopped(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        async with running(log):
+            ring = Decisions(log=log)
+            first = ring.add(record(0))
+            ring.finish(first, Outcome.COMPLETED, 1.5, "a", 200)
+            ring.add(record(1))
+        found = entries(tmp_path / "log")
+        assert [type(entry) for entry in found] == [Logged, Ended, Logged]
+        assert found[0].record == record(0)
+        assert (log.written, log.dropped, log.stats().queued) == (3, 0, 0)
+
+    async def test_nothing_is_written_by_deciding_itself(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        log.decided(0, record(0))
+        assert (tmp_path / "log").read_bytes() == b""
+        async with running(log):
+            await until(lambda: numbers(tmp_path / "log") == [0])
+
+    async def test_a_record_that_left_the_ring_still_gets_its_ending(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        async with running(log):
+            ring = Decisions(capacity=1, log=log)
+            first = ring.add(record(0))
+            ring.add(record(1))
+            ring.finish(first, Outcome.FAILED, 2.0)
+        assert [e.number for e in entries(tmp_path / "log") if isinstance(e, Ended)] == [0]
+
+    async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing("sticky")))
+        async with running(log):
+            log.decided(0, record(0))
+            log.configure(changed)
+            log.decided(1, record(1))
+        assert [e.routing.policy for e in entries(tmp_path / "log")] == ["ear", "sticky"]
+
+    async def test_a_full_queue_drops_the_newest_and_counts(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0, max_rows=5)
+        for n in range(4):
+            log.decided(n, record(n, rows=2))
+        assert (log.dropped, log.stats().queued) == (2, 2)
+        async with running(log):
+            await until(lambda: log.written == 2)
+            log.decided(9, record(9))
+        assert numbers(tmp_path / "log") == [0, 1, 9]
+
+    async def test_a_full_disk_loses_what_it_cannot_take_is_said_once_and_gets_over_it(
+        self, tmp_path, caplog
+    ):
+        file = Full(tmp_path / "log", 10**6, 1)
+        log = DecisionLog(file, POOL, "1", lambda: 7.0)
+        with caplog.at_level(logging.INFO):
+            async with running(log):
+                log.decided(0, record(0))
+                await until(lambda: log.written == 1)
+                size = file.size
+                file.full_disk = True
+                for n in (1, 2):
+                    log.decided(n, record(n))
+                    await until(lambda n=n: log.dropped == n)
+                    assert (tmp_path / "log").stat().st_size == size, "half a batch stayed"
+                assert os.strerror(errno.EFBIG) in log.stats().error
+                file.full_disk = False
+                log.decided(3, record(3))
+                await until(lambda: log.written == 2)
+        assert numbers(tmp_path / "log") == [0, 3]
+        assert log.error == ""
+        assert [r.levelname for r in caplog.records if "decision log" in r.message] == ["ERROR", "WARNING"]
+
+    async def test_a_folder_that_goes_away_stops_neither_gateway_nor_log(self, tmp_path):
+        folder = tmp_path / "logs"
+        folder.mkdir()
+        log = DecisionLog(RotatedFile(folder / "log", 1, 1), POOL, "1", lambda: 7.0)
+        async with running(log):
+            log.decided(0, record(0))
+            await until(lambda: log.written == 1)
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            log.decided(1, record(1))  # the file is full, so a new one is due
+            await until(lambda: log.error)
+            folder.mkdir()
+            await until(lambda: log.written == 2)
+        assert numbers(folder / "log") == [1]
+
+    async def test_others_run_while_much_is_written(self, tmp_path):
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**9, 1), POOL, "1", lambda: 7.0)
+        for n in range(400):
+            log.decided(n, record(n, rows=20))
+        log.stop()
+        turns = Counter[str]()
+
+        async def other() -> None:
+            while True:
+                turns["other"] += 1
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        await log.run()
+        beside.cancel()
+        assert turns["other"] >= 400 * 20 // 128
+        assert log.written == 400
+
+
+class TestRotatedFile:
+    async def test_every_file_can_be_read_alone_and_the_oldest_goes(self, tmp_path):
+        path = tmp_path / "log"
+        log = DecisionLog(RotatedFile(path, 2_000, 2), POOL, "1", lambda: 7.0)
+        async with running(log):
+            for n in range(12):
+                log.decided(n, record(n))
+                await until(lambda n=n: log.written == n + 1)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "log.1", "log.2"]
+        kept = numbers(tmp_path / "log.2", tmp_path / "log.1", path)
+        assert kept == list(range(kept[0], 12))
+        assert kept[0] > 0
+        assert [p.stat().st_size < 6_000 for p in tmp_path.iterdir()] == [True] * 3
+
+    def test_without_older_files_it_begins_anew(self, tmp_path):
+        file = RotatedFile(tmp_path / "log", 4, 0)
+        file.append(b"old\n")
+        assert file.full
+        file.rotate()
+        file.append(b"new\n")
+        file.close()
+        assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("log", b"new\n")]
+
+    async def test_a_restart_continues_the_file_after_a_cut_line(self, tmp_path):
+        path = tmp_path / "log"
+        for n in (0, 1):
+            log = DecisionLog(RotatedFile(path, 10**6, 1), POOL, "1", lambda: 7.0)
+            async with running(log):
+                log.decided(n, record(n))
+            if n == 0:
+                path.write_bytes(path.read_bytes() + b'{"kind":"decision","n":')
+        assert [type(entry) for entry in entries(path)] == [Logged, Cut, Logged]
+
+    def test_only_its_owner_may_read_it(self, tmp_path):
+        RotatedFile(tmp_path / "log", 1, 1).close()
+        assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+    def test_a_file_that_cannot_be_opened_is_told_at_once(self, tmp_path):
+        with pytest.raises(OSError, match="Is a directory"):
+            RotatedFile(tmp_path, 1, 1)
+
+
+def test_the_ring_without_a_log_is_as_before():
+    ring = Decisions()
+    number = ring.add(record(0))
+    ring.finish(number, Outcome.COMPLETED, 1.0)
+    found = ring.get("r0")
+    assert found is not None
+    assert replace(found, ending=None) == record(0)
