@@ -24,6 +24,7 @@ import msgspec
 from perilune_api import kube, names
 from perilune_api.crd import KIND, PLURAL, VERSION, InferencePoolStatus, StatusCondition
 from perilune_operator.observe import MANAGER, Key, Object, key
+from perilune_operator.rollout import Mark
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,16 @@ class Applier:
         gone = [child for k, child in children.items() if k not in keep]
         errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
         return Applied(tuple(filter(None, errors)), not any(k in self._written for k in keep))
+
+    async def mark(self, pool: Pool, mark: Mark) -> None:
+        """Annotate a pod. Through its status, which is all that the right to do so then covers."""
+        body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
+        where = f"/api/v1/namespaces/{pool.namespace}/pods/{mark.pod}/status"
+        try:
+            await self._send("PATCH", where, "Pod", body, content_type=kube.MERGE)
+        except kube.ApiError as error:
+            if error.status not in (404, 409):  # gone, or another one of that name by now
+                raise
 
     async def status(self, pool: Pool, old: Object, new: InferencePoolStatus) -> Object | None:
         """Write the status where it differs; the pool as it then is. None: as it was, or gone by now."""

@@ -13,6 +13,21 @@ MANAGER = "perilune-operator"
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
 
+LEAVING_TAINTS = frozenset(
+    {
+        "ToBeDeletedByClusterAutoscaler",
+        "karpenter.sh/disrupted",
+        "node.cloudprovider.kubernetes.io/shutdown",
+        "cloud.google.com/impending-node-termination",
+        "aws-node-termination-handler/spot-itn",
+    }
+)
+"""Of nodes that somebody is about to remove. A cordon sets `unschedulable`."""
+CHOSEN_COST = "-1"
+"""Deletion cost of an engine that is to go; every other has 0."""
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """One node."""
@@ -21,6 +36,8 @@ class NodeFacts:
     labels: Mapping[str, str]
     gpus: int = 0
     ready: bool = True
+    leaving: bool = False
+    """Cordoned, or about to be removed: takes no new pods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +50,21 @@ class PodFacts:
     node: str
     ready: bool
     terminating: bool
+    uid: str = ""
+    created: str = ""
+    """RFC 3339."""
+    draining: str = ""
+    """Since when; empty: it is not."""
+    drained_by: frozenset[str] = frozenset()
+    """Gateways that have nothing there any more, of this very draining."""
+    chosen: bool = False
+    """Marked as the one that a ReplicaSet takes first."""
+    group: int = -1
+    """Of a LeaderWorkerSet's; -1: of none."""
+
+    @property
+    def serves(self) -> bool:
+        return self.ready and not self.terminating
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +109,19 @@ def node(obj: Object, gpu_resources: Iterable[str] = ("nvidia.com/gpu",)) -> Nod
     allocatable = obj.get("status", {}).get("allocatable") or {}
     gpus = sum(int(allocatable.get(name, 0)) for name in gpu_resources)
     labels = obj["metadata"].get("labels") or {}
-    return NodeFacts(obj["metadata"]["name"], dict(labels), gpus, _is(obj, "Ready"))
+    spec = obj.get("spec") or {}
+    taints = {taint.get("key") for taint in spec.get("taints") or ()}
+    leaving = bool(spec.get("unschedulable") or taints & LEAVING_TAINTS)
+    return NodeFacts(obj["metadata"]["name"], dict(labels), gpus, _is(obj, "Ready"), leaving)
 
 
 def pod(obj: Object) -> PodFacts:
     meta = obj["metadata"]
-    labels = meta.get("labels") or {}
+    labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
+    answers = {
+        k.removeprefix(names.DRAINED): v for k, v in annotations.items() if k.startswith(names.DRAINED)
+    }
     return PodFacts(
         meta["name"],
         labels.get(names.COMPONENT_LABEL, ""),
@@ -90,6 +129,12 @@ def pod(obj: Object) -> PodFacts:
         obj.get("spec", {}).get("nodeName", ""),
         _is(obj, "Ready"),
         "deletionTimestamp" in meta,
+        meta.get("uid", ""),
+        meta.get("creationTimestamp", ""),
+        draining,
+        frozenset(gateway for gateway, answered in answers.items() if draining and answered == draining),
+        annotations.get(names.DELETION_COST) == CHOSEN_COST,
+        int(group) if group.isdigit() else -1,
     )
 
 

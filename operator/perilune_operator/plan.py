@@ -4,14 +4,16 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning its own result changes nothing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from perilune_api.crd import InferencePoolSpec, InferencePoolStatus
-from perilune_api.pool import SpecError
+from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
-from perilune_operator.observe import Object, Observed
+from perilune_operator.observe import Key, Object, Observed
 from perilune_operator.render import gateway, mooncake, network, vllm
 from perilune_operator.render.objects import Context, Defaults
+from perilune_operator.rollout import Drain, Mark, drain
 
 STATS_S = 30.0
 """Sessions and hit ratio in the status are no older than this."""
@@ -26,6 +28,8 @@ class Plan:
     status: InferencePoolStatus
     again_in: float
     """Seconds until the next look, if nothing happens before."""
+    marks: tuple[Mark, ...] = ()
+    """Of pods: who is to go."""
 
 
 def plan(
@@ -41,5 +45,24 @@ def plan(
         return Plan(None, status.of_refusal(str(spec), observed, now), STATS_S)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
+    drains = _drains(pool, observed, now)
+    pool = replace(pool, replicas={role: made.replicas for role, made in drains.items()})
     objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
-    return Plan(objects, status.of_pool(pool, observed, now), STATS_S)
+    again_in = min([STATS_S, *(made.again_in for made in drains.values())])
+    marks = tuple(mark for made in drains.values() for mark in made.marks)
+    return Plan(objects, status.of_pool(pool, observed, drains, now), again_in, marks)
+
+
+def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
+    """Without a gateway there are no sessions to wait for."""
+    leaving = frozenset(node.name for node in observed.nodes if node.leaving)
+    gateways = frozenset(p.name for p in observed.pods if p.component == "gateway" and p.serves)
+    asked = pool.spec.gateway.replicas or pool.spec.gateway.min_replicas
+    session_s = float(pool.spec.rollout.session_seconds) if asked else 0.0
+    made = {}
+    for role, spec in vllm.roles(pool):
+        pods = [p for p in observed.pods if p.component == "engine" and p.role == role]
+        kind = "Deployment" if vllm.nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
+        workload = observed.children.get(Key(kind, pool.namespace, vllm.workload_name(pool.name, role)))
+        made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
+    return made

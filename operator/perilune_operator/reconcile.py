@@ -169,6 +169,8 @@ class Reconciler:
         made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
         said, again_in = made.status, made.again_in
         if made.objects is not None:
+            for mark in made.marks:
+                await self._applier.mark(pool, mark)
             applied = await self._applier.apply(pool, made.objects, observed.children)
             if applied.errors:
                 said = status.with_failure(said, "; ".join(applied.errors)[:1000], observed, now)
@@ -236,7 +238,7 @@ def _newest(one: Object, other: Object) -> Object:
 
 def _serves(pod: Object) -> bool:
     facts = observe.pod(pod)
-    return facts.component == "gateway" and facts.ready and not facts.terminating
+    return facts.component == "gateway" and facts.serves
 
 
 def _spec(body: Any) -> InferencePoolSpec | SpecError:

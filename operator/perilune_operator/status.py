@@ -4,7 +4,7 @@ Pure. A condition's transition time is kept while its status is, so that writing
 the same bytes; `changed` says which events to send.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,6 +18,7 @@ from perilune_api.pool import Role
 from perilune_operator.observe import Key, Object, Observed
 from perilune_operator.render import mooncake, network, vllm
 from perilune_operator.render.objects import Context
+from perilune_operator.rollout import Drain
 
 _STRIP = (
     "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
@@ -38,11 +39,14 @@ class Fact:
     message: str
 
 
-def of_pool(pool: Context, observed: Observed, now: float) -> InferencePoolStatus:
+def of_pool(
+    pool: Context, observed: Observed, drains: Mapping[Role, Drain], now: float
+) -> InferencePoolStatus:
     """Everything that can be said of an accepted spec."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
+    leaving = {name for made in drains.values() for name in made.leaving}
     wanted = sum(spec.replicas for _, spec in vllm.roles(pool))
-    ready = sum(p.ready for p in engines)
+    ready = sum(p.ready for p in engines if p.name not in leaving)
     scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
     facts = [Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid.")]
     facts.append(_topology(pool))
@@ -59,12 +63,7 @@ def of_pool(pool: Context, observed: Observed, now: float) -> InferencePoolStatu
     facts.append(_gateway(pool, observed))
     facts.append(_route(pool, observed))
     facts.append(_progress(pool, observed))
-    leaving = [p.name for p in observed.pods if p.terminating]
-    facts.append(
-        Fact(Condition.DRAINING, "True", Reason.ENDPOINTS_LEAVING, f"Leaving: {_names(leaving)}.")
-        if leaving
-        else Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
-    )
+    facts.append(_draining(pool, observed, drains))
     facts.append(_ready(facts))
     fabric = pool.fabric
     stats = observed.gateway
@@ -219,11 +218,35 @@ def _verdicts(child: Object) -> list[Object]:
 
 
 def _progress(pool: Context, observed: Observed) -> Fact:
+    waiting = [
+        vllm.workload_name(pool.name, role)
+        for role, spec in vllm.roles(pool)
+        if pool.replicas.get(role, spec.replicas) != spec.replicas
+    ]
+    if waiting:
+        return Fact(Condition.PROGRESSING, "True", Reason.SESSIONS_LEAVING, f"{_names(waiting)} will shrink.")
     names_ = [vllm.workload_name(pool.name, role) for role, _ in vllm.roles(pool)]
     rolling = [name for name in (*names_, names.gateway_name(pool.name)) if _rolling(pool, observed, name)]
     if rolling:
         return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, f"Rolling out {_names(rolling)}.")
     return Fact(Condition.PROGRESSING, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
+
+
+def _draining(pool: Context, observed: Observed, drains: Mapping[Role, Drain]) -> Fact:
+    """Who goes first comes first; the message has all."""
+    stopping = [p.name for p in observed.pods if p.component == "engine" and p.terminating]
+    leaving = [name for made in drains.values() for name in made.leaving]
+    emptied = [name for made in drains.values() for name in made.emptied]
+    seconds = pool.spec.rollout.session_seconds
+    said = (
+        (Reason.SESSIONS_LEAVING, leaving, f"Waiting up to {seconds} s for the sessions of {{}} to leave."),
+        (Reason.ENDPOINTS_LEAVING, stopping, "Finishing their requests: {}."),
+        (Reason.NODES_LEAVING, emptied, "On nodes that are being emptied, without new sessions: {}."),
+    )
+    shown = [(reason, words.format(_names(who))) for reason, who, words in said if who]
+    if not shown:
+        return Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
+    return Fact(Condition.DRAINING, "True", shown[0][0], " ".join(words for _, words in shown))
 
 
 def _rolling(pool: Context, observed: Observed, name: str) -> bool:

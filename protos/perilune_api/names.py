@@ -64,7 +64,14 @@ ROLE_LABEL = "perilune.dev/role"
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: where it publishes KV events; the replay port is the next one."""
 DRAINING = "perilune.dev/draining"
-"""Annotation of an engine pod, any value: known sessions finish there, new ones go elsewhere."""
+"""Annotation of an engine pod: known sessions finish there, new ones go elsewhere. Any value does; the
+operator writes the time since when."""
+DRAINED = "drained.perilune.dev/"
+"""With a gateway pod's name behind it: annotation of a draining engine pod, by which that gateway says that
+nothing of its own runs there any more and no session has been heard of lately. Its value is that of the
+DRAINING that it answers, so that an answer to an earlier one counts for nothing."""
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""Kubernetes' annotation: of a ReplicaSet's ready pods, the lowest goes first."""
 ENGINE_PORT = 8000
 """Where an engine pod serves HTTP."""
 POOL_DOCUMENT = "pool.yaml"

@@ -130,11 +130,25 @@ def condition(body: Object, name: str) -> Object:
     return found[0] if found else {}
 
 
-async def run_pods(client: Client, namespace: str, number: int) -> None:
-    """Do a kubelet's part: say of `number` pods that they run and are ready."""
+async def engines(client: Client, namespace: str, *, marked: bool = False) -> list[Object]:
+    """Engine pods that are not being deleted; `marked`: those that drain."""
+    selector = {"labelSelector": "perilune.dev/component=engine"}
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods", params=selector)
+    here = [p for p in listed["items"] if "deletionTimestamp" not in p["metadata"]]
+    return [
+        p for p in here if not marked or "perilune.dev/draining" in (p["metadata"].get("annotations") or {})
+    ]
+
+
+async def run_pods(client: Client, namespace: str, number: int, nodes: tuple[str, ...] = ()) -> None:
+    """Do a scheduler's and a kubelet's part: bind engines to `nodes`, say of `number` pods that they run."""
     pods = f"/api/v1/namespaces/{namespace}/pods"
     listed = await until(lambda: client.request("GET", pods), lambda found: len(found["items"]) == number)
     status = {"phase": "Running", "podIP": "10.1.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    for pod, node in zip(await engines(client, namespace), nodes, strict=False):
+        name = pod["metadata"]["name"]
+        target = {"metadata": {"name": name}, "target": {"kind": "Node", "name": node}}
+        await client.request("POST", f"{pods}/{name}/binding", target)
     for item in listed["items"]:
         where = f"{pods}/{item['metadata']['name']}/status"
         await client.request("PATCH", where, {"status": status}, content_type=MERGE)
@@ -168,6 +182,67 @@ async def test_a_pool_becomes_objects_and_follows_its_spec(
         lambda: client.request("GET", pools(namespace, "/p")),
         lambda p: (p["status"]["ready"], p["status"]["observedGeneration"]) == ("0/3", 2),
     )
+
+
+async def test_a_scale_down_waits_for_the_gateways_word(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Marked, kept, answered by the (here acted) gateway, gone: and the other engine is not touched."""
+    await client.request("POST", pools(namespace), pool(replicas=2, rollout={"sessionSeconds": 3600}))
+    await run_pods(client, namespace, 3)
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: p["status"]["ready"] == "2/2" and condition(p, "GatewayReady")["status"] == "True",
+    )
+    scale = {"spec": {"replicas": 1}}
+    await client.request("PATCH", pools(namespace, "/p/scale"), scale, content_type=MERGE)
+    (chosen,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving",
+    )
+    assert chosen["metadata"]["name"] in condition(body, "Draining")["message"]
+    assert (body["status"]["ready"], condition(body, "Progressing")["status"]) == ("1/1", "True")
+    engine = await client.request("GET", deployments(namespace, "/p-engine"))
+    assert engine["spec"]["replicas"] == 2
+
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+    (gateway,) = [p["metadata"]["name"] for p in listed["items"] if "-gateway-" in p["metadata"]["name"]]
+    mark = chosen["metadata"]["annotations"]["perilune.dev/draining"]
+    word = {"metadata": {"annotations": {f"drained.perilune.dev/{gateway}": mark}}}
+    where = f"/api/v1/namespaces/{namespace}/pods/{chosen['metadata']['name']}/status"
+    await client.request("PATCH", where, word, content_type=MERGE)
+    left = await until(lambda: engines(client, namespace), lambda found: len(found) == 1)
+    assert left[0]["metadata"]["name"] != chosen["metadata"]["name"]
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Draining")["status"] == condition(p, "Progressing")["status"] == "False",
+    )
+    assert body["status"]["ready"] == "1/1"
+
+
+async def test_a_cordoned_nodes_engine_takes_no_new_sessions(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    node, other = f"node-{namespace}", f"other-{namespace}"
+    await client.request("POST", pools(namespace), pool(replicas=2))
+    await run_pods(client, namespace, 3, nodes=(node, other))
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")), lambda p: p["status"]["ready"] == "2/2"
+    )
+    body = {"metadata": {"name": node}, "spec": {"unschedulable": True}}
+    await client.request("POST", "/api/v1/nodes", body)
+    (marked,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    assert marked["spec"]["nodeName"] == node
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Draining")["reason"] == "NodesLeaving",
+    )
+    assert condition(body, "Ready")
+    free = {"spec": {"unschedulable": False}}
+    await client.request("PATCH", f"/api/v1/nodes/{node}", free, content_type=MERGE)
+    await until(lambda: engines(client, namespace, marked=True), lambda found: found == [])
+    await client.request("DELETE", f"/api/v1/nodes/{node}")
 
 
 async def test_nothing_is_written_when_nothing_changes(

@@ -8,7 +8,8 @@ up to a minute. A pod leaves the moment that its deletion is asked for: Envoy ob
 pod. While the API server is away the last pool stays. A document that cannot be taken (a bad one, or a change
 that needs a restart) leaves the old one in force, with the pods of now.
 
-Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods.
+Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods. It writes nothing; what the
+operator is told of draining pods, drained.py writes.
 """
 
 import asyncio
@@ -78,7 +79,8 @@ class KubernetesPool:
         """The newest document that could be read."""
         self._accepted: Pool | None = None
         """The document in force."""
-        self._pods: list[Object] = []
+        self.pods: list[Object] = []
+        """All of the pool's engines, as the API server says."""
 
     async def first(self) -> Pool:
         """Wait for the ConfigMap; the pool as it stands. Raises SpecError for a bad document."""
@@ -92,8 +94,8 @@ class KubernetesPool:
                 for item in found.get("items") or ():
                     self._text = item.get("data", {}).get(names.POOL_DOCUMENT, "")
                     self._document = self._accepted = parse(self._text)
-                    self._pods = pods.get("items") or []
-                    self.current = with_pods(self._document, self._pods)
+                    self.pods = pods.get("items") or []
+                    self.current = with_pods(self._document, self.pods)
                     return self.current
             await asyncio.sleep(FIRST_S)
 
@@ -105,7 +107,7 @@ class KubernetesPool:
             self.offer(on_pool)
 
         def pods(found: dict[str, Object]) -> None:
-            self._pods = list(found.values())
+            self.pods = list(found.values())
             self.offer(on_pool)
 
         async with asyncio.TaskGroup() as tasks:
@@ -134,7 +136,7 @@ class KubernetesPool:
 
     def _take(self, on_pool: Callable[[Pool], None], document: Pool) -> bool:
         try:
-            pool = with_pods(document, self._pods)
+            pool = with_pods(document, self.pods)
             if pool == self.current:
                 return True
             check(pool)

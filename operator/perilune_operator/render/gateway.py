@@ -43,6 +43,7 @@ def gateway(pool: Context) -> Iterator[Object]:
         rules=[
             {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
             {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
+            {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
         ],
     )
     yield pool.object(
@@ -135,7 +136,10 @@ def _pod(pool: Context) -> Object:
                     f"--log-level={spec.log_level}",
                     "--log-format=json",
                 ],
-                "env": [{"name": key, "value": value} for key, value in MALLOC.items()],
+                "env": [
+                    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                    *({"name": key, "value": value} for key, value in MALLOC.items()),
+                ],
                 "ports": [
                     {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
                     {"name": "admin", "containerPort": ADMIN_PORT},

@@ -1,11 +1,12 @@
 """What every rendered object shares: names, labels, owner, and how containers are locked down."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from perilune_api import names
 from perilune_api.crd import KIND, VERSION, InferencePoolSpec, Resources
+from perilune_api.pool import Role
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object
 from perilune_operator.topology import Fabric
 
@@ -37,6 +38,8 @@ class Context:
     fabric: Fabric
     kinds: frozenset[str]
     defaults: Defaults
+    replicas: Mapping[Role, int] = field(default_factory=dict)
+    """Of a role's workload, where that is not what the spec wants: some wait for their sessions to leave."""
 
     def labels(self, component: str) -> dict[str, str]:
         """That select the pods of one component."""

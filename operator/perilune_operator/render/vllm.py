@@ -102,7 +102,7 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
             name,
             "engine",
             spec={
-                "replicas": spec.replicas,
+                "replicas": pool.replicas.get(role, spec.replicas),
                 "selector": {"matchLabels": labels},
                 "strategy": {
                     "type": "RollingUpdate",
@@ -122,7 +122,7 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
         name,
         "engine",
         spec={
-            "replicas": spec.replicas,
+            "replicas": pool.replicas.get(role, spec.replicas),
             "leaderWorkerTemplate": {
                 "size": nodes,
                 "restartPolicy": "RecreateGroupOnPodRestart",

@@ -1,0 +1,164 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perilune_operator.observe import PodFacts
+from perilune_operator.rollout import Drain, Mark, drain
+
+Object = dict[str, Any]
+NOW = 1_760_000_000.0
+SINCE, EARLIER = "2025-10-09T08:53:20Z", "2025-10-09T08:53:00Z"
+"""NOW, and 20 s before."""
+DRAINING, COST = "perilune.dev/draining", "controller.kubernetes.io/pod-deletion-cost"
+
+
+def pod(name: str, **facts: Any) -> PodFacts:
+    shown: Object = {"ready": True, "node": f"n-{name}", "uid": f"uid-{name}", "created": SINCE} | facts
+    return replace(PodFacts(name, "engine", "both", "", True, False), **shown)
+
+
+def going(name: str, since: str = EARLIER, **facts: Any) -> PodFacts:
+    return pod(name, draining=since, chosen=True, **facts)
+
+
+def workload(number: int, **status: int) -> Object:
+    said = {"replicas": number, "updatedReplicas": number} | status
+    return {"spec": {"replicas": number}, "status": said}
+
+
+def of(
+    *pods: PodFacts,
+    wanted: int,
+    live: Object | None = None,
+    leaving: str = "",
+    gateways: tuple[str, ...] = ("g1",),
+) -> Drain:
+    live = workload(len(pods)) if live is None else live
+    return drain(pods, wanted, live, frozenset(leaving.split()), frozenset(gateways), 30.0, NOW)
+
+
+def marked(made: Drain) -> dict[str, dict[str, str | None]]:
+    return {mark.pod: dict(mark.annotations) for mark in made.marks}
+
+
+GO = {DRAINING: SINCE, COST: "-1"}
+
+
+def test_nothing_to_do() -> None:
+    assert of(pod("a"), pod("b"), wanted=2) == Drain(2)
+
+
+def test_who_is_to_go_is_marked_and_kept() -> None:
+    made = of(pod("a"), pod("b"), pod("c"), wanted=1)
+    assert (made.replicas, made.leaving) == (3, ("a", "b"))
+    assert made.marks == (Mark("a", "uid-a", GO), Mark("b", "uid-b", GO))
+
+
+@pytest.mark.parametrize(
+    ("pods", "first"),
+    [
+        pytest.param((pod("a"), pod("b", created=EARLIER)), "a", id="the youngest"),
+        pytest.param((pod("a"), pod("b", ready=False, created=EARLIER)), "b", id="who is not ready"),
+        pytest.param((pod("a"), going("b", created=EARLIER)), "b", id="who was chosen before"),
+        pytest.param((pod("a"), pod("b", node="gone", created=EARLIER)), "b", id="on a node that is emptied"),
+        pytest.param((pod("a", group=0), pod("b", group=1, created=EARLIER)), "b", id="the highest group"),
+        pytest.param((pod("b"), pod("a")), "a", id="equals by name"),
+    ],
+)
+def test_who_goes_first(pods: tuple[PodFacts, ...], first: str) -> None:
+    assert of(*pods, wanted=1, leaving="gone").leaving == (first,)
+
+
+@pytest.mark.parametrize(
+    ("b", "replicas", "again_in"),
+    [
+        pytest.param(going("b"), 2, 10.0, id="sessions are left"),
+        pytest.param(going("b", drained_by=frozenset({"g1"})), 2, 10.0, id="one gateway of two has answered"),
+        pytest.param(going("b", drained_by=frozenset({"g1", "g2", "g0"})), 1, None, id="all have"),
+        pytest.param(going("b", since="2025-10-09T08:52:50Z"), 1, None, id="time is up"),
+        pytest.param(going("b", ready=False), 1, None, id="it does not serve"),
+        pytest.param(pod("b", draining=EARLIER), 2, 31.0, id="not without the deletion cost"),
+    ],
+)
+def test_when_it_goes(b: PodFacts, replicas: int, again_in: float | None) -> None:
+    made = of(pod("a", created=EARLIER), b, wanted=1, gateways=("g1", "g2"))
+    assert made.replicas == replicas
+    assert made.again_in == (pytest.approx(again_in) if again_in else float("inf"))
+
+
+def test_without_a_ready_gateway_it_takes_its_time() -> None:
+    assert of(pod("a"), going("b"), wanted=1, gateways=()).replicas == 2
+
+
+def test_they_go_together() -> None:
+    """They have one deletion cost: the ReplicaSet might take the one that is not done."""
+    done = going("b", drained_by=frozenset({"g1"}))
+    assert of(pod("a"), done, going("c"), wanted=1).replicas == 3
+    assert of(pod("a"), done, replace(done, name="c"), wanted=1).replicas == 1
+
+
+def test_a_change_of_mind_takes_the_marks_away() -> None:
+    made = of(pod("a"), going("b"), wanted=2)
+    assert made.replicas == 2
+    assert marked(made) == {"b": {DRAINING: None, COST: None}}
+
+
+def test_a_shrunk_workload_does_not_grow_again_while_the_chosen_are_still_there() -> None:
+    made = of(pod("a", ready=False), going("b"), wanted=1, live=workload(1))
+    assert made.replicas == 1
+
+
+def test_a_rollout_follows_the_spec_at_once() -> None:
+    rolling = workload(3, updatedReplicas=1, replicas=4)
+    assert of(pod("a"), pod("b"), pod("c"), pod("d"), wanted=2, live=rolling) == Drain(2)
+
+
+def test_a_surge_is_no_scale_down() -> None:
+    """Pods and workload are seen by two watches: one may be ahead."""
+    assert of(pod("a"), pod("b"), pod("c"), wanted=2, live=workload(2)) == Drain(2)
+
+
+def test_what_was_never_made_need_not_be_waited_for() -> None:
+    assert of(pod("a"), wanted=1, live=workload(4)) == Drain(1)
+    assert drain([], 2, None, frozenset(), frozenset(), 30.0, NOW) == Drain(2)
+
+
+def test_engines_on_a_node_that_is_emptied_take_no_new_sessions() -> None:
+    made = of(pod("a"), pod("b", node="gone"), wanted=2, leaving="gone")
+    assert (made.replicas, made.emptied) == (2, ("b",))
+    assert marked(made) == {"b": {DRAINING: SINCE}}
+    back = of(pod("a"), pod("b", node="gone", draining=SINCE), wanted=2)
+    assert marked(back) == {"b": {DRAINING: None}}
+
+
+@pytest.mark.parametrize(
+    "a",
+    [
+        pytest.param(pod("a", node="gone"), id="all of them"),
+        pytest.param(pod("a", ready=False), id="others are not ready"),
+    ],
+)
+def test_somebody_has_to_take_new_sessions(a: PodFacts) -> None:
+    assert of(a, pod("b", node="gone"), wanted=2, leaving="gone") == Drain(2)
+
+
+def test_a_users_own_mark_stays_unless_the_engine_goes() -> None:
+    mine = pod("b", draining="maintenance")
+    assert of(pod("a"), mine, wanted=2).marks == ()
+    assert of(pod("a", node="gone"), mine, pod("c"), wanted=3, leaving="gone n-b").marks[-1].pod == "a"
+    assert marked(of(pod("a", created=EARLIER), mine, wanted=1)) == {"b": GO}
+
+
+def test_following_the_plan_changes_nothing_more() -> None:
+    pods = [pod("a"), pod("b", node="gone"), pod("c"), pod("d")]
+    first = of(*pods, wanted=2, leaving="gone")
+    carried = marked(first)
+    after = [
+        replace(
+            p, draining=carried.get(p.name, {}).get(DRAINING) or "", chosen=COST in carried.get(p.name, {})
+        )
+        for p in pods
+    ]
+    second = of(*after, wanted=2, leaving="gone")
+    assert (second.marks, second.replicas, second.leaving) == ((), first.replicas, first.leaving)
