@@ -9,7 +9,7 @@
 3. *on_response*: who really serves it; a fallback takes over load and session.
 4. *finished*: the load is given back. Parity then looks, a moment later, whether its blocks were announced.
 
-A planned move that a request carries out is over with the first of 2, of the head of a whole answer, and of 4.
+A planned move that a request carries out is over with the first of 2, the head of a whole answer, and 4.
 
 Costs a few µs each. Does not: decide, or know bodies.
 """

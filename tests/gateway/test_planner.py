@@ -1,0 +1,338 @@
+"""The planner's life: plan, offer, apply, started, finished; facts by hand, time virtual."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune_api.pool import Migration, MoveTrigger, PolicyParams
+from perilune_gateway.migration import Move, MoveReason, PrefixFacts, SessionFacts
+from perilune_gateway.model import Candidate, Decision, Location, Reason
+from perilune_gateway.planner import ACTIVE_S, LOOKED_AT, Lapse, Planner, State
+from perilune_gateway.state.moves import WINDOW_S
+from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, session
+
+PARAMS = PolicyParams(migrations_per_minute=4, migration_link_bytes=3_000_000)
+
+
+def node(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
+    """Per token 1 ms of prefill, 1000 bytes, 0.2 ms over its links."""
+    links = {a: link(bytes_per_s=5e6) for a in "abcd" if a != address}
+    return candidate(address, pending_s=queue_s, engine=PLAIN, links=links, **kwargs)
+
+
+def at(host: str, name: str = "s", tokens: int = 1000, **kwargs) -> SessionFacts:
+    return SessionFacts(name, host, tokens, cached_tokens=tokens, **kwargs)
+
+
+@dataclass
+class World:
+    """Facts that a test sets."""
+
+    nodes: list[Candidate] = field(default_factory=list)
+    bound: list[SessionFacts] = field(default_factory=list)
+    prefixes: dict[str, PrefixFacts] = field(default_factory=dict)
+    pullable: bool = True
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+    def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
+        return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.nodes]
+
+    def sessions(self, host: str, limit: int, now: float) -> list[SessionFacts]:
+        self.asked.append((host, limit))
+        return [s for s in self.bound if s.host == host][:limit]
+
+    def prefix(self, name: str, tokens: int, now: float) -> PrefixFacts | None:
+        return self.prefixes.get(name)
+
+
+def planner(world: World, *triggers: str, policy: str = "sticky", params: PolicyParams = PARAMS) -> Planner:
+    made = Planner(world)
+    on = tuple(MoveTrigger(t) for t in triggers) or tuple(MoveTrigger)
+    made.configure(Migration(on), policy, params)
+    return made
+
+
+def hot(*others: Candidate) -> World:
+    return World([node("a", 9.0), *(others or (node("b"), node("c", 1.0)))], [at("a")])
+
+
+def of(host: str = "a", tokens: int = 1200, held: int = 1000, **kwargs):
+    """A request of the session; its host holds most of it."""
+    return request(tokens=tokens, of=session(host), prefix=prefix(**{host: held}), **kwargs)
+
+
+STAYS = Decision("a", Reason.HOST)
+
+
+def test_an_offer_is_carried_out_by_the_sessions_next_request() -> None:
+    world = hot()
+    p = planner(world)
+    p.plan(0.0)
+    (offer,) = p.offers
+    assert (offer.subject, offer.source, offer.target) == ("s", "a", "b")
+    assert p.offer("s", None) == offer
+    assert p.offer("t", None) is None
+    moved = p.apply(offer, STAYS, of(), world.nodes, 0.5)
+    assert (moved.target, moved.reason, moved.moved_from) == ("b", Reason.PLANNED, "a")
+    assert (moved.replicate_from, moved.cached_tokens) == ("a", 1000)
+    assert moved.estimated_ttft_s == pytest.approx(0.2 + 0.2)
+    assert moved.move == replace(offer, transfer_bytes=1_000_000)
+    assert p.offers == (offer,), "admission may still refuse the request"
+    ticket = p.started(moved.move, 0.5)
+    assert p.offers == ()
+    stats = p.stats(0.5)
+    assert (stats.moves_left, stats.in_flight) == (3, {("a", "b"): 1_000_000})
+    assert p.finished(ticket, 0.9) == moved.move
+    assert p.stats(1.0).in_flight == {}
+    (ended,) = p.ended
+    assert (ended.state, ended.seconds, ended.lapse) == (State.COMPLETED, pytest.approx(0.4), None)
+    counted = {(reason.value, state.value): n for (reason, state), n in p.stats(1.0).moves.items()}
+    assert counted == {("hot_host", s): 1 for s in ("planned", "started", "completed")}
+
+
+def test_a_second_release_is_an_error() -> None:
+    world = hot()
+    p = planner(world)
+    p.plan(0.0)
+    ticket = p.started(p.offers[0], 0.0)
+    p.finished(ticket, 1.0, arrived=False)
+    assert p.ended[-1].state is State.FAILED
+    with pytest.raises(KeyError):
+        p.finished(ticket, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "decision", "asked", "lapse"),
+    [
+        pytest.param([node("a", 9), node("c", 1)], STAYS, of(), Lapse.EXCLUDED, id="target excluded"),
+        pytest.param(
+            [node("a", 9), node("b", draining=True)], STAYS, of(), Lapse.EXCLUDED, id="target drains"
+        ),
+        pytest.param([node("a", 1), node("b", 2)], STAYS, of(), Lapse.BUSY, id="target busier than the host"),
+        pytest.param([node("b", 2)], STAYS, of(), Lapse.BUSY, id="host gone, target hot"),
+        pytest.param([node("a", 9), node("b", kv_free=1199)], STAYS, of(), Lapse.NO_ROOM, id="no KV room"),
+        pytest.param(
+            [node("a", 9), node("b"), node("c")],
+            Decision("c", Reason.MOVED, moved_from="a"),
+            of(),
+            Lapse.POLICY,
+            id="the policy moves it",
+        ),
+        pytest.param(
+            [node("a", 9), node("b")], Decision("c", Reason.HOST), of("c"), Lapse.POLICY, id="host changed"
+        ),
+        pytest.param(
+            [node("a", 9), node("b")],
+            STAYS,
+            of(tokens=4000, held=3001),
+            Lapse.BUDGET,
+            id="grown beyond the link",
+        ),
+    ],
+)
+def test_an_offer_lapses_with_a_reason(nodes, decision, asked, lapse) -> None:
+    p = planner(hot())
+    p.plan(0.0)
+    assert p.apply(p.offers[0], decision, asked, nodes, 1.0) == decision
+    assert p.offers == ()
+    assert (p.ended[-1].state, p.ended[-1].lapse) == (State.LAPSED, lapse)
+    assert p.stats(1.0).lapses == {lapse: 1}
+
+
+def test_a_policy_without_affinity_is_overruled() -> None:
+    world = hot()
+    p = planner(world, policy="least_loaded")
+    p.plan(0.0)
+    moved = p.apply(p.offers[0], Decision("c", Reason.LEAST_LOADED), of(), world.nodes, 0.0)
+    assert (moved.target, moved.moved_from) == ("b", "a")
+
+
+def test_each_plan_replaces_the_one_before() -> None:
+    world = hot()
+    p = planner(world)
+    p.plan(0.0)
+    p.plan(1.0)
+    assert p.stats(1.0).moves == {(MoveReason.HOT_HOST, State.PLANNED): 1}, "the same offer is counted once"
+    world.nodes = [node("a", 9.0), node("b", 5.0), node("c")]
+    p.plan(2.0)
+    assert [m.target for m in p.offers] == ["c"]
+    assert p.stats(2.0).lapses == {Lapse.WITHDRAWN: 1}
+    world.nodes = [node("a"), node("b"), node("c")]
+    p.plan(3.0)
+    assert p.offers == ()
+    assert p.stats(3.0).lapses == {Lapse.WITHDRAWN: 2}
+
+
+def test_who_stays_is_told_once_with_its_reason() -> None:
+    world = World([node("a", 9.0), node("b", 9.0)], [at("a")])
+    p = planner(world)
+    for second in range(3):
+        p.plan(float(second))
+    assert [m.reason for m in p.last.stays] == [MoveReason.NOWHERE]
+    assert p.stats(3.0).stays == {MoveReason.NOWHERE: 1}
+
+
+@pytest.mark.parametrize(
+    ("draining", "idle_s", "offers"),
+    [
+        pytest.param(False, ACTIVE_S, 1, id="active"),
+        pytest.param(False, ACTIVE_S + 1, 0, id="silent: it may never come back"),
+        pytest.param(True, 1000.0, 1, id="silent, but its host goes away"),
+    ],
+)
+def test_who_is_looked_at(draining: bool, idle_s: float, offers: int) -> None:
+    world = World([node("a", 9.0, draining=draining), node("b")], [at("a", idle_s=idle_s)])
+    p = planner(world)
+    p.plan(0.0)
+    assert len(p.offers) == offers
+
+
+def test_a_plan_looks_at_few_sessions_draining_hosts_first() -> None:
+    world = World([node("a", 5.0), node("b", 9.0), node("c", draining=True), node("d")])
+    planner(world).plan(0.0)
+    assert world.asked == [(host, LOOKED_AT // 3) for host in "cba"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "reasons"),
+    [
+        pytest.param("sticky", [MoveReason.DRAIN, MoveReason.HOT_HOST], id="sticky"),
+        pytest.param("ear", [MoveReason.DRAIN], id="ear moves sessions from hot hosts itself"),
+        pytest.param("perilune", [MoveReason.DRAIN], id="so does perilune"),
+    ],
+)
+def test_two_judges_of_one_question_disagree(policy: str, reasons: list[MoveReason]) -> None:
+    world = World([node("a", 9.0), node("b", draining=True), node("c")], [at("a", "hot"), at("b", "drain")])
+    p = planner(world, policy=policy)
+    p.plan(0.0)
+    assert [m.reason for m in p.offers] == reasons
+
+
+def test_without_triggers_nothing_is_looked_at() -> None:
+    world = World([node("a", 9.0, draining=True), node("b")], [at("a")])
+    p = Planner(world)
+    p.configure(Migration(()), "sticky", PARAMS)
+    p.saw("x", 100)
+    p.plan(0.0)
+    assert p.offers == ()
+    assert world.asked == []
+
+
+class TestReplication:
+    def world(self) -> World:
+        facts = PrefixFacts("x", 800, 2.0, (Location("a", 800),))
+        return World([node("a"), node("b", 0.5), node("c")], prefixes={"x": facts})
+
+    def test_the_next_new_session_with_the_prefix_carries_the_copy(self) -> None:
+        world = self.world()
+        p = planner(world)
+        p.plan(0.0)
+        assert p.offers == (), "nobody asked for it yet"
+        p.saw("x", 800)
+        p.plan(1.0)
+        (offer,) = p.offers
+        assert (offer.reason, offer.source, offer.target) == (MoveReason.REPLICATE, "a", "c")
+        assert p.offer(None, "y") is None
+        assert p.offer(None, "x") == offer
+        new = request(tokens=1000, of=session(), prefix=prefix(a=800))
+        moved = p.apply(offer, Decision("a", Reason.COLD), new, world.nodes, 1.5)
+        assert (moved.target, moved.reason, moved.moved_from) == ("c", Reason.REPLICA, "")
+        assert (moved.replicate_from, moved.cached_tokens) == ("a", 800)
+
+    def test_a_hot_target_gets_no_copy(self) -> None:
+        world = self.world()
+        p = planner(world)
+        p.saw("x", 800)
+        p.plan(0.0)
+        new = request(tokens=1000, of=session(), prefix=prefix(a=800))
+        decision = Decision("a", Reason.COLD)
+        assert p.apply(p.offers[0], decision, new, [node("a"), node("c", 1.5)], 0.0) == decision
+        assert p.ended[-1].lapse is Lapse.BUSY
+
+    def test_only_hot_prefixes(self) -> None:
+        world = self.world()
+        world.prefixes["x"] = replace(world.prefixes["x"], frequency_score=0.29)
+        p = planner(world)
+        p.saw("x", 800)
+        assert p.plan(0.0).moves == ()
+        world.prefixes.clear()
+        assert p.plan(1.0).moves == (), "nobody holds it any more"
+
+
+ADDRESSES = "abcd"
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["plan", "ask", "ask", "finish", "wait"]),
+        st.integers(0, 2**16),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150)
+@given(steps=steps, moves=st.integers(0, 3), link_bytes=st.integers(0, 4_000_000))
+def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -> None:
+    """Loads, draining and hosts change at random between plans, requests and endings."""
+    params = replace_params(moves, link_bytes)
+    world = World()
+    p = planner(world, params=params)
+    hosts = {f"s{i}": ADDRESSES[i % 2] for i in range(8)}
+    started: list[float] = []
+    open_moves: dict[int, Move] = {}
+    now = 0.0
+    for what, number in steps:
+        dice = Random(number)
+        now += dice.choice([0.0, 0.3, 1.0])
+        if what == "wait":
+            now += dice.choice([5.0, 40.0, 61.0])
+        elif what == "plan":
+            world.nodes = [
+                node(a, dice.uniform(0, 10), sessions=2, draining=dice.random() < 0.2) for a in ADDRESSES
+            ]
+            world.bound = [
+                at(host, name, dice.randint(1, 3000), seconds_since_move=dice.uniform(0, 60))
+                for name, host in hosts.items()
+            ]
+            world.prefixes = {"x": PrefixFacts("x", 500, dice.uniform(0, 9), (Location("a", 500),))}
+            p.saw("x", 500)
+            p.plan(now)
+        elif what == "ask" and world.nodes:
+            name = dice.choice([*hosts, "x"])
+            host = hosts.get(name, "")
+            offer = p.offer(name, None) if host else p.offer(None, name)
+            if offer is None:
+                continue
+            tokens = dice.randint(500, 4000)
+            view = request(tokens=tokens, of=session(host), prefix=prefix(**{offer.source: tokens - 1}))
+            moved = p.apply(offer, Decision(host or "a", Reason.HOST), view, world.nodes, now)
+            if moved.move is None:
+                continue
+            assert moved.target not in {c.address for c in world.nodes if c.draining}
+            open_moves[p.started(moved.move, now)] = moved.move
+            started.append(now)
+            if host:
+                hosts[name] = moved.target
+        elif what == "finish" and open_moves:
+            ticket = dice.choice(list(open_moves))
+            assert p.finished(ticket, now, arrived=dice.random() < 0.8) == open_moves.pop(ticket)
+            with pytest.raises(KeyError):
+                p.finished(ticket, now)
+        assert sum(t > now - WINDOW_S for t in started) <= moves
+        on_links: Counter[tuple[str, str]] = Counter()
+        for move in open_moves.values():
+            on_links[move.source, move.target] += move.transfer_bytes
+        assert p.stats(now).in_flight == on_links
+        assert max(on_links.values(), default=0) <= link_bytes or not any(on_links.values())
+    counts = p.stats(now).moves
+    assert sum(n for (_, state), n in counts.items() if state is State.STARTED) == len(started)
+    over = sum(n for (_, state), n in counts.items() if state in (State.COMPLETED, State.FAILED))
+    assert over == len(started) - len(open_moves)
+
+
+def replace_params(moves: int, link_bytes: int) -> PolicyParams:
+    return PolicyParams(migrations_per_minute=moves, migration_link_bytes=link_bytes)
