@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -27,7 +29,7 @@ from perilune_gateway import allocator, decision_log, health, logs
 from perilune_gateway.admin import Admin, Sources
 from perilune_gateway.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.explain import Decisions
-from perilune_gateway.feeds import engine_metrics
+from perilune_gateway.feeds import drained, engine_metrics
 from perilune_gateway.feeds.endpoints import PoolFile
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.feeds.events import EventFeeds, EventSink
@@ -138,6 +140,7 @@ class Gateway:
                 snapshots.nodes,
                 snapshots.sessions,
                 lambda: self.index.stats(clock()),
+                snapshots.moves,
                 lambda: snapshots.health(self.source.last_error),
                 lambda: (
                     not self.draining
@@ -177,6 +180,9 @@ class Gateway:
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
         yield self.source.run(self.on_pool)
+        if isinstance(self.source, KubernetesPool):
+            name = os.environ.get("POD_NAME") or socket.gethostname()
+            yield drained.run(self.source, name, self.is_idle)
         yield engine_metrics.run(
             self.fleet.addresses,
             self.on_metrics,
@@ -207,6 +213,13 @@ class Gateway:
         self.service.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy)
         self.events.follow(self.fleet.endpoints())
+
+    def is_idle(self, address: str) -> bool:
+        """Nothing of ours runs there, and no session that is bound there has been heard of lately."""
+        now = self._clock()
+        running = (v.load.in_flight for v in self.fleet.view(now) if v.endpoint.address == address)
+        latest = self.sessions.at(address, 1, now)
+        return not any(running) and all(now - s.seen_at > drained.SILENT_S for s in latest)
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """A scrape ended."""
