@@ -1,0 +1,120 @@
+"""The migration planner in a whole stack: real Envoy, our gateway, simulated engines, policy sticky."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from msgspec import structs
+
+from perilune_api import pool as spec
+from perilune_lab.stack import EngineOptions, Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPTIONS = EngineOptions(time_scale=2.0, kv_tokens=200_000)
+ROUTING = spec.Routing(
+    policy="sticky",
+    params=spec.PolicyParams(hot_pending_seconds=0.5),
+    limits=spec.Limits(decision_seconds=30.0),
+    migration=spec.Migration(tuple(spec.MoveTrigger), interval_seconds=0.1),
+)
+DECISION = "x-perilune-decision"
+
+
+@dataclass
+class User:
+    stack: Stack
+    http: aiohttp.ClientSession
+
+    async def turn(self, session: str, words: int = 100, output_tokens: int = 2) -> tuple[str, str]:
+        """(endpoint, reason) of one request; a longer one continues a shorter one."""
+        body = {
+            "model": OPTIONS.model,
+            "prompt": " ".join(f"{session}{i}" for i in range(words)),
+            "max_tokens": output_tokens,
+        }
+        url, headers = self.stack.url + "/v1/completions", {DECISION: "1", "x-session-id": session}
+        async with self.http.post(url, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            endpoint, reason, _ = answer.headers[DECISION].split("; ")
+            return endpoint, reason
+
+    async def moves(self) -> dict[str, Any]:
+        async with self.http.get(self.stack.admin_url + "/api/moves") as answer:
+            page: dict[str, Any] = await answer.json()
+            return page
+
+    async def offered(self, session: str) -> dict[str, Any] | None:
+        page = await self.moves()
+        return next((offer for offer in page["offers"] if offer.get("session_id") == session), None)
+
+    async def metric(self, line: str) -> float:
+        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(line))
+
+    def drain(self, *addresses: str) -> None:
+        """Says so in the pool document."""
+        pool = self.stack.pool
+        endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
+        changed = structs.replace(pool, spec=structs.replace(pool.spec, endpoints=endpoints))
+        self.stack.pool_file.write_bytes(spec.dump(changed))
+
+
+async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def user() -> AsyncIterator[User]:
+    async with Stack(engines=3, options=OPTIONS, routing=ROUTING) as stack, aiohttp.ClientSession() as http:
+        yield User(stack, http)
+
+
+async def test_a_session_leaves_a_hot_host_and_stays_away(user: User) -> None:
+    host, _ = await user.turn("calm")
+    heavy = "heavy0"
+    while (await user.turn(heavy))[0] != host:
+        heavy += "0"
+    blocker = asyncio.create_task(user.turn(heavy, 3_000))  # seconds of prefill
+
+    async def is_offered() -> bool:
+        assert not blocker.done(), "the host is not hot any more"
+        return await user.offered("calm") is not None
+
+    await until(is_offered)
+    endpoint, reason = await user.turn("calm", 150)
+    assert endpoint != host
+    assert reason == "planned"
+    await blocker
+    assert (await user.turn("calm", 200))[0] == endpoint
+    ended = [one for one in (await user.moves())["ended"] if one.get("session_id") == "calm"]
+    assert [(one["state"], one["reason"], one["source"], one["target"]) for one in ended] == [
+        ("completed", "hot_host", host, endpoint)
+    ]
+    assert await user.metric('perilune_moves_total{reason="hot_host",state="completed"}') >= 1
+
+
+async def test_sessions_of_a_draining_endpoint_leave_it_with_their_next_requests(user: User) -> None:
+    hosts = {name: (await user.turn(name))[0] for name in (f"d{i}" for i in range(6))}
+    leaving = hosts["d0"]
+    user.drain(leaving)
+    theirs = [name for name, host in hosts.items() if host == leaving]
+    for name in theirs:
+
+        async def is_offered(name: str = name) -> bool:
+            return await user.offered(name) is not None
+
+        await until(is_offered)
+        endpoint, reason = await user.turn(name, 150)
+        assert (endpoint != leaving, reason) == (True, "planned")
+    for name, host in hosts.items():
+        if host != leaving:
+            assert (await user.turn(name, 150))[0] == host, "nobody else moves"
+    user.drain()
