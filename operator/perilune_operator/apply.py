@@ -52,6 +52,7 @@ PLURALS: Mapping[str, str] = {
     "ClientTrafficPolicy": "clienttrafficpolicies",
     "InferencePool": "inferencepools",
     "PodMonitor": "podmonitors",
+    "ServiceMonitor": "servicemonitors",
 }
 """Every kind that we render."""
 
@@ -137,6 +138,11 @@ class Applier:
         except kube.ApiError as error:
             if error.status not in (404, 409):  # gone, or another one of that name by now
                 raise
+
+    async def scale(self, pool: Pool, replicas: int) -> None:
+        """Write the pool's own replicas: once, when an autoscaler takes over."""
+        where = f"/apis/{names.GROUP}/{VERSION}/namespaces/{pool.namespace}/{PLURAL}/{pool.name}/scale"
+        await self._send("PATCH", where, KIND, {"spec": {"replicas": replicas}}, content_type=kube.MERGE)
 
     async def status(self, pool: Pool, old: Object, new: InferencePoolStatus) -> Object | None:
         """Write the status where it differs; the pool as it then is. None: as it was, or gone by now."""

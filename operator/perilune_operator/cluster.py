@@ -36,7 +36,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
         "ClientTrafficPolicy",
     ),
     f"{network.INFERENCE}/v1": ("InferencePool",),
-    f"{network.MONITORING}/v1": ("PodMonitor",),
+    f"{network.MONITORING}/v1": ("PodMonitor", "ServiceMonitor"),
     "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
 }
 """API → kinds of it that we make."""

@@ -7,6 +7,9 @@ Planning its own result changes nothing.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import msgspec
+
+from perilune_api import names
 from perilune_api.crd import InferencePoolSpec, InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
@@ -15,6 +18,7 @@ from perilune_operator.render import gateway, mooncake, network, vllm
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Mark, drain
 
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
 STATS_S = 30.0
 """Sessions and hit ratio in the status are no older than this."""
 
@@ -30,6 +34,8 @@ class Plan:
     """Seconds until the next look, if nothing happens before."""
     marks: tuple[Mark, ...] = ()
     """Of pods: who is to go."""
+    scale_to: int | None = None
+    """Replicas that the pool itself is to get first."""
 
 
 def plan(
@@ -43,14 +49,35 @@ def plan(
     """`now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
         return Plan(None, status.of_refusal(str(spec), observed, now), STATS_S)
+    scale_to = _handed_over(name, namespace, spec, observed)
+    if scale_to is not None:
+        spec = msgspec.structs.replace(spec, replicas=scale_to)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     drains = _drains(pool, observed, now)
-    pool = replace(pool, replicas={role: made.replicas for role, made in drains.items()})
+    deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
+    pool = replace(
+        pool,
+        replicas={role: made.replicas for role, made in drains.items()},
+        gateways=gateway.replicas(spec.gateway, deployment),
+    )
     objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
     again_in = min([STATS_S, *(made.again_in for made in drains.values())])
     marks = tuple(mark for made in drains.values() for mark in made.marks)
-    return Plan(objects, status.of_pool(pool, observed, drains, now), again_in, marks)
+    return Plan(objects, status.of_pool(pool, observed, drains, now), again_in, marks, scale_to)
+
+
+def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
+    """An autoscaler is about to take over from a spec that names no replicas any more, which the API server
+    takes for 1: it is to begin with as many as there are. None: nothing to do."""
+    made = vllm.workload_name(name, Role.BOTH)
+    autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
+    if spec.scaling is None or autoscaler in observed.children:
+        return None
+    workloads = (observed.children.get(Key(kind, namespace, made)) for kind in WORKLOADS)
+    live = max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
+    kept = max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, live))
+    return kept if live and kept > spec.replicas else None
 
 
 def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:

@@ -169,6 +169,9 @@ class Reconciler:
         made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
         said, again_in = made.status, made.again_in
         if made.objects is not None:
+            if made.scale_to is not None:
+                log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
+                await self._applier.scale(pool, made.scale_to)
             for mark in made.marks:
                 await self._applier.mark(pool, mark)
             applied = await self._applier.apply(pool, made.objects, observed.children)

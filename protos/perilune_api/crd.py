@@ -349,16 +349,17 @@ class Rollout(_Struct, frozen=True):
 
 
 class Scaling(_Struct, frozen=True):
-    """A HorizontalPodAutoscaler sets `replicas`. Needs an adapter that serves the metric."""
+    """A HorizontalPodAutoscaler sets `replicas`, beginning with as many endpoints as there are. Needs an
+    adapter that serves the metric (prometheus-adapter, for example)."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Fewest endpoints."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Most endpoints."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
-    """Pod metric of the gateway, averaged."""
+    """Metric of the gateway's Service, summed over its endpoints: the adapter serves it for that object."""
     target: Quantity = "2"
-    """Value per endpoint that is aimed at."""
+    """Value that is aimed at, per endpoint: the metric divided by replicas."""
 
 
 class InferencePoolSpec(_Struct, frozen=True):

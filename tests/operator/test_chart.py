@@ -55,9 +55,10 @@ def test_the_lease_of_the_role_is_the_operators() -> None:
 def template(helm: Path) -> Callable[..., dict[str, dict[str, Any]]]:
     """Rendered objects by kind/name, for some --set."""
 
-    def render(*values: str) -> dict[str, dict[str, Any]]:
+    def render(*values: str, apis: str = "v1") -> dict[str, dict[str, Any]]:
         sets = [part for value in values for part in ("--set", value)]
-        command = [helm, "template", "r", CHART, "--namespace=sys", "--kube-version=1.36", *sets]
+        cluster = ("--kube-version=1.36", f"--api-versions={apis}")
+        command = [helm, "template", "r", CHART, "--namespace=sys", *cluster, *sets]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(done.stderr)
@@ -73,6 +74,16 @@ def test_the_deployment_starts_an_operator(template: Callable[..., dict[str, Any
     assert (args.namespace, args.image, args.master_image) == ("team", "ghcr.io/perilune/perilune:v7", "m:1")
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     assert made["ClusterRole/perilune-operator"]["rules"] == RULES
+
+
+def test_the_operator_is_scraped_where_prometheus_operator_is(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    assert "PodMonitor/perilune-operator" not in template()
+    made = template(apis="monitoring.coreos.com/v1")
+    pods = made["Deployment/perilune-operator"]["spec"]["template"]["metadata"]["labels"]
+    wanted = made["PodMonitor/perilune-operator"]["spec"]["selector"]["matchLabels"]
+    assert wanted.items() <= pods.items()
 
 
 def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:

@@ -245,6 +245,40 @@ async def test_a_cordoned_nodes_engine_takes_no_new_sessions(
     await client.request("DELETE", f"/api/v1/nodes/{node}")
 
 
+async def test_an_autoscaler_takes_over_without_a_drop(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Of engines and of gateways: the number of now stays until the autoscaler writes another."""
+    await client.request("POST", pools(namespace), pool(replicas=4, gateway={"replicas": 3}))
+    engine = await until(lambda: client.request("GET", deployments(namespace, "/p-engine")), bool)
+    gateway = await until(lambda: client.request("GET", deployments(namespace, "/p-gateway")), bool)
+    hpa = f"/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers"
+    change = {
+        "replicas": None,  # the API server then says 1
+        "scaling": {"minReplicas": 2, "maxReplicas": 8},
+        "gateway": {"minReplicas": 2, "maxReplicas": 5},
+    }
+    await client.request("PATCH", pools(namespace, "/p"), {"spec": change}, content_type=MERGE)
+    for name in ("/p-engine", "/p-gateway"):
+        await until(lambda name=name: client.request("GET", hpa + name), bool)
+    assert (await client.request("GET", pools(namespace, "/p")))["spec"]["replicas"] == 4
+    for name, before in (("/p-engine", engine), ("/p-gateway", gateway)):
+        now = await client.request("GET", deployments(namespace, name))
+        assert now["metadata"]["generation"] == before["metadata"]["generation"]
+
+    five = {"spec": {"replicas": 5}}  # as the autoscaler does
+    await client.request("PATCH", deployments(namespace, "/p-gateway/scale"), five, content_type=MERGE)
+    change = {"gateway": {"logLevel": "debug"}}
+    await client.request("PATCH", pools(namespace, "/p"), {"spec": change}, content_type=MERGE)
+    now = await until(
+        lambda: client.request("GET", deployments(namespace, "/p-gateway")),
+        lambda d: "--log-level=debug" in str(d["spec"]["template"]),
+    )
+    assert now["spec"]["replicas"] == 5
+    ours = [e["fieldsV1"] for e in now["metadata"]["managedFields"] if e["manager"] == "perilune-operator"]
+    assert ["f:replicas" in fields["f:spec"] for fields in ours] == [False]
+
+
 async def test_nothing_is_written_when_nothing_changes(
     client: Client, namespace: str, operator: Operator
 ) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from perilune_api import crd, names
 from perilune_api.pool import dump
-from perilune_operator.observe import Object
+from perilune_operator.observe import MANAGER, Object
 from perilune_operator.render.objects import POD_SECURITY, Context, container_security, resources
 
 EXT_PROC_PORT = 9_002
@@ -63,7 +63,7 @@ def gateway(pool: Context) -> Iterator[Object]:
         name,
         "gateway",
         spec={
-            **({} if scaled else {"replicas": spec.replicas}),
+            **({} if pool.gateways is None else {"replicas": pool.gateways}),
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": {
@@ -112,6 +112,23 @@ def gateway(pool: Context) -> Iterator[Object]:
                 "metrics": [{"type": "Resource", "resource": cpu}],
             },
         )
+
+
+def replicas(spec: crd.GatewaySpec, live: Object | None) -> int | None:
+    """What to claim of the Deployment's replicas; None: nothing, they belong to the autoscaler.
+
+    Whoever stops to claim a field deletes it, unless another claims it too: replicas would fall to 1 on the
+    way to autoscaling. So the number of now is claimed until somebody else has written one.
+    """
+    if spec.min_replicas is None or spec.max_replicas is None:
+        return spec.replicas
+    if live is None:
+        return max(spec.min_replicas, min(spec.max_replicas, spec.replicas))
+    for entry in live["metadata"].get("managedFields") or ():
+        if entry["manager"] != MANAGER and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}):
+            return None
+    now: int = live.get("spec", {}).get("replicas", 1)
+    return max(spec.min_replicas, min(spec.max_replicas, now))
 
 
 def _pod(pool: Context) -> Object:

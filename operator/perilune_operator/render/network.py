@@ -26,11 +26,13 @@ HTTP_ROUTE = f"{GATEWAY_API}/HTTPRoute"
 EXTENSION_POLICY = f"{ENVOY_GATEWAY}/EnvoyExtensionPolicy"
 INFERENCE_POOL = f"{INFERENCE}/InferencePool"
 POD_MONITOR = f"{MONITORING}/PodMonitor"
+SERVICE_MONITOR = f"{MONITORING}/ServiceMonitor"
 OPTIONAL_KINDS = (
     HTTP_ROUTE,
     EXTENSION_POLICY,
     INFERENCE_POOL,
     POD_MONITOR,
+    SERVICE_MONITOR,
     "leaderworkerset.x-k8s.io/LeaderWorkerSet",
 )
 """APIs that a cluster may have or lack."""
@@ -64,18 +66,26 @@ def network(pool: Context) -> Iterator[Object]:
             yield _route(pool, parent, {"group": INFERENCE, "kind": "InferencePool", "name": pool.name})
     yield from _policies(pool)
     if pool.has(POD_MONITOR):
-        for component, port in (("engine", "http"), ("gateway", "admin"), ("master", "http")):
-            if component != "master" or pool.spec.mooncake.store.enabled:
-                yield pool.object(
-                    f"{MONITORING}/v1",
-                    "PodMonitor",
-                    f"{pool.name}-{component}",
-                    component,
-                    spec={
-                        "selector": {"matchLabels": pool.labels(component)},
-                        "podMetricsEndpoints": [{"port": port, "path": "/metrics", "interval": "15s"}],
-                    },
-                )
+        yield _monitor(pool, "engine", "http", POD_MONITOR)
+        if pool.spec.mooncake.store.enabled:
+            yield _monitor(pool, "master", "http", POD_MONITOR)
+    if pool.has(SERVICE_MONITOR):
+        yield _monitor(pool, "gateway", "admin", SERVICE_MONITOR)
+
+
+def _monitor(pool: Context, component: str, port: str, kind: str) -> Object:
+    """The gateway's by its Service, which is the object that the engines' autoscaler asks about."""
+    endpoints = "podMetricsEndpoints" if kind == POD_MONITOR else "endpoints"
+    return pool.object(
+        f"{MONITORING}/v1",
+        kind.partition("/")[2],
+        f"{pool.name}-{component}",
+        component,
+        spec={
+            "selector": {"matchLabels": pool.labels(component)},
+            endpoints: [{"port": port, "path": "/metrics", "interval": "15s"}],
+        },
+    )
 
 
 def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:

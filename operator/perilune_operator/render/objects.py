@@ -40,6 +40,8 @@ class Context:
     defaults: Defaults
     replicas: Mapping[Role, int] = field(default_factory=dict)
     """Of a role's workload, where that is not what the spec wants: some wait for their sessions to leave."""
+    gateways: int | None = None
+    """Replicas of the gateway; None: not ours to say, an autoscaler has said."""
 
     def labels(self, component: str) -> dict[str, str]:
         """That select the pods of one component."""

@@ -390,8 +390,13 @@ def _autoscaler(pool: Context) -> Object:
             "maxReplicas": scaling.max_replicas,
             "metrics": [
                 {
-                    "type": "Pods",
-                    "pods": {
+                    "type": "Object",
+                    "object": {
+                        "describedObject": {
+                            "apiVersion": "v1",
+                            "kind": "Service",
+                            "name": names.gateway_name(pool.name),
+                        },
                         "metric": {"name": scaling.metric},
                         "target": {"type": "AverageValue", "averageValue": scaling.target},
                     },
