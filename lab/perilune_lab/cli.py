@@ -40,6 +40,11 @@ COMMANDS = {
         "why a request went where it went, and where other policies would have sent it",
         "perilune explain REQUEST_ID --gateway http://127.0.0.1:9003",
     ),
+    "whatif": Command(
+        "perilune_lab.whatif",
+        "recorded decisions of a gateway, decided again under other policies or parameters",
+        "perilune whatif --decisions decisions.jsonl --policy all",
+    ),
     "simulate": Command(
         "perilune_lab.simulator.cli",
         "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",

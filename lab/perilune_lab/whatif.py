@@ -1,0 +1,177 @@
+"""`perilune whatif`: recorded decisions of a live gateway, decided again under other policies or parameters.
+
+    decision log (docs/decision-log.md) ─▶ whatif_arms: every policy on each decision ─▶ table, JSON
+
+What it cannot say: had the other policy really run, sessions would be bound elsewhere, caches hold other
+blocks and queues would be others from the second decision on. So it tells where policies differ and what
+each single choice was predicted to bring, not what the day would have been like: `perilune simulate` does.
+
+Exit status: 0; 1 without a decision to replay; 2 for a wrong call or file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from rich.console import Console
+
+from perilune_api.pool import Routing, SpecError
+from perilune_gateway.decision_lines import read
+from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_lab.whatif_arms import WhatIf, replace_params
+from perilune_lab.whatif_text import document, render
+
+NOTHING, WRONG_CALL = 1, 2
+_TELL_EVERY_S = 5.0
+_GZIP_MAGIC = b"\x1f\x8b"
+_PLAIN_WIDTH = 160
+
+_EPILOG = """\
+examples:
+  perilune-gateway --pool pool.yaml --decision-log decisions.jsonl          records
+  perilune whatif --decisions decisions.jsonl                               every policy
+  perilune whatif --decisions decisions.jsonl.1 decisions.jsonl --policy ear --params hot_pending_tokens=8192
+  perilune whatif --decisions decisions.jsonl.gz --policy perilune,ear --json whatif.json
+
+columns:
+  same       as recorded
+  TTFT cost  predicted for the chosen endpoint, mean; the change is against the recorded choice
+  cached     of the prompts, where they were sent
+  moves      the policy moved the session
+  off host   the session's host could be chosen, and another was
+  no body    recorded from the headers alone; this policy would have read the body: its choice is not known
+  busiest    uncached prompt tokens at the busiest endpoint / the mean endpoint's
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    decisions: tuple[Path, ...]
+    policies: tuple[str, ...]
+    params: Mapping[str, str]
+    limit: int | None
+    json: Path | None
+
+
+def replay(options: Options, err: Console) -> WhatIf:
+    """Raises SpecError with file and line."""
+    found, told_at = WhatIf(options.policies, options.params), time.monotonic()
+    total = sum(_size(path) for path in options.decisions)
+    before = 0
+    for path in options.decisions:
+        try:
+            with _open(path) as (raw, lines):
+                for entry in read(lines, str(path)):
+                    found.take(entry, str(path))
+                    if options.limit is not None and found.decisions >= options.limit:
+                        return found
+                    if time.monotonic() - told_at >= _TELL_EVERY_S:
+                        told_at = time.monotonic()
+                        share = (before + raw.tell()) / max(total, 1)
+                        err.print(f"{share:.0%}: {found.decisions:,} decisions", highlight=False)
+        except (OSError, EOFError) as error:
+            cause = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise SpecError(f"{path}: {cause}") from None
+        before += _size(path)
+    return found
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
+    """A log, plain or gzip: the file on the disk, for progress, and its lines."""
+    with path.open("rb") as raw:
+        packed = raw.read(2) == _GZIP_MAGIC
+        raw.seek(0)
+        yield raw, gzip.GzipFile(fileobj=raw) if packed else raw
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror}") from None
+
+
+def main(argv: Sequence[str]) -> int:
+    err = Console(stderr=True)
+    try:
+        options = parse(argv)
+        found = replay(options, err)
+        if not found.decisions:
+            print("perilune whatif: no decision of a policy in there", file=sys.stderr)
+            return NOTHING
+        if options.json:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document(found))) + b"\n")
+    except (SpecError, OSError) as error:
+        print(f"perilune whatif: {error}", file=sys.stderr)
+        return WRONG_CALL
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    Console(highlight=False, markup=False, emoji=False, width=width).print(render(found))
+    if options.json:
+        err.print(f"report: {options.json}", highlight=False)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog="perilune whatif",
+        description="Replay recorded decisions of a gateway under another policy or other parameters.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--decisions",
+        nargs="+",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="of perilune-gateway --decision-log, plain or gzip; several in the order given",
+    )
+    add("--policy", default="all", metavar="A,B", help="all [%(default)s], or some of: " + ", ".join(LIVE))
+    add(
+        "--params",
+        action="append",
+        default=[],
+        metavar="NAME=V,…",
+        help="of policies, in place of the recorded ones",
+    )
+    add("--limit", type=_count, metavar="N", help="only the first N decisions")
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    args = parser.parse_args(argv)
+    params = {}
+    for pair in (pair for text in args.params for pair in text.split(",")):
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise SpecError(f"{pair!r} is not NAME=VALUE - at `--params`")
+        params[name.strip()] = value.strip()
+    replace_params(Routing(), params)
+    return Options(tuple(args.decisions), _named(args.policy), params, args.limit, args.json)
+
+
+def _named(text: str) -> tuple[str, ...]:
+    names = tuple(LIVE) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name in SIMULATED_ONLY:
+            raise SpecError(
+                f"Policy {name!r} runs in the simulator only: {SIMULATED_ONLY[name]} - at `--policy`"
+            )
+        if name not in LIVE:
+            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(LIVE)} - at `--policy`")
+    return names
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)

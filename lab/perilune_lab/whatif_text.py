@@ -1,0 +1,163 @@
+"""What `perilune whatif` tells: a summary, a table of policies, their reasons, a caveat; the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from perilune_lab.quantiles import mean, quantile
+from perilune_lab.whatif_arms import RECORDED, Arm, WhatIf
+
+SCHEMA = "perilune.whatif/v1"
+CAVEAT = """\
+Every decision was taken again on the facts recorded with it. Had the other policy really run, sessions,
+caches and queues would differ from its first other choice on: read single choices here, and use
+`perilune simulate` for what a policy does to a fleet. Times are predictions of the gateway's model.\
+"""
+
+
+def render(found: WhatIf) -> RenderableType:
+    """Summary, table of policies, reasons, caveat."""
+    return Group(
+        *(Text(line) for line in summary(found)), Text(), _policies(found), _reasons(found), Text(CAVEAT)
+    )
+
+
+def summary(found: WhatIf) -> Iterator[str]:
+    others = found.decisions - found.planned
+    yield (
+        f"{found.decisions:,} decisions over {found.last_time - found.first_time:,.0f} s,"
+        f" {found.from_headers:,} of them from the headers;"
+        f" {found.without_policy:,} more needed no policy (pass-through, early refusals)"
+    )
+    yield f"decided again by their own policy: {found.as_recorded:,} of {others:,} come out as recorded" + (
+        "" if found.as_recorded == others else "; the policies here are not those that recorded: take care"
+    )
+    if found.planned:
+        yield f"the migration planner took {found.planned:,} more; policies are not asked about those moves"
+    if found.endings:
+        yield "they ended: " + ", ".join(f"{n:,} {outcome}" for outcome, n in found.endings.most_common())
+    if any(arm.needs_body for arm in found.arms.values()):
+        yield (
+            "averages of policies with `no body` are over fewer decisions;"
+            " only their changes compare like with like"
+        )
+    yield from found.cuts
+
+
+def _policies(found: WhatIf) -> Table:
+    title = "Other policies on the recorded facts"
+    if found.params:
+        title += ", with " + ", ".join(f"{name}={value}" for name, value in found.params.items())
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for name in (
+        *("same", "TTFT s", "change", "p90", "cost s", "change", "cached", "moves", "off host"),
+        *("refused", "no body", "busiest"),
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    by_ttft = sorted(found.arms.values(), key=lambda arm: mean(arm.ttft_changes_s) if arm.choices else 0.0)
+    for arm in (found.recorded, *by_ttft):
+        table.add_row(
+            arm.policy, *_cells(arm, len(found.endpoints)), style="bold" if arm is found.recorded else ""
+        )
+    return table
+
+
+def _cells(arm: Arm, endpoints: int) -> list[str]:
+    if not arm.choices:
+        return [*[""] * 9, str(arm.refused or ""), str(arm.needs_body or ""), ""]
+    is_other = arm.policy != RECORDED
+    ttft = sorted(choice.ttft_s for choice in arm.choices)
+    prompts = sum(choice.cached_tokens + choice.new_tokens for choice in arm.choices)
+    return [
+        f"{arm.same / arm.decisions:.1%}" if is_other else "",
+        f"{mean(ttft):.3f}",
+        f"{mean(arm.ttft_changes_s):+.3f}" if is_other and arm.ttft_changes_s else "",
+        f"{quantile(ttft, 0.9):.3f}",
+        f"{mean(choice.cost_s for choice in arm.choices):.3f}",
+        f"{mean(arm.cost_changes_s):+.3f}" if is_other and arm.cost_changes_s else "",
+        f"{sum(choice.cached_tokens for choice in arm.choices) / prompts:.1%}" if prompts else "",
+        str(arm.moves),
+        f"{arm.off_host / arm.had_host:.1%}" if arm.had_host else "",
+        str(arm.refused or ""),
+        str(arm.needs_body or ""),
+        f"{busiest(arm, endpoints):.2f}",
+    ]
+
+
+def busiest(arm: Arm, endpoints: int) -> float:
+    """Uncached tokens at the busiest of so many endpoints / their mean there."""
+    tokens = [new for _, new in by_endpoint(arm).values()]
+    return max(tokens) * endpoints / sum(tokens) if sum(tokens) else 1.0
+
+
+def by_endpoint(arm: Arm) -> dict[str, tuple[int, int]]:
+    """(requests, uncached tokens) by address."""
+    found: dict[str, tuple[int, int]] = {}
+    for choice in arm.choices:
+        requests, new = found.get(choice.target, (0, 0))
+        found[choice.target] = requests + 1, new + choice.new_tokens
+    return dict(sorted(found.items()))
+
+
+def _reasons(found: WhatIf) -> Table:
+    table = Table(title="Reasons", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for arm in (found.recorded, *found.arms.values()):
+        total = sum(arm.reasons.values())
+        shares = ", ".join(f"{reason} {n / total:.1%}" for reason, n in arm.reasons.most_common())
+        table.add_row(arm.policy, shares)
+    return table
+
+
+def document(found: WhatIf) -> dict[str, object]:
+    """Everything as plain values (docs/decision-log.md)."""
+    return {
+        "schema": SCHEMA,
+        "caveat": " ".join(CAVEAT.split()),
+        "params": dict(found.params),
+        "decisions": found.decisions,
+        "from_headers": found.from_headers,
+        "without_policy": found.without_policy,
+        "planned": found.planned,
+        "as_recorded": found.as_recorded,
+        "seconds": found.last_time - found.first_time,
+        "endings": dict(found.endings),
+        "skipped": found.cuts,
+        "recorded": _arm(found.recorded),
+        "policies": {policy: _arm(arm) for policy, arm in found.arms.items()},
+    }
+
+
+def _arm(arm: Arm) -> dict[str, object]:
+    ttft = sorted(choice.ttft_s for choice in arm.choices)
+    return {
+        "same": arm.same,
+        "refused": arm.refused,
+        "needs_body": arm.needs_body,
+        "moves": arm.moves,
+        "had_host": arm.had_host,
+        "off_host": arm.off_host,
+        "ttft_s": {
+            "mean": mean(ttft),
+            "p50": quantile(ttft, 0.5),
+            "p90": quantile(ttft, 0.9),
+            "p99": quantile(ttft, 0.99),
+        }
+        if ttft
+        else None,
+        "ttft_change_s": mean(arm.ttft_changes_s) if arm.ttft_changes_s else None,
+        "cost_s": mean(choice.cost_s for choice in arm.choices) if arm.choices else None,
+        "cost_change_s": mean(arm.cost_changes_s) if arm.cost_changes_s else None,
+        "cached_tokens": sum(choice.cached_tokens for choice in arm.choices),
+        "reasons": dict(arm.reasons),
+        "endpoints": {
+            address: {"requests": requests, "uncached_tokens": new}
+            for address, (requests, new) in by_endpoint(arm).items()
+        },
+    }

@@ -1,0 +1,94 @@
+"""A gateway records its decisions under real load, is killed, and `perilune whatif` takes them again."""
+
+import asyncio
+import json
+import os
+import signal
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from perilune_api import pool as spec
+from perilune_gateway.decision_lines import Ended, Logged, read
+from perilune_gateway.policy import LIVE
+from perilune_lab import whatif
+from perilune_lab.client import Load, run_load
+from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.text import Vocabulary
+from perilune_lab.traces.agentic import demo_workload
+
+SECONDS, SCALE = 2.5, 40.0
+
+
+async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
+    """The log of a gateway under a few seconds of agentic load. `kill`: it gets no time to end it."""
+    load = demo_workload(3, 1, SECONDS, SCALE)
+    log = folder / f"{policy}.jsonl"
+    stack = Stack(
+        engines=3,
+        options=EngineOptions(kv_tokens=load.kv_tokens, context_tokens=load.context_tokens, time_scale=SCALE),
+        routing=spec.Routing(
+            policy=policy,
+            params=spec.PolicyParams(cooldown_seconds=0.5, least_gain_seconds=0.01),
+            limits=spec.Limits(max_pending_seconds=2.0, decision_seconds=30.0),
+        ),
+        gateway_arguments=("--decision-log", str(log), "--decision-log-max-bytes", str(10**8)),
+        vital=frozenset(),
+    )
+    async with stack:
+        plan = Load(
+            target=stack.url, model=stack.options.model, time_scale=SCALE, seconds=SECONDS, grace_s=10.0
+        )
+        sessions = takewhile(lambda s: s.start_s < SECONDS * SCALE, load.sessions())
+        results = await run_load(sessions, plan, Vocabulary().words_for)
+        assert sum(result.succeeded for result in results) > 20
+        if kill:
+            async with asyncio.timeout(5):
+                while log.stat().st_size < 10_000:  # noqa: ASYNC110 - another process writes it
+                    await asyncio.sleep(0.02)
+            os.kill(stack.children["gateway"].pid, signal.SIGKILL)
+    return log
+
+
+def replayed(log: Path, *arguments: str) -> dict[str, object]:
+    out = log.with_suffix(".json")
+    assert whatif.main(["--decisions", str(log), "--json", str(out), *arguments]) == 0
+    found: dict[str, object] = json.loads(out.read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("policy", ["perilune", "power_of_two"])
+async def test_every_recorded_decision_comes_out_the_same_again(tmp_path, policy, capsys):
+    """The dice decide much of power_of_two, and ties of the others."""
+    log = await recorded(tmp_path, policy)
+    entries = list(read(log.read_bytes().splitlines(True), log.name))
+    decisions = [e for e in entries if isinstance(e, Logged) and e.record.policy]
+    assert {e.number for e in entries if isinstance(e, Ended)} >= {
+        e.number for e in decisions if e.record.target
+    }
+    found = replayed(log)
+    assert found["decisions"] == len(decisions) > 20
+    assert (found["as_recorded"], found["planned"]) == (len(decisions) - found["planned"], found["planned"])
+    policies = found["policies"]
+    assert isinstance(policies, dict)
+    assert set(policies) == set(LIVE)
+    assert policies[policy]["same"] == found["as_recorded"] + found["planned"] - _differently(decisions)
+    assert f"{policy}" in capsys.readouterr().out
+
+
+def _differently(decisions: list[Logged]) -> int:
+    """Choices of the planner: whether the policy would have agreed is open."""
+    return sum(d.record.reason in ("planned", "replica") for d in decisions)
+
+
+async def test_the_log_of_a_killed_gateway_is_read_up_to_its_end(tmp_path, capsys):
+    log = await recorded(tmp_path, "ear", kill=True)
+    log.write_bytes(log.read_bytes() + b'{"kind":"decision","n":12,"time"')
+    found = replayed(log, "--policy", "ear,sticky", "--params", "hot_pending_tokens=1")
+    assert len(found["skipped"]) == 1  # type: ignore[arg-type]
+    assert found["params"] == {"hot_pending_tokens": "1"}
+    policies = found["policies"]
+    assert isinstance(policies, dict)
+    assert policies["ear"]["moves"] > 0, "one pending token makes a host hot"
+    assert "was cut when the gateway was killed" in capsys.readouterr().out
