@@ -96,6 +96,8 @@ class ChatTemplates:
 
     default: ChatTemplate
     with_tools: ChatTemplate
+    source: str = ""
+    """All of them, as text."""
 
     def choose(self, tools: bool) -> ChatTemplate:
         return self.with_tools if tools else self.default
@@ -117,7 +119,7 @@ def load(folder: Path, local_time: Callable[[], datetime] = datetime.now) -> Cha
         sources = {entry["name"]: entry["template"] for entry in source}
     compiled = {name: ChatTemplate(text, special, local_time) for name, text in sources.items()}
     default = compiled.get("default") or next(iter(compiled.values()))
-    return ChatTemplates(default, compiled.get("tool_use", default))
+    return ChatTemplates(default, compiled.get("tool_use", default), "\n".join(sources.values()))
 
 
 def _json_file(path: Path) -> dict[str, Any]:

@@ -73,6 +73,10 @@ class Reason(StrEnum):
     """The migration planner wants a copy of the prompt's prefix there."""
 
 
+MOVING = frozenset({Reason.MOVED, Reason.PLANNED})
+"""Reasons with which a session leaves its host."""
+
+
 class RefuseReason(StrEnum):
     """Why no endpoint was chosen: metric label, response header, error code."""
 
@@ -164,6 +168,12 @@ class Tokens:
     source: TokenSource
     ids: Sequence[int] | None = None
     """None with TokenSource.ESTIMATE."""
+    kept_tokens: int = 0
+    """Leading ids that are those of an earlier prompt."""
+    kept_name: int = 0
+    """Names these ids: they are the first of every prompt of that `name`. 0: none are kept."""
+    name: int = 0
+    """Names leading ids that a later prompt may keep; 0: none. Equal names mean equal ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Text → token ids, by whichever source is there: given, local tokenizer, engine, or an estimate.
 
 1. *given*: the body carries token ids.
-2. *local*: the model's tokenizer.json, and its chat template for conversations. About 0.3 µs a character;
-   a text expected to take less than 1 ms is encoded at once (`now`), a longer one in a thread (`encode`;
-   the tokenizer releases the GIL).
+2. *local*: the model's tokenizer.json (encoder.py), and its chat template for conversations; only what is new
+   in a text is encoded (incremental.py). What is expected to take less than 1 ms is encoded at once (`now`),
+   a longer text in a thread (`encode`; the tokenizer releases the GIL).
 3. *engine*: `POST /tokenize` of an endpoint: exact whatever its template, a round trip and the engine's CPU.
 4. *estimate*: bytes / bytes_per_token. A count without ids, so without exact overlap.
 
@@ -12,13 +12,18 @@ template refuses (undefined roles, its own `raise_exception`) is estimated, not 
 same template and says 400 itself, in its own words, and a wrong copy of the template here must not cost
 anybody a request. What no text can stand for (pictures, a conversation stored in the engine) is estimated.
 
-Does not: cache, tokenize incrementally, cut long prompts, use the engine's /render. Responses and Anthropic
-conversations are converted as conversation.py says.
+Before it is encoded a conversation is decoded, normalised and rendered whole, every turn: about 2.5 ns a
+byte (0.3 ms for 130 KB). A template may change what it wrote of earlier messages when a new one comes (it
+drops their reasoning), so nothing of a rendered text can be taken for the next.
+
+Does not: cut long prompts, use the engine's /render. Responses and Anthropic conversations are converted as
+conversation.py says.
 """
 
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,12 +34,12 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model, SpecError
-from perilune_gateway import chat_template
+from perilune_gateway import chat_template, encoder
 from perilune_gateway.chat_template import ChatTemplates, TemplateError
 from perilune_gateway.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.incremental import IncrementalEncoder
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.openai import Api, ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 
@@ -44,8 +49,10 @@ NOW_US = 1000.0
 """What is expected to take longer is done in a thread."""
 MEDIA_TOKENS = 1024
 """Guess for a picture, or a second part of sound or video."""
-_FIRST_US_PER_CHAR = 0.3
-"""Before anything is measured; HF tokenizers 0.23, byte-level BPE."""
+_FIRST_US_PER_CHAR = {encoder.Library.FASTOKENS: 0.02, encoder.Library.TOKENIZERS: 0.3}
+"""Before anything is measured; fastokens 0.3 at words of which it has seen most, tokenizers 0.23."""
+_RENDER_US_PER_CHAR = 0.0025
+"""Decoding, normalising and rendering a conversation."""
 _WEIGHT = 0.1
 """Of a new measurement in the moving mean."""
 _CALIBRATION_CHARS = 1000
@@ -119,10 +126,12 @@ class Tokenizer:
     ) -> None:
         self.counts: Counter[TokenSource] = Counter()
         self.causes: Counter[Cause] = Counter()
-        self.us_per_char = _FIRST_US_PER_CHAR
-        """Moving mean of local encoding, rendering included."""
         self._bytes_per_token = model.bytes_per_token
-        self._local = _load(model)
+        self.local, self._templates = _load(model)
+        """The local encoder, if the pool names one."""
+        library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
+        self.us_per_char = _FIRST_US_PER_CHAR[library]
+        """Moving mean of local encoding, per character that the encoder had to read."""
         self._asks_engine = engine is not None and model.tokenize != "estimate"
         self._engine = engine or (lambda: "")
         self._timeout_s = timeout_s
@@ -135,9 +144,9 @@ class Tokenizer:
         """Tokens, if that takes less than 1 ms and nobody has to be asked; None: use `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
-        if self._local is None:
+        if self.local is None:
             return None if self._asks_engine else self._estimate(request)
-        if _size(request) * self.us_per_char > NOW_US:
+        if _size(request) * (self.us_per_char + _RENDER_US_PER_CHAR) > NOW_US:
             return None
         try:
             return self._count(self._encode(request))
@@ -148,7 +157,7 @@ class Tokenizer:
         """Tokens from the best source that answers within `timeout_s`; never raises for a bad prompt."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
-        if self._local is None and not self._asks_engine:
+        if self.local is None and not self._asks_engine:
             return self._estimate(request)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -165,7 +174,7 @@ class Tokenizer:
             await self._http.close()
 
     async def _local_or_engine(self, request: ParsedRequest) -> Tokens:
-        if self._local is not None:
+        if self.local is not None:
             loop = asyncio.get_running_loop()
             try:
                 return await loop.run_in_executor(self._threads, self._encode, request)
@@ -182,34 +191,43 @@ class Tokenizer:
 
     def _encode(self, request: ParsedRequest) -> Tokens:
         """By the local tokenizer, in whatever thread. Raises _CannotError."""
-        assert self._local is not None
-        tokenizer, templates = self._local
-        started = self._stopwatch()
+        assert self.local is not None
         match request.prompt:
             case ChatPrompt() as chat:
-                texts = [self._render(request, chat, templates)]
+                texts = [self._render(request, chat)]
                 special = chat.add_special_tokens
             case TextPrompt(texts=given, add_special_tokens=special) if given:
                 texts = list(given)
             case _:
                 raise _CannotError(Cause.NO_TEXT)
+        started = self._stopwatch()
         try:
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-        except Exception as error:  # the library raises plain Exception
+            first, *others = [self.local.encode(text, special) for text in texts]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ) as error:  # the libraries raise plain Exception, and their panics are not even that
             raise _CannotError(Cause.TOKENIZER, error) from None
-        ids = encodings[0].ids
-        chars = sum(map(len, texts))
+        chars = first.encoded_bytes + sum(other.encoded_bytes for other in others)
         if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement; the mean does not mind
             us_per_char = (self._stopwatch() - started) * 1e6 / chars
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
-        return Tokens(sum(map(len, encodings)), TokenSource.LOCAL, ids)
+        return Tokens(
+            len(first.ids) + sum(len(other.ids) for other in others),
+            TokenSource.LOCAL,
+            first.ids,
+            first.kept_tokens,
+            first.kept_name,
+            first.name,
+        )
 
-    def _render(self, request: ParsedRequest, chat: ChatPrompt, templates: ChatTemplates | None) -> str:
+    def _render(self, request: ParsedRequest, chat: ChatPrompt) -> str:
         if chat.own_template:
             raise _CannotError(Cause.OWN_TEMPLATE)
-        if templates is None:
+        if self._templates is None:
             raise _CannotError(Cause.NO_TEMPLATE)
-        template = templates.choose(tools=bool(chat.tools))
+        template = self._templates.choose(tools=bool(chat.tools))
         conversation = self._read(request, chat, template.keeps_parts)
         try:
             return template.render(conversation, chat.add_generation_prompt, chat.continue_final_message)
@@ -323,11 +341,11 @@ def _size(request: ParsedRequest) -> int:
             return 0
 
 
-def _load(model: Model) -> tuple[HfTokenizer, ChatTemplates | None] | None:
+def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:
     """The local tokenizer that the pool names, if any. Raises SpecError."""
     at = "at `$.spec.model.tokenizer`"
     if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
-        return None
+        return None, None
     if not model.tokenizer:
         raise SpecError(f"`tokenize: local` needs the folder that holds the model's tokenizer.json - {at}")
     folder = Path(model.tokenizer)
@@ -337,10 +355,13 @@ def _load(model: Model) -> tuple[HfTokenizer, ChatTemplates | None] | None:
             f" or leave it empty and the engines are asked - {at}"
         )
     try:
-        tokenizer = HfTokenizer.from_file(str(folder / "tokenizer.json"))
         templates = chat_template.load(folder)
-    except Exception as error:  # the library raises plain Exception
-        raise SpecError(f"The tokenizer in {folder} does not load: {error} - {at}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer, templates
+        loaded = encoder.load(folder, templates.source if templates else "")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the libraries raise plain Exception, and their panics are not even that
+        raise SpecError(
+            f"The tokenizer in {folder} does not load: {error}. Copy the model's files there again,"
+            f" or leave it empty and the engines are asked - {at}"
+        ) from None
+    return IncrementalEncoder(loaded, secrets.randbits(64)), templates
