@@ -40,8 +40,9 @@ def test_fastokens_where_ids_are_equal(reference, caplog):
     assert (chosen.library, chosen.why) == (Library.FASTOKENS, "")
     assert "tokenizer library=fastokens" in caplog.text
     assert list(chosen.plain("the user said")) == reference.encode("the user said").ids
-    assert list(chosen.cuts.tokens) == [b"<|im_start|>", b"<|im_end|>"], (
-        "<s> is not part of <|im_start|>, but s"
+    assert chosen.cuts.tokens == (b"<s>", b"<|im_start|>", b"<|im_end|>")
+    assert of(reference.to_str(), "{{ '<|im_end|>' }}").cuts.tokens[0] == b"<|im_end|>", (
+        "the template's first"
     )
 
 
