@@ -50,6 +50,11 @@ COMMANDS = {
         "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",
         "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
     ),
+    "crosscheck": Command(
+        "perilune_lab.crosscheck",
+        "one workload live and simulated, side by side: does the simulator tell the truth?",
+        "perilune crosscheck --policies ear,round_robin --seconds 20",
+    ),
     "trace": Command(
         "perilune_lab.traces.cli",
         "what a trace is made of: lengths, sessions, reuse, best possible hit rate",
