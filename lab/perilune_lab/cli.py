@@ -45,15 +45,20 @@ COMMANDS = {
         "recorded decisions of a gateway, decided again under other policies or parameters",
         "perilune whatif --decisions decisions.jsonl --policy all",
     ),
+    "bench-stream": Command(
+        "perilune_lab.bench_stream",
+        "a burst of streamed requests, timed by client and engine; serial against batched misses",
+        "perilune bench-stream --target http://127.0.0.1:8000 --num-requests 32 --unique-prompts",
+    ),
     "simulate": Command(
         "perilune_lab.simulator.cli",
         "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",
         "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
     ),
-    "crosscheck": Command(
-        "perilune_lab.crosscheck",
-        "one workload live and simulated, side by side: does the simulator tell the truth?",
-        "perilune crosscheck --policies ear,round_robin --seconds 20",
+    "evaluate": Command(
+        "perilune_lab.evaluate.cli",
+        "the whole evaluation on modelled H20s: every policy, bars, ten figures, tables, as files",
+        "perilune evaluate --quick --out /tmp/evaluation",
     ),
     "trace": Command(
         "perilune_lab.traces.cli",

@@ -1,0 +1,196 @@
+"""`perilune evaluate`: every policy, every bar, every figure, from simulations, in one command.
+
+Steps: find R → simulate what the wanted parts need, as far as it is not already done → bars, figures, tables
+→ files under `--out`. Ctrl-C loses nothing but the simulations under way: the next call goes on. Nothing
+printed is a measurement of hardware.
+
+Exit status: 0, also with missed bars; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from perilune_api.pool import SpecError
+from perilune_lab import report
+from perilune_lab.evaluate import document, plan, readme, tables
+from perilune_lab.evaluate.bars import Bar, judge
+from perilune_lab.evaluate.cells import World
+from perilune_lab.evaluate.evaluation import evaluate
+from perilune_lab.evaluate.figures import FIGURES, Context
+from perilune_lab.evaluate.plan import NEEDS, Size
+from perilune_lab.evaluate.table import Table
+from perilune_lab.evaluate.work import Progress, Work, default_folder
+from perilune_lab.traces.agentic import Agentic, generate
+from perilune_lab.traces.stats import stats
+
+WRONG_CALL = 2
+_EVERY_S = 10.0
+_TRACE_SESSIONS = 4_000
+
+_EPILOG = f"""\
+examples:
+  perilune evaluate --quick                 every bar, figure and table with 8 seeds, under 10 minutes
+  perilune evaluate                         the same with 32 seeds, under an hour
+  perilune evaluate --seeds-from 1001 && perilune evaluate
+                                            other seeds first: the second says whether verdicts agree
+  perilune evaluate --only bars,f8 --out /tmp/look
+
+parts (--only): {", ".join(NEEDS)}
+R: sessions per second at which lmetric has TTFT p90 = 5 × the floor (every turn alone, its session's prefix
+  cached); loads are R/2, R, 1.25 R and 1.6 R
+an evaluation that was interrupted goes on: simulations are kept under --work until the code changes
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    size: Size
+    out: Path
+    parts: tuple[str, ...]
+    jobs: int
+    work: Path
+    base: World = plan.BASE
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+        return run(options, Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True))
+    except SpecError as error:
+        print(f"perilune evaluate: {error}", file=sys.stderr)
+        return WRONG_CALL
+    except KeyboardInterrupt:
+        print("\ninterrupted: the next call goes on from here", file=sys.stderr)
+        raise
+
+
+def run(options: Options, out: Console, err: Console) -> int:
+    """Simulates, prints, writes. Raises SpecError."""
+    began = time.perf_counter()
+    work = Work(options.work, options.jobs, _progress(err))
+    findings = evaluate(work, options.parts, options.size, options.base)
+    out.print(f"SIMULATED · R = {findings.r:g} sessions/s · {len(options.size.seeds)} seeds", highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if "tables" in options.parts:
+        for load in plan.LOADS:
+            out.print(_grid(tables.end_to_end(findings, load)))
+    context = Context(findings, work)
+    for name in [part for part in options.parts if part in FIGURES]:
+        FIGURES[name].make(context, options.out, name)
+        err.print(f"{name}: {options.out / name}.svg", highlight=False)
+    if "bars" in options.parts:
+        _conclude(options, context, out)
+    err.print(
+        f"{work.computed} simulations and searches, {time.perf_counter() - began:.0f} s in all",
+        highlight=False,
+    )
+    return 0
+
+
+def _conclude(options: Options, context: Context, out: Console) -> None:
+    """Bars, and where everything was made, the documents."""
+    findings = context.findings
+    judged = judge(findings)
+    out.print(_grid(tables.bars(judged)))
+    made = document.document(findings, judged, document.read(options.out))
+    if made.compared:
+        out.print(made.compared.agreement(made.verdicts), highlight=False)
+    for bar in judged:
+        out.print(_line(bar), highlight=False)
+    (options.out / document.RESULTS).write_bytes(document.encode(made))
+    if set(options.parts) >= set(NEEDS):
+        (options.out / document.REPORT).write_bytes(report.encode(document.full_report(findings)))
+        trace = stats(generate(Agentic(), 1, _TRACE_SESSIONS))
+        page = readme.readme(findings, judged, made, trace, readme.notes_of(options.out))
+        (options.out / readme.README).write_text(page)
+
+
+def _line(bar: Bar) -> str:
+    return f"{bar.name} {bar.verdict}{'' if bar.clear else ' (within the interval)'}: {bar.goal}"
+
+
+def _grid(table: Table) -> Grid:
+    grid = Grid(title=f"SIMULATED · {table.title}", title_justify="left", box=SIMPLE_HEAD)
+    for i, name in enumerate(table.header):
+        grid.add_column(name, justify="right" if i else "left")
+    for row in table.rows:
+        grid.add_row(*(escape(cell.replace("**", "")) for cell in row))
+    return grid
+
+
+def _progress(err: Console) -> Callable[[Progress], None]:
+    """A line now and then, with the time that is left."""
+    began: dict[str, float] = {}
+    shown: dict[str, float] = {}
+
+    def show(p: Progress) -> None:
+        now = time.perf_counter()
+        if p.first:
+            began[p.what] = shown[p.what] = now
+            return
+        if now - shown[p.what] < _EVERY_S and p.done < p.total:
+            return
+        shown[p.what] = now
+        left_s = (now - began[p.what]) / p.done * (p.total - p.done)
+        err.print(f"{p.what}: {p.done}/{p.total}, {left_s / 60:.1f} min left", highlight=False)
+
+    return show
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    parser = argparse.ArgumentParser(
+        prog="perilune evaluate",
+        description="The whole evaluation on modelled engines: bars, ten figures, tables, as files.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="8 seeds instead of 32")
+    add("--out", type=Path, default=Path("docs/evaluation"), metavar="DIR", help="[%(default)s]")
+    add("--seeds", type=_count, metavar="N", help="of the main comparison, paired; half of them for the rest")
+    add("--seeds-from", type=_count, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--only", metavar="A,B", help="some parts: no README then")
+    add("--jobs", type=_count, default=2, metavar="N", help="processes [%(default)s]")
+    add(
+        "--work",
+        type=Path,
+        default=default_folder(),
+        metavar="DIR",
+        help="finished simulations [%(default)s]",
+    )
+    args = parser.parse_args(argv)
+    return Options(
+        size=plan.size(args.quick, args.seeds, args.seeds_from),
+        out=args.out,
+        parts=_parts(args.only),
+        jobs=args.jobs,
+        work=args.work,
+    )
+
+
+def _parts(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return tuple(NEEDS)
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in NEEDS:
+            raise SpecError(f"Unknown part {name!r}, known are {', '.join(NEEDS)} - at `--only`")
+    return names
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
+    return int(text)

@@ -1,0 +1,83 @@
+"""What the evaluation measures beside the report: concurrency, decode pools, what follows a move.
+
+Everything comes from the requests of one simulation after its warm-up. Cost: a sort of the requests.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from perilune_gateway.model import Reason
+from perilune_lab.report import Quantiles, quantiles
+from perilune_lab.simulator.engine import Sequence as Request
+from perilune_lab.simulator.simulation import Outcome
+from perilune_lab.simulator.workload import Workload
+
+
+class Extra(msgspec.Struct, frozen=True):
+    in_flight: float
+    """L: requests in the system, mean over time."""
+    turns_per_s: float
+    """ΛN."""
+    wall_per_trace: float
+    """Makespan / the trace's span, first to last submission of an unloaded system (the legacy definition)."""
+    transfers_per_minute: float
+    """Pulls of KV, for whatever reason."""
+    request_kv: Quantiles | UnsetType = UNSET
+    """KV of one request at its end / the KV pool of one endpoint."""
+    decode_kv: Quantiles | UnsetType = UNSET
+    """KV of all requests that decode on an endpoint / its pool, at each arrival there."""
+    turns_left: Quantiles | UnsetType = UNSET
+    """That a session still had when it moved, the moving one not counted."""
+    moved_tokens: Quantiles | UnsetType = UNSET
+    """Of one transfer."""
+
+
+def measure(outcome: Outcome, workload: Workload, pool_tokens: int) -> Extra:
+    good = [
+        s
+        for s in outcome.sequences
+        if s.task.ideal_at_s >= workload.warmup_s and not (s.failed or s.rejected)
+    ]
+    span_s = max(s.finished_s for s in good) - min(s.submitted_s for s in good) if good else 0.0
+    return Extra(
+        in_flight=sum(s.finished_s - s.submitted_s for s in good) / span_s if span_s else 0.0,
+        turns_per_s=len(good) / span_s if span_s else 0.0,
+        wall_per_trace=outcome.simulated_s / (trace_span_s(workload) or 1.0),
+        transfers_per_minute=60 * len(outcome.transfer_s) / (outcome.simulated_s or 1.0),
+        request_kv=quantiles((s.prompt_tokens + s.output_tokens) / pool_tokens for s in good),
+        decode_kv=quantiles(_occupancy(good, pool_tokens)),
+        turns_left=quantiles(
+            len(workload.jobs[s.task.session].tasks) - 1 - s.task.number
+            for s in good
+            if s.reason is Reason.MOVED
+        ),
+        moved_tokens=quantiles(s.moved_tokens for s in good if s.moved_tokens),
+    )
+
+
+def trace_span_s(workload: Workload) -> float:
+    """From the first to the last submission, if nothing ever waited."""
+    at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
+    return max(at_s) - min(at_s) if at_s else 0.0
+
+
+def _occupancy(good: Sequence[Request], pool_tokens: int) -> list[float]:
+    """KV of decoding requests over the pool, seen by each request that begins to decode (itself included)."""
+    by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for s in good:
+        tokens = s.prompt_tokens + s.output_tokens
+        by_endpoint[s.endpoint] += [(s.first_token_s, tokens), (s.finished_s, -tokens)]
+    found = []
+    for events in by_endpoint.values():
+        events.sort()
+        levels = accumulate(tokens for _, tokens in events)
+        found += [
+            level / pool_tokens for (_, tokens), level in zip(events, levels, strict=True) if tokens > 0
+        ]
+    return found

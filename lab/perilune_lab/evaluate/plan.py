@@ -1,0 +1,249 @@
+"""What is simulated: named studies, each a list of points (a world and an arm), relative to the world at R.
+
+    world at R ──study──▶ points ──× seeds──▶ cells
+
+Points that several studies share are the same value, so they are simulated once. A figure, table or bar names
+the studies that it reads (`NEEDS`); with `--only`, just these are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from perilune_api.pool import ConductorArm, PolicyParams
+from perilune_gateway.policy import POLICIES
+from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.evaluate.search import Search
+
+OURS = Arm("perilune")
+STAY = Arm("perilune", PolicyParams(least_gain_seconds=1e9))
+"""Our policy without migration: no move ever brings that much."""
+AFFINITY_ONLY, BOTH = Arm("sticky"), Arm("ear")
+STRONGEST = Arm("lmetric_plus_one")
+EVERY = tuple(Arm(policy) for policy in POLICIES)
+SOME = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("dynamo"))
+"""That sensitivities are drawn for: a baseline of each kind."""
+
+LOADS = {"R/2": 0.5, "R": 1.0, "1.25 R": 1.25, "1.6 R": 1.6}
+BAR_LOADS = ("R/2", "R", "1.25 R")
+STORE_BYTES_PER_S = 3e9
+
+LINK_FACTORS = (0.4, 1.0, 3.0, 10.0)
+OUTLIER_SHARES = (0.0, 0.05)
+ZIPF_ALPHAS = (0.0, 0.3, 0.6, 0.9)
+KV_TOKENS = (70_400, 140_800, 281_600, 563_200)
+T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
+T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+GAPS_S = (0.0, None, 30.0)
+"""Of the chatbot control; None: as recorded."""
+SLOWDOWN = 1.1
+"""For the measured amplification: engines so many times slower."""
+COUPLED = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("least_loaded"))
+
+CAPACITIES = {
+    "perilune": (OURS, 0.0),
+    "perilune, store": (OURS, STORE_BYTES_PER_S),
+    "lmetric_plus_one": (STRONGEST, 0.0),
+    "lmetric_plus_one, store": (STRONGEST, STORE_BYTES_PER_S),
+    "dynamo": (Arm("dynamo"), 0.0),
+    "ear": (BOTH, 0.0),
+    "sticky": (AFFINITY_ONLY, 0.0),
+    "round_robin": (Arm("round_robin"), 0.0),
+}
+
+
+BASE = World(rate=0.8)
+"""The evaluation's; the rate is where the search of R begins."""
+
+
+class Point(NamedTuple):
+    world: World
+    arm: Arm
+
+
+def world(at_r: World, load: str = "R") -> World:
+    """The rate is rounded, so that it reads well and stays the same where R does."""
+    return replace(at_r, rate=round(at_r.rate * LOADS[load], 4))
+
+
+def matrix(at_r: World) -> list[Point]:
+    """Every policy at every load."""
+    return [Point(world(at_r, load), arm) for load in LOADS for arm in EVERY]
+
+
+def stores(at_r: World) -> list[Point]:
+    return [Point(with_store(world(at_r)), arm) for arm in (OURS, BOTH, STRONGEST)]
+
+
+def with_store(w: World) -> World:
+    return replace(w, store_bytes_per_s=STORE_BYTES_PER_S)
+
+
+def links(at_r: World) -> list[Point]:
+    return [
+        Point(link_world(at_r, factor, share), arm)
+        for factor, share in product(LINK_FACTORS, OUTLIER_SHARES)
+        for arm in (OURS, STAY)
+    ]
+
+
+def link_world(at_r: World, factor: float, outlier_share: float) -> World:
+    return replace(world(at_r), link_factor=factor, outlier_share=outlier_share)
+
+
+ABLATION: Mapping[str, Arm] = {
+    "affinity only": AFFINITY_ONLY,
+    "both": BOTH,
+}
+
+
+def ablation(at_r: World) -> list[Point]:
+    return [Point(world(at_r, load), arm) for load in LOADS for arm in ABLATION.values()]
+
+
+def zipf(at_r: World) -> list[Point]:
+    return [Point(zipf_world(at_r, alpha), arm) for alpha in ZIPF_ALPHAS for arm in SOME]
+
+
+def zipf_world(at_r: World, alpha: float) -> World:
+    return replace(world(at_r), zipf_alpha=alpha)
+
+
+def kv_pool(at_r: World) -> list[Point]:
+    return [Point(pool_world(at_r, tokens), arm) for tokens in KV_TOKENS for arm in SOME]
+
+
+def pool_world(at_r: World, tokens: int) -> World:
+    return replace(world(at_r), kv_tokens=tokens)
+
+
+def t_hot_arm(tokens: int) -> Arm:
+    return Arm("ear", PolicyParams(hot_pending_tokens=tokens))
+
+
+def t_hot(at_r: World) -> list[Point]:
+    return [Point(world(at_r), t_hot_arm(tokens)) for tokens in T_HOT_TOKENS]
+
+
+def t_cool_arm(policy: str, seconds: float) -> Arm:
+    return Arm(policy, PolicyParams(cooldown_seconds=seconds))
+
+
+def t_cool(at_r: World) -> list[Point]:
+    return [Point(world(at_r), t_cool_arm(p, s)) for s in T_COOL_S for p in ("ear", "perilune")]
+
+
+def coupling(at_r: World) -> list[Point]:
+    """Each load with engines as they are, and a little slower."""
+    worlds = [w for load in LOADS for w in (world(at_r, load), slower(world(at_r, load)))]
+    return [Point(w, arm) for w in worlds for arm in COUPLED]
+
+
+def slower(w: World) -> World:
+    return replace(w, slowdown=SLOWDOWN)
+
+
+def gaps(at_r: World) -> list[Point]:
+    return [Point(gap_world(at_r, gap_s), arm) for gap_s in GAPS_S for arm in COUPLED]
+
+
+def gap_world(at_r: World, gap_s: float | None) -> World:
+    return replace(world(at_r), gap_s=gap_s)
+
+
+CONDUCTOR = {
+    "no scheduling": Arm("conductor", PolicyParams(conductor_arm=ConductorArm.NO_SCHEDULING)),
+    "cache-aware": Arm("conductor", PolicyParams(conductor_arm=ConductorArm.CACHE_AWARE)),
+    "cache-aware and hot migration": Arm("conductor"),
+}
+
+
+def conductor(at_r: World) -> list[Point]:
+    return [Point(world(at_r), arm) for arm in CONDUCTOR.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    points: Callable[[World], list[Point]]
+    side: bool = True
+    """With the smaller number of seeds."""
+
+
+STUDIES: Mapping[str, Study] = {
+    "matrix": Study(matrix, side=False),
+    "stores": Study(stores, side=False),
+    "links": Study(links),
+    "ablation": Study(ablation, side=False),
+    "zipf": Study(zipf),
+    "kv_pool": Study(kv_pool),
+    "t_hot": Study(t_hot),
+    "t_cool": Study(t_cool),
+    "coupling": Study(coupling),
+    "gaps": Study(gaps),
+    "conductor": Study(conductor),
+}
+CAPACITY = "capacity"
+"""The study that searches rates instead of playing points."""
+
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "f1": ("matrix",),
+    "f4": ("matrix",),
+    "f6": ("matrix",),
+    "f7": ("ablation",),
+    "bars": ("matrix", "stores", "links", CAPACITY),
+    "tables": (
+        "matrix",
+        "stores",
+        "ablation",
+        "t_hot",
+        "t_cool",
+        "coupling",
+        "gaps",
+        "conductor",
+        CAPACITY,
+    ),
+}
+"""Studies behind each part of the evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How thorough."""
+
+    name: str
+    seeds: tuple[int, ...]
+    side_seeds: tuple[int, ...]
+
+    def of(self, study: Study) -> tuple[int, ...]:
+        return self.side_seeds if study.side else self.seeds
+
+
+def size(quick: bool, seeds: int | None, first: int) -> Size:
+    """`seeds`: of the main studies; half as many for the others."""
+    number = seeds or (8 if quick else 32)
+    side = max(1, number // 2)
+    return Size(
+        "quick" if quick else "full", tuple(range(first, first + number)), tuple(range(first, first + side))
+    )
+
+
+def cells(at_r: World, studies: Iterable[str], size: Size) -> list[Cell]:
+    """Of all these studies; a point of two studies has the seeds of the larger one."""
+    found: dict[Cell, None] = {}
+    for name in studies:
+        study = STUDIES[name]
+        for seed in size.of(study):
+            for point in study.points(at_r):
+                found[Cell(point.world, point.arm, seed)] = None
+    return list(found)
+
+
+def searches(at_r: World, size: Size) -> list[Search]:
+    found = []
+    for arm, store in CAPACITIES.values():
+        w = with_store(world(at_r)) if store else world(at_r)
+        found += [Search(w, arm, seed) for seed in size.side_seeds]
+    return found

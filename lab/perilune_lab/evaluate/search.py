@@ -1,0 +1,39 @@
+"""SLO capacity of one arm with one seed: the largest session rate with TTFT p90 ≤ 5 s and stretch ≤ 1.25."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.simulator.capacity import Slo, slo_capacity
+
+SLO = Slo()
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    world: World
+    """Its rate does not matter."""
+    arm: Arm
+    seed: int
+
+    @property
+    def key(self) -> str:
+        cell = Cell(replace(self.world, rate=0.0), self.arm, self.seed)
+        return f"capacity at {SLO.ttft_p90_s:g} s, stretch {SLO.stretch:g}: {cell.key}"
+
+
+class Found(msgspec.Struct, frozen=True):
+    rate: float
+    """Sessions per second."""
+
+
+def find(searches: Sequence[Search]) -> list[tuple[Search, Found]]:
+    found = []
+    for search in searches:
+        (capacity,) = slo_capacity(search.world.plan(search.arm), [search.seed], slo=SLO)
+        found.append((search, Found(capacity.rate)))
+    return found

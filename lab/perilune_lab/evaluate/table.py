@@ -1,0 +1,69 @@
+"""A table as text: rows of cells, numbers with three significant digits, intervals in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from perilune_lab.evaluate.findings import Estimate, Findings
+from perilune_lab.evaluate.plan import Point
+
+
+class Table(NamedTuple):
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def markdown(self, heading: str = "###") -> str:
+        lines = [f"{heading} {self.title}", ""]
+        lines += [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows]
+        if self.note:
+            lines += ["", self.note]
+        return "\n".join(lines) + "\n"
+
+
+# -- numbers as text ---------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    return f"{number(value * 1e3)} ms" if value < 0.9995 else f"{number(value)} s"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def ranged(found: Estimate, form: Callable[[float], str] = number) -> str:
+    """Value and interval; one seed has no interval."""
+    value, low, high = found
+    return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
+
+
+class Cells:
+    """Of one point; an unknown metric is empty."""
+
+    def __init__(self, findings: Findings, point: Point) -> None:
+        self._findings = findings
+        self._point = point
+
+    def __call__(self, metric: str, form: Callable[[float], str] = number) -> str:
+        return form(self._value(metric)) if self._findings.has(self._point, metric) else ""
+
+    def ranged(self, metric: str, form: Callable[[float], str] = number) -> str:
+        if not self._findings.has(self._point, metric):
+            return ""
+        return ranged(self._findings.estimate(self._point, metric), form)
+
+    def _value(self, metric: str) -> float:
+        return self._findings.estimate(self._point, metric).value

@@ -1,0 +1,57 @@
+"""Which T_hot and T_cool to take, from sweeps at R: the default where it is within 5 % of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from perilune_lab.evaluate import plan
+from perilune_lab.evaluate.cells import Arm
+from perilune_lab.evaluate.findings import Estimate, Findings
+from perilune_lab.evaluate.plan import Point
+from perilune_lab.evaluate.table import Table, number, seconds
+
+_CLOSE = 1.05
+
+
+class Choice(NamedTuple):
+    """Of a parameter: the swept values with TTFT p90, and the one to take."""
+
+    name: str
+    values: Sequence[tuple[float, Estimate]]
+    default: float
+    flat: Sequence[float]
+    """Values whose mean is within 5 % of the best."""
+    best: float
+
+    @property
+    def reason(self) -> str:
+        if self.default in self.flat:
+            span = f"{number(min(self.flat))}–{number(max(self.flat))}"
+            return f"within 5 % of the best, as everything of {span} that was tried is; the default stays"
+        return f"best of those tried; the default {number(self.default)} is more than 5 % worse"
+
+
+def choices(f: Findings) -> list[Choice]:
+    w = plan.world(f.at_r)
+    sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
+        ("ear: T_hot, tokens", 16_384, plan.T_HOT_TOKENS, lambda tokens: plan.t_hot_arm(int(tokens))),
+        ("ear: T_cool, s", 30.0, plan.T_COOL_S, lambda s: plan.t_cool_arm("ear", s)),
+        ("perilune: T_cool, s", 30.0, plan.T_COOL_S, lambda s: plan.t_cool_arm("perilune", s)),
+    ]
+    found = []
+    for name, default, values, arm in sweeps:
+        swept = [(value, f.estimate(Point(w, arm(value)), "ttft_s.p90")) for value in values]
+        best, lowest = min(swept, key=lambda row: row[1].value)
+        flat = [value for value, e in swept if e.value <= _CLOSE * lowest.value]
+        found.append(Choice(name, swept, default, flat, best))
+    return found
+
+
+def thresholds(f: Findings) -> Table:
+    rows = []
+    for choice in choices(f):
+        chosen = choice.default if choice.default in choice.flat else choice.best
+        swept = ", ".join(f"{number(v)}: {seconds(e.value)}" for v, e in choice.values)
+        rows.append((choice.name, number(chosen), choice.reason, swept))
+    return Table("T_hot and T_cool", ("parameter", "chosen", "reason", "TTFT p90 at R"), rows)

@@ -1,0 +1,155 @@
+"""Does the work, in processes, and keeps what is done: an evaluation that was interrupted goes on.
+
+    Work(folder, jobs).results(cells) → {cell: result}
+
+Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
+from (gateway, simulator, traces, and how a cell is measured): other code, other file. A line that an
+interruption cut short is dropped. Workers ignore Ctrl-C and are terminated when the caller leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+import perilune_gateway
+import perilune_lab
+from perilune_api import pool
+from perilune_lab.evaluate.cells import Cell, Result, batches, compute
+from perilune_lab.evaluate.search import Found, Search, find
+
+T = TypeVar("T", bound=msgspec.Struct)
+J = TypeVar("J", Cell, Search)
+
+_GATEWAY = ("policy", "model.py", "admission.py", "migration.py", "engine_model.py", "state/calibration.py")
+_LAB = (
+    "simulator",
+    "traces",
+    "quantiles.py",
+    "report.py",
+    "evaluate/cells.py",
+    "evaluate/extra.py",
+    "evaluate/search.py",
+)
+_ONLY_SHOWN = {"cli.py", "output.py"}
+
+
+class _Line(msgspec.Struct, frozen=True):
+    key: str
+    value: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of one call."""
+
+    done: int
+    total: int
+    what: str
+
+    @property
+    def first(self) -> bool:
+        """Nothing is done yet."""
+        return self.done == 0
+
+
+class Work:
+    """Raises OSError where the folder cannot be written."""
+
+    def __init__(self, folder: Path, jobs: int, show: Callable[[Progress], None] = lambda p: None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"cells-{fingerprint()}.jsonl"
+        self._jobs = jobs
+        self._show = show
+        self._known: dict[str, msgspec.Raw] = {}
+        self.computed = 0
+        """Not found in the file."""
+        if self.path.exists():
+            self._read()
+
+    def results(self, cells: Iterable[Cell], what: str = "cells") -> dict[Cell, Result]:
+        wanted = list(dict.fromkeys(cells))
+        missing = [cell for cell in wanted if cell.key not in self._known]
+        self._do(compute, batches(missing), what)
+        return {cell: self._value(cell.key, Result) for cell in wanted}
+
+    def found(self, searches: Iterable[Search], what: str = "capacities") -> dict[Search, Found]:
+        wanted = list(dict.fromkeys(searches))
+        missing = [(search,) for search in wanted if search.key not in self._known]
+        self._do(find, missing, what)
+        return {search: self._value(search.key, Found) for search in wanted}
+
+    def _value(self, key: str, kind: type[T]) -> T:
+        return msgspec.json.decode(self._known[key], type=kind)
+
+    def _do(
+        self,
+        function: Callable[[Sequence[J]], list[tuple[J, T]]],
+        work: Sequence[Sequence[J]],
+        what: str,
+    ) -> None:
+        if not work:
+            return
+        total, done = sum(len(batch) for batch in work), 0
+        self._show(Progress(0, total, what))
+        with self.path.open("ab") as file, _mapped(function, work, self._jobs) as answers:
+            for answer in answers:
+                for job, value in answer:
+                    raw = msgspec.Raw(msgspec.json.encode(value))
+                    file.write(msgspec.json.encode(_Line(job.key, raw)) + b"\n")
+                    self._known[job.key] = raw
+                file.flush()
+                done += len(answer)
+                self.computed += len(answer)
+                self._show(Progress(done, total, what))
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            self.path.write_bytes(whole)
+        for row in whole.splitlines():
+            line = msgspec.json.decode(row, type=_Line)
+            self._known[line.key] = line.value
+
+
+@contextmanager
+def _mapped(
+    function: Callable[[Sequence[J]], list[tuple[J, T]]], work: Sequence[Sequence[J]], jobs: int
+) -> Iterator[Iterable[list[tuple[J, T]]]]:
+    """Answers as they come. Leaving early terminates the workers."""
+    if jobs <= 1:
+        yield map(function, work)
+        return
+    with get_context("fork").Pool(jobs, initializer=_ignore_interrupts) as workers:
+        yield workers.imap_unordered(function, work)
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def default_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "perilune" / "evaluate"
+
+
+def fingerprint() -> str:
+    """Of the code that results come from: policies and what they read, simulator, traces, measurement."""
+    gateway, lab = Path(perilune_gateway.__path__[0]), Path(perilune_lab.__path__[0])
+    roots = [*(gateway / name for name in _GATEWAY), *(lab / name for name in _LAB), Path(pool.__file__)]
+    sources = [f for root in roots for f in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
+    digest = hashlib.sha256()
+    for source in sources:
+        if source.name not in _ONLY_SHOWN:
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
