@@ -136,6 +136,7 @@ class InFlight:
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         self._fleet.suspect(running.target, now)
+        self._moved(running, now, arrived=False)
         self._fleet.served_by(ticket, served)
         if running.session and running.session.ticket == ticket:
             self._sessions.bind(running.session, served, now)

@@ -29,7 +29,6 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import nsmallest
-from statistics import fmean
 
 from perilune_api.pool import MoveTrigger, PolicyParams, Role
 from perilune_gateway.model import Candidate, Location
@@ -194,6 +193,12 @@ class _Planner:
         self._in_flight = dict(budget.in_flight)
         self._queue_s = {c.address: c.load.pending_prefill_s for c in endpoints}
         self._room = {c.address: c.load.kv_free_tokens for c in endpoints}
+        self._racks: dict[str, list[float]] = {}
+        """Per rack: how many endpoints, and seconds queued there in all."""
+        for c in endpoints:
+            rack = self._racks.setdefault(c.endpoint.place.rack, [0.0, 0.0])
+            rack[0] += 1.0
+            rack[1] += c.load.pending_prefill_s
         taking = [c for c in endpoints if self._takes(c, 1)]
         self._shortlist = nsmallest(SHORTLIST, taking, key=lambda c: self._queue_s[c.address])
 
@@ -217,8 +222,9 @@ class _Planner:
             return move
         load = self._endpoints[move.source].load
         share_s = load.pending_prefill_s / max(1, load.sessions)
-        self._queue_s[move.source] -= share_s
-        self._queue_s[move.target] += share_s
+        for address, change_s in ((move.source, -share_s), (move.target, share_s)):
+            self._queue_s[address] += change_s
+            self._racks[self._endpoints[address].endpoint.place.rack][1] += change_s
         self._room[move.target] -= session.context_tokens
         return move
 
@@ -342,11 +348,11 @@ class _Planner:
 
     def _rack_presses(self, host: Candidate) -> bool:
         rack = host.endpoint.place.rack
-        queues = [self._queue_s[c.address] for c in self._endpoints.values() if c.endpoint.place.rack == rack]
-        if not rack or len(queues) == len(self._queue_s):
+        count, queued_s = self._racks[rack]
+        if not rack or count == len(self._endpoints):
             return False
-        mean_s = fmean(queues)
-        fleet_s = fmean(self._queue_s.values())
+        mean_s = queued_s / count
+        fleet_s = sum(queued_s for _, queued_s in self._racks.values()) / len(self._endpoints)
         return mean_s > self._params.hot_pending_seconds and mean_s > self._params.rack_pressure * fleet_s
 
 

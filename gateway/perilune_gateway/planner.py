@@ -51,7 +51,7 @@ ACTIVE_S = 60.0
 """A session that was silent for longer may never come back: it is offered a move only from an endpoint that
 drains. (Of an agent's turns 90 % follow within 44 s.)"""
 PREFIXES = 64
-"""Prefixes that are remembered, those that new sessions began with last."""
+"""Hot prefixes that are remembered, those that new sessions began with last."""
 KEPT = 256
 """Ended moves that are remembered."""
 
@@ -192,8 +192,14 @@ class Planner:
     def _hot_prefixes(self, now: float) -> list[PrefixFacts]:
         if MoveTrigger.REPLICATE not in self.triggers:
             return []
-        found = [self._facts.prefix(name, tokens, now) for name, tokens in self._prefixes.items()]
-        return [f for f in found if f and f.frequency_score >= self._params.hot_cache_threshold]
+        hot = []
+        for name, tokens in list(self._prefixes.items()):
+            facts = self._facts.prefix(name, tokens, now)
+            if facts and facts.frequency_score >= self._params.hot_cache_threshold:
+                hot.append(facts)
+            else:
+                del self._prefixes[name]  # until a new session begins with it again
+        return hot
 
     def _replace(self, plan: Plan, now: float) -> None:
         before = {**self._sessions, **self._copies}

@@ -21,7 +21,7 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 
 from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.model import Reason
+from perilune_gateway.model import MOVING, Reason
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.traces.model import Mode, Session, Turn
@@ -281,7 +281,7 @@ def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migration
         return UNSET
     moves, accurate, judged, thrash = 0, 0, 0, 0
     for rows in _by_session(good).values():
-        at = [i for i, r in enumerate(rows) if r.reason == Reason.MOVED]
+        at = [i for i, r in enumerate(rows) if r.reason in MOVING]
         moves += len(at)
         for i in at:
             after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]

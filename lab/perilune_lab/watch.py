@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from perilune_gateway.model import Reason
+from perilune_gateway.model import MOVING
 from perilune_lab import live, report
 from perilune_lab.admin_pages import Seen, conclude
 from perilune_lab.client import Result
@@ -71,7 +71,7 @@ class Watch:
             open=sum(row.in_flight for row in rows),
             prompt_tokens=sum(result.prompt_tokens for result in good),
             cached_tokens=sum(result.cached_tokens or 0 for result in good),
-            migrations=sum(result.reason == Reason.MOVED for result in good),
+            migrations=sum(result.reason in MOVING for result in good),
             ttft_p90_s=quantile(ttfts, 0.9) if ttfts else None,
             endpoints=rows,
             decisions=[self._decision(row) for row in self._decisions],

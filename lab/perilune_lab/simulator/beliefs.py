@@ -35,6 +35,10 @@ class Session:
     moved_s: float = -inf
     turns: int = 0
     context_tokens: int = 0
+    number: int = 0
+    run: int = -1
+    """Of its last prompt's end."""
+    seen_s: float = -inf
 
 
 class Beliefs:

@@ -12,7 +12,7 @@ computed by two sequences side by side are there twice; the unused rest of a seq
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from perilune_lab.simulator.runs import ROOT, Runs
 
@@ -110,6 +110,18 @@ class RunCache:
                 left = held[run] = held[run] - gone
             if self._on_change:
                 self._on_change(run, left)
+
+    def release(self, runs: Sequence[int]) -> None:
+        """Free these, leaf first, as far as nobody uses them."""
+        for run in runs:
+            if run not in self._lru:
+                continue
+            size = self.held.pop(run) - self._runs.start[run]
+            del self._lru[run]
+            self.used_tokens -= size
+            self.idle_tokens -= size
+            if self._on_change:
+                self._on_change(run, self._runs.start[run])
 
     def clear(self) -> None:
         """Everything is lost, users included."""

@@ -28,6 +28,7 @@ from perilune_lab.simulator import output
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
 from perilune_lab.simulator.harness import Load, Plan, find_rate, play, pooled
+from perilune_lab.simulator.routing import PLANNER
 from perilune_lab.simulator.simulation import Fleet
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
@@ -37,6 +38,7 @@ WRONG_CALL = 2
 _SEEDS_FOR_R = 8
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?$")
 
+_POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
 examples:
   perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json out.json --png
@@ -172,7 +174,7 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--trace", default=AGENTIC, metavar="FILE|agentic", help="Mooncake's schema or ours [%(default)s]")
-    add("--policies", default="all", metavar="A,B", help="all, or some of: " + ", ".join(POLICIES))
+    add("--policies", default="all", metavar="A,B", help=_POLICIES)
     add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
     add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
     add("--endpoints", type=_count, default=8, metavar="N", help="[%(default)s]")
@@ -234,7 +236,7 @@ def parse(argv: Sequence[str]) -> Options:
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(POLICIES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in POLICIES:
+        if name.removesuffix(PLANNER) not in POLICIES:
             raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `--policies`")
     return names
 

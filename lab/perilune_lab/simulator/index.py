@@ -19,7 +19,7 @@ class RunIndex:
     """Endpoints are numbers."""
 
     def __init__(self, runs: Runs, claim_ttl_s: float, lag_s: float = 0.0) -> None:
-        self._runs = runs
+        self.runs = self._runs = runs
         self._ttl_s = claim_ttl_s
         self._lag_s = lag_s
         self._held: dict[int, dict[int, int]] = {}

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.model import Reason
+from perilune_gateway.model import MOVING
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
@@ -130,7 +130,7 @@ def _migrations(
         return UNSET
     moves, accurate, judged, thrash = 0, 0, 0, 0
     for rows in _by_session(good).values():
-        at = [i for i, s in enumerate(rows) if s.reason is Reason.MOVED]
+        at = [i for i, s in enumerate(rows) if s.reason in MOVING]
         moves += len(at)
         for i in at:
             after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
 
-from perilune_api.pool import Limits, PolicyParams
+from perilune_api.pool import Limits, Migration, MoveTrigger, PolicyParams
 from perilune_gateway import admission
 from perilune_gateway.gather import MAX_LOCATIONS
+from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -34,6 +35,7 @@ from perilune_lab.simulator.beliefs import Beliefs, Session
 from perilune_lab.simulator.engine import Sequence, Store
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.index import RunIndex
+from perilune_lab.simulator.moving import Moving
 
 CLAIM_TTL_S = 120.0
 _SHORTLIST = 32
@@ -42,17 +44,30 @@ _FASTEST = 8
 _NOTHING = Overlap()
 
 
+PLANNER = "+planner"
+"""Behind a policy's name: with the migration planner beside it, every trigger on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """How the gateway routes."""
 
     policy: str
+    """A policy's name, perhaps with PLANNER behind it."""
     params: PolicyParams = PolicyParams()
     limits: Limits = Limits()
     shortlist_above: int = 64
     """Endpoints from which on a policy sees a shortlist."""
     pullable: bool = True
     """Engines can pull KV from each other."""
+
+    @property
+    def migration(self) -> Migration:
+        return Migration(tuple(MoveTrigger) if self.policy.endswith(PLANNER) else ())
+
+    @property
+    def policy_name(self) -> str:
+        return self.policy.removesuffix(PLANNER)
 
 
 @dataclass(slots=True)
@@ -89,7 +104,7 @@ class Gateway:
         self.policy = policy
         self.beliefs = beliefs
         self.index = index
-        self.sessions = [Session(name) for name in names]
+        self.sessions = [Session(name, number=i) for i, name in enumerate(names)]
         self.seen = Seen()
         self._store = store
         self._faults = faults
@@ -100,6 +115,7 @@ class Gateway:
         self._large = n > setting.shortlist_above
         self._everyone = range(n)
         self.prefill_queue = 0
+        self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
     def route(self, sequence: Sequence, now: float) -> Decision | Refusal:
         """Decide, and record the decision: load, binding, claims. Sets the sequence's endpoint and what the
@@ -112,7 +128,8 @@ class Gateway:
         stored = self._stored(sequence) if self._store else 0
         hotness = self._hot.get(task.run)
         prefix = self._prefix(overlaps, hotness, now)
-        candidates = self._candidates(tokens, overlaps, prefix, stored, session, now)
+        offer = self.moves.offer(sequence, session, prefix.tokens, now) if self.moves.on else None
+        candidates = self._candidates(tokens, overlaps, prefix, stored, session, offer, now)
         if not candidates:
             self.seen.refused += 1
             return admission.nobody(admission.Wanted(), {})
@@ -147,6 +164,8 @@ class Gateway:
         if isinstance(verdict, Refusal):
             self.seen.refused += 1
             return verdict
+        if offer:
+            verdict = self.moves.planner.apply(offer, verdict, view, candidates, now)
         self._record(sequence, session, verdict, candidates, tokens, hotness, now)
         return verdict
 
@@ -198,10 +217,11 @@ class Gateway:
         prefix: Prefix,
         stored: int,
         session: Session,
+        offer: Move | None,
         now: float,
     ) -> list[Candidate]:
         b = self.beliefs
-        numbers = self._shortlist(overlaps, session) if self._large else self._everyone
+        numbers = self._shortlist(overlaps, session, offer) if self._large else self._everyone
         locations, know = prefix.locations, b.calibration
         candidates = []
         nothing = Overlap(0, 0, stored) if stored else _NOTHING
@@ -226,7 +246,7 @@ class Gateway:
             )
         return candidates
 
-    def _shortlist(self, overlaps: Mapping[int, int], session: Session) -> list[int]:
+    def _shortlist(self, overlaps: Mapping[int, int], session: Session, offer: Move | None) -> list[int]:
         b = self.beliefs
         pending, in_flight, bound, models = b.pending_tokens, b.in_flight, b.bound, b.models
         least = heapq.nsmallest(
@@ -238,6 +258,8 @@ class Gateway:
         chosen = {*least, *fastest, *overlaps}
         if session.host >= 0:
             chosen.add(session.host)
+        if offer:
+            chosen.add(b.number[offer.target])
         self.seen.shortlisted += 1
         return sorted(chosen)
 
@@ -276,6 +298,8 @@ class Gateway:
         session.context_tokens = tokens
         if decision.moved_from:
             b.moved(sequence.moved_from, target, now)
+        if self.moves.on:
+            self.moves.recorded(sequence, session, decision.move, now)
         if not self._faults.token_error:
             self.index.claim(target, sequence.run, sequence.prompt_tokens, now)
         if hotness is None:

@@ -85,7 +85,7 @@ def simulate(
     it."""
     began = stopwatch()
     simulation = _Simulation(
-        workload, setting, POLICIES[setting.policy], fleet or Fleet(), faults or Faults(), seed
+        workload, setting, POLICIES[setting.policy_name], fleet or Fleet(), faults or Faults(), seed
     )
     outcome = simulation.run()
     outcome.wall_s = stopwatch() - began
@@ -196,6 +196,18 @@ class _Simulation:
         if 0 <= self.faults.dead_endpoint < self.fleet.endpoints:
             self._at(self.faults.dead_at_s, partial(self._die, self.engines[self.faults.dead_endpoint]))
 
+        if self.gateway.moves.on:
+            self._at(self.gateway.moves.interval_s, self._plan_moves)
+
+    def _plan_moves(self) -> None:
+        """The migration planner's pace, as long as anything else will happen."""
+        moves = self.gateway.moves
+        if self.open or moves.planner.offers:
+            self.index.catch_up(self.now)
+            moves.planner.plan(self.now)
+        if self.heap:
+            self._at(self.now + moves.interval_s, self._plan_moves)
+
     def _outcome(self) -> Outcome:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
         starts = [s.submitted_s for s in self.done]
@@ -246,6 +258,7 @@ class _Simulation:
         self.index.forget(e)
         self.beliefs.prefill_done(sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s)
         self.beliefs.finish(e, sequence.prompt_tokens, 0.0)
+        self._move_over(sequence, arrived=False)
         self.open -= 1
         decision = self.gateway.route(sequence, now)  # the proxy tries another endpoint
         if isinstance(decision, Refusal):
@@ -295,6 +308,12 @@ class _Simulation:
         """The gateway learns that a prefill has ended."""
         if self._prefill_over(what) and what.prefill_endpoint == what.endpoint:
             self.beliefs.observe_prefill(what, self.now)
+        self._move_over(what, arrived=True)
+
+    def _move_over(self, sequence: Sequence, *, arrived: bool) -> None:
+        """If it carries out a planned move: the target has the KV, or never will."""
+        if self.gateway.moves.on and (runs := self.gateway.moves.ended(sequence, self.now, arrived=arrived)):
+            self.engines[sequence.moved_from].cache.release(runs)
 
     def _prefill_over(self, sequence: Sequence) -> bool:
         """Nothing of its prefill is pending any more; False: that was known."""
@@ -392,6 +411,7 @@ class _Simulation:
             whole.failed = True
             whole.finished_s = now
             self._prefill_over(whole)
+            self._move_over(whole, arrived=False)
             self.beliefs.finish(whole.endpoint, whole.prompt_tokens, 0.0)
             self.open -= 1
             self._ended(whole, now)
