@@ -11,7 +11,15 @@ Found from its answers (tests/fixtures/dynamo-radix), not documented there. Cost
 so a prefix index keeps edges only when asked to.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Known(Protocol):
+    """The blocks that somebody holds."""
+
+    def __contains__(self, block: object) -> bool: ...
+    def __len__(self) -> int: ...
 
 
 class Edges:
@@ -24,7 +32,7 @@ class Edges:
     def ends_at(self, block: int) -> bool:
         return block in self._forks
 
-    def grow(self, parent: int | None, blocks: Sequence[int], known: Mapping[int, int]) -> None:
+    def grow(self, parent: int | None, blocks: Sequence[int], known: Known) -> None:
         """`blocks` follow `parent`; call it before they become known."""
         for block in blocks:
             inside = parent is not None and self._next.get(parent) == block and parent not in self._forks
@@ -35,8 +43,8 @@ class Edges:
                 self._forks.add(parent)
             parent = block
 
-    def shrink(self, known: Mapping[int, int]) -> None:
+    def shrink(self, known: Known) -> None:
         """Drop what is long gone, now and then."""
         if len(self._next) > 2 * len(known) + 1024:
             self._next = {block: child for block, child in self._next.items() if block in known}
-            self._forks &= known.keys()
+            self._forks = {block for block in self._forks if block in known}

@@ -146,7 +146,8 @@ class EngineBlocks:
         )
 
     def _elsewhere(self, endpoint: str, tier: Tier, event: BlockStored, now: float, rank: int) -> Applied:
-        ours, unused = self._by_name(event.block_hashes)
+        named, unused = self._by_name(event.block_hashes)
+        ours = list(dict.fromkeys(named))
         self._index.stored(endpoint, tier, ours, now, rank)
         return Applied(
             endpoint, tier, stored=tuple(ours), session_id=event.session_id or "", rank=rank, unused=unused

@@ -1,10 +1,10 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
-A flat dict, not a tree: the keys are chained hashes (`blocks.chain`), so one key names a block *and* every
-block before it, and following a prompt is one lookup per block. The value is a bitmask of holders: bit 0 is
-the pool's shared store, then three bits for each holder: device, host, claim. So a match ends at any block
-boundary. Conductor's trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like
-this one, and `find_matches` gives its answers (early exit too, see `state.edges`).
+Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
+it. A flat dict finds the run (`runs.Run`, up to 64 blocks that follow each other) of any block, and the run
+knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
+trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
+`find_matches` gives its answers (early exit too, see `state.edges`).
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
@@ -13,21 +13,18 @@ this one, and `find_matches` gives its answers (early exit too, see `state.edges
    claims are all there is: a longer time, and no more claims than its KV pool has blocks, least recent out.
    A holder's claims end in the order in which they were made, so one endpoint should use one TTL.
 3. *store* tier: announced by the engines, evicted by the store without a word. An entry is a hint that ages.
-4. *find_matches* walks the prompt's blocks while anybody is left, and computes only where the mask changes.
-   It reads: claims whose time is over do not count, whether or not they were swept. A match is *leading and
-   contiguous* per holder.
+4. *find_matches* follows the prompt's runs while anybody is left. It reads: claims whose time is over do not
+   count, whether or not they were swept. A match is *leading and contiguous* per holder.
 5. *record_match* writes the statistics, one write per match, at the deepest matched block. (Conductor's
-   frequency score, `hits / sqrt(seconds since creation)`. With a `window_s` it also dates each matched block,
-   which is what Dynamo's frequencies count.)
+   frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
+   matched block, which is what Dynamo's frequencies count.)
 
-Memory: at most `max_blocks` keys, each about 260 bytes with two holders; plain dicts of ints, so that the
-garbage collector has nothing to walk. When it is full, the coldest go, 1/256 at a time, which is O(1)
-amortised. Coldest = stored or routed longest ago; a prompt's tail is colder than its head, as in vLLM.
-(While less than half full, routing does not renew positions: nothing is about to go.)
+Memory: at most `max_blocks` keys of about 110 bytes (docs/benchmarks.md). When it is full, the coldest go,
+1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago, from its
+end. (While less than half full, routing does not renew: nothing is about to go.)
 
-Costs: 64 endpoints × 2,100 blocks about 0.2 ms per match (tests/bench/bench_index.py); a speculation 0.04 µs
-for each block that is cached there, 0.45 µs for each that is not.
-Does not: lock, wait, read a clock, or know tokens.
+Costs, for 2,100 blocks and 64 endpoints: a match or a speculation some tens of µs, an event about 0.3 µs a
+block (tests/bench/bench_index.py). Does not: lock, wait, read a clock, or know tokens.
 """
 
 from __future__ import annotations
@@ -35,18 +32,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from math import inf, sqrt
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
+from perilune_gateway.state.holders import Holder, Walk, slot_of
+from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits
 from perilune_gateway.stats import EndpointBlocks, IndexStats
 
-_STORE = 1
-_WIDTH = 3
-"""Bits per holder: device, host, claim."""
-_HOST = 1
-_CLAIM = 2
 _RECENT = 1000
 
 
@@ -95,33 +89,42 @@ class PrefixIndex:
         store_ttl_s: float = 1800.0,
         window_s: float = 0.0,
         edges: bool = False,
+        run_blocks: int = MAX_BLOCKS,
     ) -> None:
         """`claims_per_endpoint`: speculative blocks of one endpoint, at most. `window_s`: 0: no frequencies.
-        `edges`: remember where Dynamo's tree would end an edge, which only `early_exit` asks for."""
+        `edges`: remember where Dynamo's tree would end an edge, which only `early_exit` asks for.
+        `run_blocks`: in a run, at most."""
+        self._run_blocks = run_blocks
         self._max_blocks = max_blocks
         self._ttl_s = speculative_ttl_s
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
-        self._masks: dict[int, int] = {}
-        self._born: dict[int, float] = {}
+        self._where: dict[int, Run] = {}
+        self._runs: dict[Run, None] = {}
+        """Coldest first."""
+        self._live = 0
+        """Blocks that somebody holds or claims; `_where` may have a few more."""
         self._hits: dict[int, tuple[int, float]] = {}
         self._window_s = window_s
         self._uses: dict[int, deque[float]] = {}
         self._edges = Edges() if edges else None
-        self._store = _Holder("", 0, -1)
-        self._holders: dict[tuple[str, int], _Holder] = {}
-        self._slots: list[_Holder | None] = []
+        self._store = Holder("", 0, -1)
+        self._holders: dict[tuple[str, int], Holder] = {}
+        self._slots: list[Holder | None] = []
         self._everyone = 0
         """The device bits of all holders."""
+        self._hosts = 0
+        """The device bits of those that ever announced something in their host's memory."""
         self._next_expiry = inf
         self._evicted = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return self._live
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._masks
+    def __contains__(self, block: object) -> bool:
+        run = self._where.get(block)  # type: ignore[call-overload]
+        return run is not None and bool(run.live >> run.blocks.index(block) & 1)
 
     # -- what engines say --------------------------------------------------------------------------
 
@@ -134,22 +137,28 @@ class PrefixIndex:
         rank: int = 0,
         parent: int | None = None,
     ) -> None:
-        """`blocks`, in prompt order, are there now. `parent` (the block before them) matters to edges only.
-        Of the store, the endpoint does not matter."""
+        """`blocks`, each the child of the one before, are there now. `parent` is the block before them, where
+        it is known. Of the store, the endpoint does not matter."""
         self.expire(now)
         if self._edges:
-            self._edges.grow(parent, blocks, self._masks)
+            self._edges.grow(parent, blocks, self)
         if tier is Tier.STORE:
             self._claim(self._store, blocks, now, self._store_ttl_s)
         else:
             holder = self._holder(endpoint, rank)
-            bit, mine = (holder.device, holder.on_device)
+            bit = holder.device if tier is Tier.DEVICE else holder.host
+            claimant = self._holders.get((endpoint, 0)) if tier is Tier.DEVICE else None
+            added = 0
+            for run, positions in self._lay(blocks, now, holder, parent):
+                live = run.live
+                added += run.add(bit, positions)
+                if live != run.live:
+                    self._live += (run.live ^ live).bit_count()
+                if claimant and run.claims:  # whichever rank took the prompt
+                    claimant.claimed -= run.unclaim(claimant.device, positions)
+            holder.count(tier, added)
             if tier is Tier.HOST:
-                bit, mine = (holder.device << _HOST, holder.on_host)
-            mine.update(blocks)
-            self._put(reversed(blocks), bit, now)
-            if tier is Tier.DEVICE and (claimant := self._holders.get((endpoint, 0))):
-                self._drop_claims(claimant, blocks)  # whichever rank took the prompt
+                self._hosts |= holder.device
         self._make_room()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], rank: int = 0) -> None:
@@ -157,23 +166,28 @@ class PrefixIndex:
         holder = self._holders.get((endpoint, rank))
         if holder is None:
             return
-        device = tier is Tier.DEVICE
-        bit, mine = (holder.device, holder.on_device) if device else (holder.device << _HOST, holder.on_host)
+        bit = holder.device if tier is Tier.DEVICE else holder.host
+        gone: dict[Run, int] = {}
         for block in blocks:
-            if block in mine:
-                mine.remove(block)
-                self._take(block, bit)
+            if run := self._where.get(block):
+                position = len(run.blocks) - 1 if run.blocks[-1] == block else run.blocks.index(block)
+                gone[run] = gone.get(run, 0) | 1 << position
+        for run, positions in gone.items():
+            if taken := run.take(bit, positions):
+                holder.count(tier, -taken)
+                self._prune(run)
 
     def cleared(self, endpoint: str, rank: int | None = None) -> None:
-        """Nothing is there any more, nor claimed; of one rank or of all."""
+        """Nothing is there any more, nor claimed; of one rank or of all. O(runs)."""
         for holder in self._of(endpoint, rank):
-            for block in holder.on_device:
-                self._take(block, holder.device)
-            for block in holder.on_host:
-                self._take(block, holder.device << _HOST)
-            for block in holder.claims:
-                self._take(block, holder.device << _CLAIM)
-            holder.on_device, holder.on_host, holder.claims = set(), set(), {}
+            both = holder.device | holder.host
+            for run in [run for run in self._runs if (run.full | run.some) & both]:
+                every = run.every
+                run.take(holder.device, every)
+                run.take(holder.host, every)
+                run.unclaim(holder.device, every)
+                self._prune(run)
+            holder.forget()
 
     def remove_endpoint(self, endpoint: str) -> None:
         """It is gone: no credit to whoever comes back under its address."""
@@ -182,6 +196,7 @@ class PrefixIndex:
             del self._holders[holder.address, holder.rank]
             self._slots[holder.slot] = None
             self._everyone &= ~holder.device
+            self._hosts &= ~holder.device
 
     # -- what the router does ----------------------------------------------------------------------
 
@@ -197,18 +212,12 @@ class PrefixIndex:
         `ttl_s`. The endpoint then has at most `limit` such blocks, the least recently claimed go."""
         self.expire(now)
         if self._edges:
-            self._edges.grow(None, blocks, self._masks)
+            self._edges.grow(None, blocks, self)
         holder = self._holder(endpoint, 0)
-        masks, get, device = self._masks, self._masks.get, holder.device
-        missing = [block for block in blocks if not get(block, 0) & device]
-        self._claim(holder, missing, now, self._ttl_s if ttl_s is None else ttl_s)
+        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s)
         limit = self._claims_per_endpoint if limit is None else limit
-        if (surplus := len(holder.claims) - limit) > 0:
-            self._drop_claims(holder, list(islice(holder.claims, surplus)))
-        if 2 * len(masks) > self._max_blocks:
-            for block in reversed(blocks):
-                if (mask := masks.pop(block, None)) is not None:
-                    masks[block] = mask
+        if (surplus := holder.claimed - limit) > 0:
+            self._drop_oldest(holder, surplus)
         self._make_room()
 
     def expire(self, now: float) -> None:
@@ -217,9 +226,11 @@ class PrefixIndex:
             return
         self._next_expiry = inf
         for holder in (self._store, *self._holders.values()):
-            self._drop_claims(holder, list(_over(holder, now)))
-            for first in islice(holder.claims.values(), 1):
-                self._next_expiry = min(self._next_expiry, first)
+            claims = holder.claims
+            while claims and claims[0].expiry_s <= now:
+                self._drop(holder, claims.popleft())
+            if claims:
+                self._next_expiry = min(self._next_expiry, claims[0].expiry_s)
 
     def record_match(self, blocks: Sequence[int], matches: Matches, now: float) -> None:
         """This match was used: count it. O(1); with a window O(matched blocks)."""
@@ -227,11 +238,11 @@ class PrefixIndex:
             return
         matched = matches.longest
         self._recent.append((matched, len(blocks)))
-        if matched and (tail := blocks[matched - 1]) in self._masks:
+        if matched and (tail := blocks[matched - 1]) in self._where:
             self._hits[tail] = (self._hits.get(tail, (0, 0.0))[0] + 1, now)
         if self._window_s:
             for block in islice(blocks, matched):
-                if block not in self._masks:
+                if block not in self._where:
                     break
                 uses = self._uses.setdefault(block, deque())
                 while uses and uses[0] <= now - self._window_s:
@@ -241,54 +252,39 @@ class PrefixIndex:
     # -- questions ---------------------------------------------------------------------------------
 
     def find_matches(self, blocks: Sequence[int], now: float, early_exit: bool = False) -> Matches:
-        """Leading blocks of `blocks` by holder and tier. Pure. O(blocks until nobody is left), plus a little
-        for each change of holders.
+        """Leading blocks of `blocks` by holder and tier. Pure. O(runs until nobody is left), plus a little
+        for each holder of a part.
 
         `early_exit`: stop once a single endpoint is left (Dynamo's option; its count may then be too low):
         at the end of an edge of its tree where the index keeps edges, else at that very block.
         """
-        stale = self._stale(now)
         if early_exit:
-            blocks = blocks[: self._early_end(blocks, stale)]
-        everyone = self._everyone
-        device = host = everyone
-        reach = everyone | _STORE  # the lowest bit follows the store alone
-        lost_device: list[tuple[int, int]] = []
-        lost_host: list[tuple[int, int]] = []
-        lost_reach: list[tuple[int, int]] = []
-        at, before, get = 0, -1, self._masks.get
-        for at, block in enumerate(blocks):
-            mask = get(block, 0)
-            if stale and block in stale:
-                mask &= ~stale[block]
-            if mask == before:
-                continue
-            before = mask
-            held = (mask | mask >> _CLAIM) & everyone
-            if gone := device & ~held:
-                lost_device.append((gone, at))
-                device ^= gone
-            held |= mask >> _HOST & everyone
-            if gone := host & ~held:
-                lost_host.append((gone, at))
-                host ^= gone
-            if not mask & _STORE:
-                if gone := reach & ~held:
-                    lost_reach.append((gone, at))
-                    reach ^= gone
-                if not reach:
-                    break
-        else:
-            at = len(blocks)
-        store = at if reach & _STORE else next((n for gone, n in lost_reach if gone & _STORE), 0)
-        by_reach = self._by_address(lost_reach, reach, at)
-        longest = max(store, max(by_reach.values(), default=0))
+            blocks = blocks[: self._early_end(blocks, now)]
+        stores = bool(self._store.claims)
+        on_device = Walk(self._everyone, now, False, False)
+        on_host = Walk(self._everyone, now, True, False) if self._hosts else on_device
+        anywhere = Walk(self._everyone, now, True, True) if stores else on_host
+        walks = [on_device, *([on_host] if self._hosts else ()), *([anywhere] if stores else ())]
+        at, total, where = 0, len(blocks), self._where.get
+        while at < total and anywhere.left:
+            run = where(blocks[at])
+            if run is None:
+                break
+            first, end = run.path(blocks, at)
+            for walk in walks:
+                walk.follow(run, first, end, at)
+            at += end - first
+        device = self._by_address(on_device, at)
+        host = self._by_address(on_host, at) if on_host is not on_device else device
+        reach = self._by_address(anywhere, at) if anywhere is not on_host else host
+        store = anywhere.store_end(at) if stores else 0
+        longest = max(store, max(reach.values(), default=0))
         hits, last_access_s, score = self._statistics(blocks[longest - 1], now) if longest else (0, 0.0, 0.0)
         return Matches(
-            len(blocks),
-            self._by_address(lost_device, device, at),
-            self._by_address(lost_host, host, at),
-            by_reach,
+            total if not early_exit else len(blocks),
+            device,
+            host,
+            reach,
             store,
             hits,
             last_access_s,
@@ -298,32 +294,35 @@ class PrefixIndex:
 
     def announced(self, endpoint: str, block: int) -> bool:
         """Its engine said that it holds this block on the device (a claim does not count)."""
-        return any(block in holder.on_device for holder in self._of(endpoint, None))
+        run = self._where.get(block)
+        if run is None:
+            return False
+        at = run.blocks.index(block)
+        return any(run.held(holder.device) >> at & 1 for holder in self._of(endpoint, None))
 
     def frequency_score(self, block: int, now: float) -> float:
         """Conductor's hotness of one block; 0 without a recorded match."""
         return self._statistics(block, now)[2]
 
     def stats(self, now: float) -> IndexStats:
-        """The index in numbers; `now` decides which claims still count. O(recent matches + claims)."""
+        """The index in numbers; `now` decides which claims still count. O(recent matches + live claims)."""
         endpoints: dict[str, EndpointBlocks] = {}
         for (address, _), holder in self._holders.items():
             sum_ = endpoints.get(address, EndpointBlocks())
-            claims = sum(expiry > now for expiry in holder.claims.values())
             endpoints[address] = EndpointBlocks(
-                sum_.device + len(holder.on_device),
-                sum_.host + len(holder.on_host),
-                sum_.speculative + claims,
+                sum_.device + holder.on_device,
+                sum_.host + holder.on_host,
+                sum_.speculative + holder.unexpired(now),
             )
         recent = self._recent
         missed = sum(matched == 0 for matched, _ in recent)
         full = sum(matched == total for matched, total in recent)
         return IndexStats(
-            entries=len(self._masks),
+            entries=self._live,
             depth_blocks=max((matched for matched, _ in recent), default=0),
             speculative=sum(e.speculative for e in endpoints.values()),
             evicted=self._evicted,
-            store=sum(expiry > now for expiry in self._store.claims.values()),
+            store=self._store.unexpired(now),
             endpoints=endpoints,
             recent_missed=missed,
             recent_partial=len(recent) - missed - full,
@@ -331,117 +330,190 @@ class PrefixIndex:
             recent_hit_ratio=sum(m for m, _ in recent) / (sum(n for _, n in recent) or 1),
         )
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- holders -----------------------------------------------------------------------------------
 
-    def _holder(self, address: str, rank: int) -> _Holder:
+    def _holder(self, address: str, rank: int) -> Holder:
         holder = self._holders.get((address, rank))
         if holder is None:
             slot = self._slots.index(None) if None in self._slots else len(self._slots)
-            holder = self._holders[address, rank] = _Holder(address, rank, slot)
+            holder = self._holders[address, rank] = Holder(address, rank, slot)
             self._slots[slot : slot + 1] = [holder]
             self._everyone |= holder.device
         return holder
 
-    def _of(self, address: str, rank: int | None) -> list[_Holder]:
+    def _of(self, address: str, rank: int | None) -> list[Holder]:
         if rank is not None:
             holder = self._holders.get((address, rank))
             return [holder] if holder else []
         return [holder for (of, _), holder in self._holders.items() if of == address]
 
-    def _put(self, blocks: Iterable[int], bit: int, now: float) -> None:
-        masks, born, get = self._masks, self._born, self._masks.get
+    def _by_bit(self, bit: int) -> Holder:
+        holder = self._slots[slot_of(bit)]
+        assert holder is not None, "a run names a holder that is gone"
+        return holder
+
+    def _by_address(self, walk: Walk, total: int) -> dict[str, int]:
+        """Who lost it where, and who never did → leading blocks by address, the best rank's."""
+        found: dict[str, int] = {}
+        for gone, at in (*sorted(walk.lost, key=lambda lost: lost[1]), (walk.left, total)):
+            for bit in bits(gone & ~STORE if at else 0):
+                found[self._by_bit(bit).address] = at  # grows, so the last is the best
+        return found
+
+    # -- runs --------------------------------------------------------------------------------------
+
+    def _lay(
+        self, blocks: Sequence[int], now: float, holder: Holder, parent: int | None = None
+    ) -> Iterator[tuple[Run, int]]:
+        """The runs of `blocks` with the positions meant, made where they are not known. A new row goes on in
+        the run of the block before it, where that one is its last and nobody else's."""
+        where, at, total = self._where, 0, len(blocks)
+        before = None if parent is None else where.get(parent)
+        if before is not None and before.blocks[-1] != parent:
+            before = None
+        made: list[Run] = []
+        while at < total:
+            run = where.get(blocks[at])
+            if run is not None:
+                first, end = run.path(blocks, at)
+            else:
+                run = before if before is not None and self._grows(before, holder) else Run(now)
+                first = len(run.blocks)
+                row = self._enter(blocks[at : at + self._run_blocks - first], run)
+                run.extend(row)
+                end = first + len(row)
+                if not first:
+                    made.append(run)
+            at += end - first
+            before = run if end == len(run.blocks) else None
+            yield run, (1 << end) - (1 << first)
+        for run in reversed(made):  # a tail is colder than its head
+            self._runs[run] = None
+
+    def _enter(self, row: Sequence[int], run: Run) -> Sequence[int]:
+        """Note that the blocks of `row` are in `run`, up to the first that is in another; the first is in
+        none. One dict access a block, which is what a new prompt costs."""
+        where = self._where
+        found = list(map(where.setdefault, row, repeat(run)))
+        if found.count(run) == len(found):
+            return row
+        end = next(n for n, other in enumerate(found) if other is not run)
+        for block, other in zip(row[end:], found[end:], strict=True):
+            if other is run:
+                del where[block]
+        return row[:end]
+
+    def _grows(self, run: Run, holder: Holder) -> bool:
+        alone = not (run.full | run.some) & ~(holder.device | holder.host)
+        return alone and len(run.blocks) < self._run_blocks and bool(run.live)
+
+    def _prune(self, run: Run) -> None:
+        """Something was taken out: forget what nobody holds any more."""
+        before = run.live.bit_count()
+        dead = run.prune()
+        self._live += run.live.bit_count() - before
+        if dead:
+            self._forget(dead)
+        if not run.blocks:
+            self._runs.pop(run, None)
+
+    def _forget(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            mask = get(block)
-            if mask is None:
-                masks[block] = bit
-                born[block] = now
-            elif not mask & bit:
-                masks[block] = mask | bit
-
-    def _take(self, block: int, bit: int) -> None:
-        mask = self._masks[block] & ~bit
-        if mask:
-            self._masks[block] = mask
-        else:
-            self._forget(block)
-
-    def _forget(self, block: int) -> None:
-        del self._masks[block], self._born[block]
-        self._hits.pop(block, None)
-        self._uses.pop(block, None)
+            del self._where[block]
+            if self._hits:
+                self._hits.pop(block, None)
+            if self._uses:
+                self._uses.pop(block, None)
         if self._edges:
-            self._edges.shrink(self._masks)
-
-    def _claim(self, holder: _Holder, blocks: Sequence[int], now: float, ttl_s: float) -> None:
-        """Last of `blocks` first, so that a tail goes before its head."""
-        claims = holder.claims
-        expiry = holder.last_expiry = max(holder.last_expiry, now + ttl_s)
-        self._put(reversed(blocks), holder.claim, now)
-        for block in reversed(blocks):
-            claims.pop(block, None)  # a renewed claim goes to the end
-            claims[block] = expiry
-        if claims:
-            self._next_expiry = min(self._next_expiry, expiry)
-
-    def _drop_claims(self, holder: _Holder, blocks: Iterable[int]) -> None:
-        claims, bit = holder.claims, holder.claim
-        if not claims:
-            return
-        for block in blocks:
-            if block in claims:
-                del claims[block]
-                self._take(block, bit)
-
-    def _stale(self, now: float) -> dict[int, int]:
-        """Bits of claims whose time is over, by block."""
-        stale: dict[int, int] = {}
-        if now >= self._next_expiry:
-            for holder in (self._store, *self._holders.values()):
-                for block in _over(holder, now):
-                    stale[block] = stale.get(block, 0) | holder.claim
-        return stale
+            self._edges.shrink(self)
 
     def _make_room(self) -> None:
         """Evict the coldest. In batches: skipping a dict's deleted front costs each time anew."""
-        surplus = len(self._masks) - self._max_blocks
+        surplus = len(self._where) - self._max_blocks
         if surplus <= 0:
             return
-        coldest = list(islice(self._masks, max(surplus, self._max_blocks // 256)))
-        for block in coldest:
-            mask = self._masks[block]
-            if mask & _STORE:
-                del self._store.claims[block]
-            for holder in self._holding(mask):
-                holder.on_device.discard(block)
-                holder.on_host.discard(block)
-                holder.claims.pop(block, None)
-            self._forget(block)
-        self._evicted += len(coldest)
+        want = max(surplus, self._max_blocks // 256)
+        for run in list(islice(self._runs, want)):
+            size = len(run.blocks)
+            keep = max(0, size - want)
+            self._evict(run, run.every ^ ((1 << keep) - 1))
+            want -= size - len(run.blocks)
+            if want <= 0:
+                return
 
-    def _holding(self, mask: int) -> Iterator[_Holder]:
-        """The holders of which any bit is set."""
-        every = mask >> 1
-        while every:
-            slot = ((every & -every).bit_length() - 1) // _WIDTH
-            every &= ~(0b111 << slot * _WIDTH)
-            holder = self._slots[slot]
-            assert holder is not None, "a mask names a holder that is gone"
-            yield holder
+    def _evict(self, run: Run, positions: int) -> None:
+        before = len(run.blocks)
+        for bit in [*bits(run.full), *run.part]:
+            holder = self._by_bit(bit)
+            tier = Tier.DEVICE if bit == holder.device else Tier.HOST
+            holder.count(tier, -run.take(bit, positions))
+        for bit in list(run.claims):
+            holder = self._store if bit == STORE else self._by_bit(bit)
+            holder.claimed -= run.unclaim(bit, positions)
+        self._prune(run)
+        self._evicted += before - len(run.blocks)
 
-    def _by_address(self, lost: Sequence[tuple[int, int]], left: int, total: int) -> dict[str, int]:
-        """Who lost it where, and who never did → leading blocks by address, the best rank's."""
-        found: dict[str, int] = {}
-        for gone, at in (*lost, (left, total)):
-            if at:
-                for holder in self._holding(gone & ~_STORE):
-                    found[holder.address] = at  # grows, so the last is the best
-        return found
+    # -- claims ------------------------------------------------------------------------------------
 
-    def _early_end(self, blocks: Sequence[int], stale: Mapping[int, int]) -> int:
+    def _claim(self, holder: Holder, blocks: Sequence[int], now: float, ttl_s: float) -> None:
+        """What the holder does not have on its device is claimed."""
+        claim = Claim(max(holder.last_expiry_s, now + ttl_s))
+        holder.last_expiry_s = claim.expiry_s
+        bit = holder.claim_bit
+        laid = list(self._lay(blocks, now, holder))
+        for run, positions in laid:
+            if not run.full & bit and (wanted := positions & ~run.part.get(bit, 0)):
+                live = run.live
+                holder.claimed += run.claim(bit, claim, wanted)
+                self._live += (run.live ^ live).bit_count()
+        if claim.runs:
+            holder.claims.append(claim)
+            self._next_expiry = min(self._next_expiry, claim.expiry_s)
+        if 2 * len(self._where) > self._max_blocks:
+            for run, _ in reversed(laid):
+                self._runs.pop(run, None)
+                self._runs[run] = None
+
+    def _drop(self, holder: Holder, claim: Claim) -> None:
+        bit = holder.claim_bit
+        for run in claim.runs:
+            if taken := run.unclaim(bit, run.every, claim):
+                holder.claimed -= taken
+                self._prune(run)
+
+    def _drop_oldest(self, holder: Holder, surplus: int) -> None:
+        """That many blocks of the oldest claims, tails first."""
+        while surplus > 0 and holder.claims:
+            claim = holder.claims[0]
+            if not claim.runs:
+                holder.claims.popleft()
+                continue
+            run = claim.runs[-1]
+            positions = next((had for of, had in run.claims.get(holder.device, ()) if of is claim), 0)
+            cut = positions
+            while cut.bit_count() > surplus:
+                cut &= cut - 1  # keeps the head
+            taken = run.unclaim(holder.device, cut, claim)
+            surplus -= taken
+            holder.claimed -= taken
+            if cut == positions:
+                claim.runs.pop()
+            self._prune(run)
+
+    # -- more questions ----------------------------------------------------------------------------
+
+    def _early_end(self, blocks: Sequence[int], now: float) -> int:
         left = self._everyone
         for at, block in enumerate(blocks):
-            mask = self._masks.get(block, 0) & ~stale.get(block, 0)
-            left &= mask | mask >> _CLAIM
+            run = self._where.get(block)
+            if run is None:
+                return at
+            position = run.blocks.index(block)
+            mask = sum(run.holders(position))
+            for bit in run.claims:
+                if run.claimed(bit, now) >> position & 1:
+                    mask |= bit
+            left &= mask
             if not left:
                 return at
             alone = not left & (left - 1)
@@ -453,45 +525,8 @@ class PrefixIndex:
         hits, last_access_s = self._hits.get(block, (0, 0.0))
         if not hits:
             return 0, 0.0, 0.0
-        return hits, last_access_s, hits / sqrt(max(1.0, now - self._born[block]))
+        return hits, last_access_s, hits / sqrt(max(1.0, now - self._where[block].born_s))
 
     def _frequencies(self, blocks: Iterable[int], now: float) -> tuple[int, ...]:
         since = now - self._window_s
         return tuple(sum(use > since for use in self._uses.get(block, ())) for block in blocks)
-
-
-class _Holder:
-    """An endpoint's rank (or the store), its bits, and what it holds."""
-
-    __slots__ = (
-        "address",
-        "claim",
-        "claims",
-        "device",
-        "last_expiry",
-        "on_device",
-        "on_host",
-        "rank",
-        "slot",
-    )
-
-    def __init__(self, address: str, rank: int, slot: int) -> None:
-        """Slot -1 is the store."""
-        self.address = address
-        self.rank = rank
-        self.slot = slot
-        self.device = 0 if slot < 0 else 2 << slot * _WIDTH
-        self.claim = _STORE if slot < 0 else self.device << _CLAIM
-        self.on_device: set[int] = set()
-        self.on_host: set[int] = set()
-        self.claims: dict[int, float] = {}
-        """Block → when the claim ends, in that order."""
-        self.last_expiry = 0.0
-
-
-def _over(holder: _Holder, now: float) -> Iterator[int]:
-    """Blocks of claims whose time is over."""
-    for block, expiry in holder.claims.items():
-        if expiry > now:
-            return
-        yield block

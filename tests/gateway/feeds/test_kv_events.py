@@ -337,8 +337,7 @@ class Recorder:
                 await self._changed.wait()
 
     def held(self) -> set[int]:
-        holder = self.index._holders.get((ENGINE, 0))
-        return set(holder.on_device) if holder else set()
+        return {block for block in self.index._where if self.index.announced(ENGINE, block)}
 
 
 def at(ts: float) -> bytes:

@@ -251,7 +251,9 @@ def test_memory_is_bounded_whatever_comes():
             case 3:
                 it.record_match(prompt, it.find_matches(prompt, step), step)
         assert len(it) <= 500
-    assert len(it._born) == len(it)
+    assert len(it._where) <= 500
+    assert sum(len(run.blocks) for run in it._runs) == len(it._where)
+    assert sum(run.live.bit_count() for run in it._runs) == len(it)
     assert len(it._hits) <= len(it)
     assert len(it._uses) <= len(it)
     assert len(it._edges._next) <= 2 * len(it) + 1024 + 40
@@ -329,10 +331,12 @@ TTL_S = 10.0
 class AgainstSets(RuleBasedStateMachine):
     """Sets of (endpoint, block) per tier, claims as a dict with expiry, the store as a dict with expiry."""
 
+    run_blocks = 64
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.it = index(100_000, TTL_S, store_ttl_s=25.0)
+        self.it = index(100_000, TTL_S, store_ttl_s=25.0, run_blocks=self.run_blocks)
         self.device: set[tuple[str, int]] = set()
         self.host: set[tuple[str, int]] = set()
         self.claims: dict[tuple[str, int], float] = {}
@@ -383,6 +387,11 @@ class AgainstSets(RuleBasedStateMachine):
     @rule()
     def expire(self):
         self.it.expire(self.now)
+        known = {block for _, block in self.device | self.host}
+        known |= {block for (_, block), t in self.claims.items() if t > self.now}
+        known |= {block for block, t in self.store.items() if t > self.now}
+        assert len(self.it) == len(known)
+        assert all(block in self.it for block in known)
 
     @rule(prompt=PROMPTS)
     def record(self, prompt):
@@ -432,8 +441,14 @@ def leading(prompt, holds) -> int:
     return len(prompt)
 
 
+class AgainstSetsInShortRuns(AgainstSets):
+    run_blocks = 2
+
+
 TestAgainstSets = AgainstSets.TestCase
 TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstSetsInShortRuns = AgainstSetsInShortRuns.TestCase
+TestAgainstSetsInShortRuns.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(ENDPOINTS, PROMPTS), max_size=30), st.integers(1, 12))

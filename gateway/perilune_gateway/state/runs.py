@@ -1,0 +1,191 @@
+"""Runs: up to 64 blocks that follow each other, and who holds which of them.
+
+Blocks are announced, claimed and asked for in long rows, so what is known is kept by row: a holder of all of
+a run is one bit of `full`; a holder of a part has a bitmask of positions in `part`; claims, which end by
+themselves, are in `claims`. A holder is named by a bit (two: device and host), see `holders`.
+
+A run's blocks are each the child of the one before. So, hashes being chained, a prompt that meets a run at
+one block and has the same block some positions later has the same blocks in between: `path` needs a
+comparison or two. A block that nobody holds keeps its place while somebody holds a later one (`live` tells).
+
+Costs: about 250 bytes a run and 8 a block beside the dict that finds runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+MAX_BLOCKS = 64
+STORE = 1
+"""The bit under which claims are the shared store's."""
+
+
+class Claim:
+    """What one prompt put into one holder; it ends as a whole, but for what was taken out or renewed."""
+
+    __slots__ = ("expiry_s", "runs")
+
+    def __init__(self, expiry_s: float) -> None:
+        self.expiry_s = expiry_s
+        self.runs: list[Run] = []
+        """In prompt order."""
+
+
+class Run:
+    """See above. Masks of positions: bit 0 is the first block."""
+
+    __slots__ = ("blocks", "born_s", "claims", "full", "live", "part", "some")
+
+    def __init__(self, born_s: float) -> None:
+        self.blocks: list[int] = []
+        self.born_s = born_s
+        self.full = 0
+        """Bits of those that hold all of it."""
+        self.part: dict[int, int] = {}
+        """Bit → positions, of those that hold a part."""
+        self.claims: dict[int, list[tuple[Claim, int]]] = {}
+        """Device bit, or STORE → claims with their positions; each position is in one of them."""
+        self.some = 0
+        """The keys of `part` and `claims`."""
+        self.live = 0
+        """Positions that somebody holds or claims."""
+
+    @property
+    def every(self) -> int:
+        return (1 << len(self.blocks)) - 1
+
+    def path(self, blocks: Sequence[int], at: int) -> tuple[int, int]:
+        """The positions [first, end) of this run that `blocks` follow from `at` on."""
+        mine, block = self.blocks, blocks[at]
+        first = 0 if mine[0] == block else mine.index(block)
+        length = min(len(mine) - first, len(blocks) - at)
+        if mine[first + length - 1] == blocks[at + length - 1]:
+            return first, first + length
+        low, high = 1, length - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if mine[first + middle - 1] == blocks[at + middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return first, first + low
+
+    def held(self, bit: int) -> int:
+        """Positions that it holds, claims apart."""
+        return self.every if self.full & bit else self.part.get(bit, 0)
+
+    def claimed(self, bit: int, now: float) -> int:
+        """Positions of its claims whose time is not over."""
+        found = 0
+        for claim, positions in self.claims.get(bit, ()):
+            if claim.expiry_s > now:
+                found |= positions
+        return found
+
+    def holders(self, position: int) -> Iterator[int]:
+        """Bits of those that hold this position, claims apart."""
+        yield from bits(self.full)
+        yield from (bit for bit, positions in self.part.items() if positions >> position & 1)
+
+    # -- changes: each returns how many blocks it added or took ---------------------------------------
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        """More blocks, held by nobody yet."""
+        if self.full and self.blocks:
+            for bit in bits(self.full):
+                self.part[bit] = self.every
+            self.some |= self.full
+            self.full = 0
+        self.blocks += blocks
+
+    def add(self, bit: int, positions: int) -> int:
+        if self.full & bit:
+            return 0
+        had = self.part.get(bit, 0)
+        has = had | positions
+        self.live |= positions
+        if has == self.every:
+            self.full |= bit
+            self.part.pop(bit, None)
+            self._tidy(bit)
+        else:
+            self.part[bit] = has
+            self.some |= bit
+        return (has ^ had).bit_count()
+
+    def take(self, bit: int, positions: int) -> int:
+        """`live` is left to `prune`."""
+        had = self.held(bit)
+        has = had & ~positions
+        if has != had:
+            self.full &= ~bit
+            if has:
+                self.part[bit] = has
+                self.some |= bit
+            else:
+                self.part.pop(bit, None)
+                self._tidy(bit)
+        return (has ^ had).bit_count()
+
+    def claim(self, bit: int, claim: Claim, positions: int) -> int:
+        """The newest claim of a position is the one that counts."""
+        before = self.unclaim(bit, positions)
+        claims = self.claims.setdefault(bit, [])
+        if claims and claims[-1][0] is claim:
+            claims[-1] = (claim, claims[-1][1] | positions)
+        else:
+            claims.append((claim, positions))
+            claim.runs.append(self)
+        self.some |= bit
+        self.live |= positions
+        return positions.bit_count() - before
+
+    def unclaim(self, bit: int, positions: int, only: Claim | None = None) -> int:
+        """`live` is left to `prune`. `only`: no other claim's."""
+        claims = self.claims.get(bit)
+        if not claims:
+            return 0
+        taken, left = 0, []
+        for claim, had in claims:
+            gone = had & positions if only in (None, claim) else 0
+            taken += gone.bit_count()
+            if had != gone:
+                left.append((claim, had ^ gone))
+        if left:
+            self.claims[bit] = left
+        else:
+            del self.claims[bit]
+            self._tidy(bit)
+        return taken
+
+    def prune(self) -> list[int]:
+        """Finds out anew what is live; cuts off, and returns, the blocks at the end that are not."""
+        live = self.every if self.full else 0
+        for positions in self.part.values():
+            live |= positions
+        for claims in self.claims.values():
+            for _, positions in claims:
+                live |= positions
+        self.live = live
+        end = live.bit_length()
+        dead = self.blocks[end:]
+        if dead:
+            del self.blocks[end:]
+            every = self.every
+            for bit in [bit for bit, positions in self.part.items() if positions == every]:
+                self.full |= bit
+                del self.part[bit]
+                self._tidy(bit)
+        return dead
+
+    def _tidy(self, bit: int) -> None:
+        if bit not in self.part and bit not in self.claims:
+            self.some &= ~bit
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Each bit that is set, lowest first."""
+    while mask:
+        bit = mask & -mask
+        mask ^= bit
+        yield bit
