@@ -53,6 +53,7 @@ from perilune_gateway.model import (
     Routed,
     SessionView,
     Tokens,
+    Verdict,
 )
 from perilune_gateway.move_facts import MoveFacts
 from perilune_gateway.openai import ParsedRequest
@@ -259,20 +260,43 @@ class Router:
         policy = self._policy_name(asked.head)
         if isinstance(policy, Refusal):
             return self._recorder.refused(asked.head, policy, asked.laps, asked)
-        view = self._view(asked)
         asked.dice = self._rng.getrandbits(SEED_BITS)
-        self._dice.seed(asked.dice)
-        verdict = decide(view, asked.candidates, policy, self._routing, self._dice)
-        if isinstance(verdict, Decision) and (offer := self._offer(asked)):
-            if view.phase is Phase.HEADERS:
-                return NEED_BODY  # what its target holds of the prompt is known by the body only
-            verdict = self.planner.apply(offer, verdict, view, asked.candidates, asked.now)
+        view, verdict = self._choose(asked, policy)
         if isinstance(verdict, NeedBody):
             return verdict
         asked.laps.lap(Step.POLICY)
         if isinstance(verdict, Refusal):
             return self._recorder.refused(asked.head, verdict, asked.laps, asked, view, policy)
         return self._recorder.routed(asked, view, verdict, policy)
+
+    def weigh(
+        self, head: RequestHead, prompt: Prompt | None, dice: int
+    ) -> tuple[Asked, RequestView, Verdict]:
+        """What would be decided now of a turn of a known session: by its headers alone, or by its prompt.
+        Keeps nothing. Raises KeyError for a session that is not bound."""
+        now = self._clock()
+        identity = from_headers(head.headers, self._routing.session)
+        session = self.sessions.find(identity.key, now)
+        if session is None or not session.host:
+            raise KeyError(identity.session_id)
+        asked = Asked(head, now, Laps(self._stopwatch), identity, session, dice=dice)
+        self._gatherer.eligible(asked)
+        if prompt is None:
+            self._gatherer.by_tail(asked, session)
+        else:
+            asked.prompt = prompt
+            self._gatherer.exact(asked)
+        return asked, *self._choose(asked, self._routing.policy)
+
+    def _choose(self, asked: Asked, policy: str) -> tuple[RequestView, Verdict]:
+        view = self._view(asked)
+        self._dice.seed(asked.dice)
+        verdict = decide(view, asked.candidates, policy, self._routing, self._dice)
+        if isinstance(verdict, Decision) and (offer := self._offer(asked)):
+            if view.phase is Phase.HEADERS:
+                return view, NEED_BODY  # what its target holds of the prompt is known by the body only
+            verdict = self.planner.apply(offer, verdict, view, asked.candidates, asked.now)
+        return view, verdict
 
     def _offer(self, asked: Asked) -> Move | None:
         """The migration planner's, for this session, or for the prefix that a new one begins with."""
