@@ -73,7 +73,7 @@ WRONG_CALL, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 def _parser() -> argparse.ArgumentParser:
     lines = ["commands:"]
     for name, command in COMMANDS.items():
-        lines += [f"  {name:<9}{command.summary}", f"           $ {command.example}", ""]
+        lines += [f"  {name:<13}{command.summary}", f"{'':15}$ {command.example}", ""]
     lines.append("`perilune COMMAND --help` explains one. The gateway alone: `perilune-gateway --help`.")
     parser = argparse.ArgumentParser(
         prog="perilune",

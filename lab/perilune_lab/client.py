@@ -92,6 +92,8 @@ class Result:
     """The gateway's reason; empty: nobody said."""
     simulated: bool = False
     """The endpoint named itself, as only a simulated engine does."""
+    accepted_s: float | None = None
+    """Submit → head of the response: the server has read the request and taken it."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     """None with fewer than two tokens."""
@@ -361,6 +363,7 @@ class _Run:
                 result = replace(
                     result,
                     status=response.status,
+                    accepted_s=self.now() - submitted_s,
                     endpoint=endpoint,
                     reason=reason,
                     request_id=request_id,
