@@ -337,7 +337,11 @@ class Recorder:
                 await self._changed.wait()
 
     def held(self) -> set[int]:
-        return {block for block in self.index._where if self.index.announced(ENGINE, block)}
+        return announced(self.index)
+
+
+def announced(index: PrefixIndex) -> set[int]:
+    return {block for block in index._where if index.announced(ENGINE, block)}
 
 
 def at(ts: float) -> bytes:
@@ -396,7 +400,7 @@ def expected(messages) -> set[int]:
     for frames in messages:
         for event in decode(frames[-1]).events:
             names.apply(ENGINE, event, 0.0)
-    return set(index._holders[ENGINE, 0].on_device)
+    return announced(index)
 
 
 @pytest.mark.parametrize("topic", [True, False], ids=["with topic", "without topic, until 0.25"])
