@@ -146,8 +146,14 @@ def _topology(pool: Context) -> Fact:
         Condition.TOPOLOGY_RESOLVED,
         "True",
         Reason.RESOLVED,
-        f"{len(fabric.topology.nodes)} nodes in {fabric.racks} racks under {fabric.spines} spines.",
+        f"{len(fabric.topology.nodes)} nodes{_gpus(pool)} in {fabric.racks} racks "
+        f"under {fabric.spines} spines.",
     )
+
+
+def _gpus(pool: Context) -> str:
+    products = {place.gpu for place in pool.fabric.topology.nodes.values() if place.gpu}
+    return f" ({_names(list(products))})" if products else ""
 
 
 def _engines(pool: Context, ready: int, wanted: int) -> Fact:

@@ -1,19 +1,30 @@
-"""Node labels → the fabric: each node's rack and spine, and which label names a level for the scheduler.
+"""Node labels → the fabric: each node's rack, spine, GPU and network cards; the labels to schedule by.
 
 A level has several labels that may name it (clouds differ); on each node the first that it carries counts.
 Placement needs one label key per level: the first of the level's list that any node carries. Unlabelled
 nodes work; they stand alone, and are counted so that a condition can say so.
+
+No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
+NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by them, link by
+link; bandwidths that a spec gives are taken as they are.
+
+Mooncake has no word for a rack. What it takes is the host that a segment is on (mooncake.py), and the gateway
+joins that with these nodes. Segments lie in the engines' own pods, so engines' placement is theirs too.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
-from perilune_api import pool
+from perilune_api import names, pool
 from perilune_api.crd import DEFAULT_LEVELS, LevelName, LevelSpec, Placement, TopologySpec
 from perilune_operator.observe import NodeFacts, Object, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
-NIC_GBITS = ("perilune.dev/nic-gbits",)
+GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
+"""Labels of GPU feature discovery and its like."""
+DEFAULT_NIC_GBITS = 200.0
+"""The default bandwidths are an H20 node's with four cards of this speed, one transfer using one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,11 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
     relevant = sorted((n for n in nodes if n.gpus or n.name in used), key=lambda n: n.name)
     places = {
         n.name: pool.NodePlace(
-            rack=_value(n, levels.get(LevelName.RACK)), spine=_value(n, levels.get(LevelName.SPINE))
+            _value(n, levels.get(LevelName.RACK)),
+            _value(n, levels.get(LevelName.SPINE)),
+            next((n.labels[key] for key in GPU_PRODUCTS if n.labels.get(key)), ""),
+            int(_number(n, names.NIC_COUNT)),
+            _number(n, names.NIC_GBITS),
         )
         for n in relevant
     }
@@ -46,7 +61,9 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
         carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
         keys[name] = (carried or list(level.labels))[0]
     return Fabric(
-        pool.Topology(nodes=places, bandwidth=_bandwidth(spec, relevant)),
+        pool.Topology(
+            places, spec.bandwidth, DEFAULT_NIC_GBITS if spec.bandwidth == pool.Bandwidth() else 0.0
+        ),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),
@@ -55,11 +72,20 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
 
 
 def affinity(placements: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
-    """`affinity` and `topologySpreadConstraints` of a pod spec; `labels` select the pods to be placed."""
-    selector = {"matchLabels": dict(labels)}
+    """`affinity` and `topologySpreadConstraints` of a pod spec; `labels`: of the pods to be placed.
+
+    All of a pool's engines pack together, whatever their role; each role spreads by itself. While a
+    Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.
+    """
     packed = [p for p in placements if p.mode == "pack" and p.level in keys]
     spread = [p for p in placements if p.mode == "spread" and p.level in keys]
-    terms = [({"topologyKey": keys[p.level], "labelSelector": selector}, p.required) for p in packed]
+    everyone = {
+        "matchLabels": {names.POOL_LABEL: labels[names.POOL_LABEL]},
+        "matchExpressions": [
+            {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
+        ],
+    }
+    terms = [({"topologyKey": keys[p.level], "labelSelector": everyone}, p.required) for p in packed]
     made: Object = {}
     if terms:
         required = [term for term, must in terms if must]
@@ -76,7 +102,9 @@ def affinity(placements: Sequence[Placement], keys: Mapping[str, str], labels: M
                 "maxSkew": 1,
                 "topologyKey": keys[p.level],
                 "whenUnsatisfiable": "DoNotSchedule" if p.required else "ScheduleAnyway",
-                "labelSelector": selector,
+                "labelSelector": {"matchLabels": dict(labels)},
+                "matchLabelKeys": ["pod-template-hash"],
+                "nodeTaintsPolicy": "Honor",
             }
             for p in spread
         ]
@@ -87,23 +115,10 @@ def _value(node: NodeFacts, level: LevelSpec | None) -> str:
     return next((node.labels[key] for key in level.labels if node.labels.get(key)), "") if level else ""
 
 
-def _bandwidth(spec: TopologySpec, nodes: Sequence[NodeFacts]) -> pool.Bandwidth:
-    """The spec's, unless it is the default and every node tells its NICs: then scaled to the slowest node.
-
-    The defaults stand for four 200 Gbit/s NICs a node (an H20 node), one transfer using one of them.
-    """
-    given = spec.bandwidth
-    gbits = [_number(n, NIC_GBITS) for n in nodes]
-    if given != pool.Bandwidth() or not gbits or not all(gbits):
-        return given
-    scale = min(gbits) / 200.0
-    return pool.Bandwidth(given.node, given.rack * scale, given.spine * scale, given.fabric * scale)
-
-
-def _number(node: NodeFacts, keys: Sequence[str]) -> float:
-    for key in keys:
-        try:
-            return float(node.labels[key])
-        except (KeyError, ValueError):
-            continue
-    return 0.0
+def _number(node: NodeFacts, key: str) -> float:
+    """0: not told, or no number above 0."""
+    try:
+        number = float(node.labels.get(key, "0"))
+    except ValueError:
+        return 0.0
+    return number if 0 < number < inf else 0.0

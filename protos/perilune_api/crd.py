@@ -237,15 +237,18 @@ class Placement(_Struct, frozen=True):
     """false: as far as possible. true: a pod that cannot go where it should stays pending."""
 
 
+# Sources: NVIDIA Topograph (docs.nvidia.com/topograph, labels of 1.x and before); node labels of Amazon EKS,
+# Google GKE, Oracle OKE, CoreWeave, Alibaba ACK.
 DEFAULT_LEVELS = (
     LevelSpec(
         LevelName.RACK,
         (
             "topology.kubernetes.io/rack",
+            "fabric.topograph.run/tier-0",
             "network.topology.nvidia.com/leaf",
             "topology.k8s.aws/network-node-layer-3",
-            "cloud.google.com/gce-topology-host",
-            "oci.oraclecloud.com/rack",
+            "cloud.google.com/gce-topology-subblock",
+            "oci.oraclecloud.com/rdma.local_block_id",
             "ib.coreweave.cloud/leafgroup",
             "alibabacloud.com/asw-id",
             "rack",
@@ -255,9 +258,11 @@ DEFAULT_LEVELS = (
         LevelName.SPINE,
         (
             "topology.kubernetes.io/spine",
+            "fabric.topograph.run/tier-1",
             "network.topology.nvidia.com/spine",
             "topology.k8s.aws/network-node-layer-2",
-            "cloud.google.com/gce-topology-subblock",
+            "cloud.google.com/gce-topology-block",
+            "oci.oraclecloud.com/rdma.network_block_id",
             "ib.coreweave.cloud/superpod",
             "alibabacloud.com/psw-id",
             "spine",

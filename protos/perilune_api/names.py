@@ -72,6 +72,10 @@ nothing of its own runs there any more and no session has been heard of lately. 
 DRAINING that it answers, so that an answer to an earlier one counts for nothing."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' annotation: of a ReplicaSet's ready pods, the lowest goes first."""
+NIC_COUNT = "perilune.dev/nic-count"
+"""Label of a node: how many network cards carry KV."""
+NIC_GBITS = "perilune.dev/nic-gbits"
+"""Label of a node: how fast each of them is, in Gbit/s."""
 ENGINE_PORT = 8000
 """Where an engine pod serves HTTP."""
 POOL_DOCUMENT = "pool.yaml"

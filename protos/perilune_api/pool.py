@@ -269,8 +269,18 @@ class Routing(_Struct, frozen=True):
 
 
 class NodePlace(_Struct, frozen=True):
+    """Where a node stands in the fabric, and what it brings."""
+
     rack: str = ""
+    """Top-of-rack switch; empty: unknown."""
     spine: str = ""
+    """Group of racks under one spine; empty: unknown."""
+    gpu: str = ""
+    """GPU product, as GPU feature discovery names it (NVIDIA-H20); empty: unknown."""
+    nics: Annotated[int, Meta(ge=0)] = 0
+    """Network cards that carry KV; 0: unknown."""
+    nic_gbits: Weight = 0.0
+    """Speed of each, in Gbit/s; 0: unknown."""
 
 
 class Bandwidth(_Struct, frozen=True):
@@ -287,8 +297,14 @@ class Bandwidth(_Struct, frozen=True):
 
 
 class Topology(_Struct, frozen=True):
+    """The fabric: nodes, and how fast they are joined."""
+
     nodes: dict[str, NodePlace] = {}
+    """By name."""
     bandwidth: Bandwidth = Bandwidth()
+    nic_gbits: Weight = 0.0
+    """Speed of the network cards that `bandwidth` is for, in Gbit/s: a link between two nodes is scaled by
+    the slower one's cards, where they tell; 0: none is scaled."""
 
     def place(self, node: str) -> Place:
         where = self.nodes.get(node, NodePlace())
@@ -302,7 +318,13 @@ class Topology(_Struct, frozen=True):
             Level.SPINE: self.bandwidth.spine,
             Level.FABRIC: self.bandwidth.fabric,
         }
-        return Link(level, by_level[level], slowdown)
+        return Link(level, by_level[level] * self._scale(level, a, b), slowdown)
+
+    def _scale(self, level: Level, a: Place, b: Place) -> float:
+        if not self.nic_gbits or level is Level.NODE:
+            return 1.0
+        told = (self.nodes.get(place.node, NodePlace()).nic_gbits for place in (a, b))
+        return min(gbits or self.nic_gbits for gbits in told) / self.nic_gbits
 
 
 class EndpointSpec(_Struct, frozen=True):

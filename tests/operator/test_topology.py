@@ -2,6 +2,7 @@ import pytest
 
 from perilune_api.crd import LevelName, LevelSpec, Placement, TopologySpec
 from perilune_api.pool import Bandwidth, NodePlace
+from perilune_api.topology import Level
 from perilune_operator.observe import NodeFacts, PodFacts
 from perilune_operator.topology import affinity, resolve
 
@@ -21,6 +22,24 @@ def labelled(name: str, labels: dict[str, str], gpus: int = 8) -> NodeFacts:
             {"network.topology.nvidia.com/leaf": "l", "network.topology.nvidia.com/spine": "s"},
             NodePlace("l", "s"),
             id="Topograph",
+        ),
+        pytest.param(
+            {"fabric.topograph.run/tier-0": "l", "fabric.topograph.run/tier-1": "s"},
+            NodePlace("l", "s"),
+            id="Topograph 1.x",
+        ),
+        pytest.param(
+            {"cloud.google.com/gce-topology-subblock": "s", "cloud.google.com/gce-topology-block": "b"},
+            NodePlace("s", "b"),
+            id="GKE: a sub-block is a rack",
+        ),
+        pytest.param(
+            {
+                "oci.oraclecloud.com/rdma.local_block_id": "l",
+                "oci.oraclecloud.com/rdma.network_block_id": "n",
+            },
+            NodePlace("l", "n"),
+            id="OKE",
         ),
         pytest.param(
             {"topology.k8s.aws/network-node-layer-3": "n3", "topology.k8s.aws/network-node-layer-2": "n2"},
@@ -71,18 +90,41 @@ def test_order_of_nodes_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("given", "gbits", "rack"),
     [
-        pytest.param(Bandwidth(), ("400", "100"), 9.7e9 / 2, id="the slowest node's NICs"),
-        pytest.param(Bandwidth(), ("400", ""), 9.7e9, id="one node does not tell"),
+        pytest.param(Bandwidth(), ("400", "100"), 9.7e9 / 2, id="the slower end's cards"),
+        pytest.param(Bandwidth(), ("400", "400"), 9.7e9 * 2, id="fast at both ends"),
+        pytest.param(Bandwidth(), ("400", ""), 9.7e9, id="one end does not tell"),
+        pytest.param(Bandwidth(), ("100", "many"), 9.7e9 / 2, id="no number: it does not tell"),
+        pytest.param(Bandwidth(), ("-1", "nan"), 9.7e9, id="nonsense"),
         pytest.param(Bandwidth(rack=5e9, spine=5e9), ("100", "100"), 5e9, id="the spec wins"),
     ],
 )
-def test_bandwidth_follows_the_nics(given: Bandwidth, gbits: tuple[str, str], rack: float) -> None:
-    nodes = [labelled(str(i), {"perilune.dev/nic-gbits": g}) for i, g in enumerate(gbits)]
-    assert resolve(TopologySpec(bandwidth=given), nodes, []).topology.bandwidth.rack == pytest.approx(rack)
+def test_a_link_is_as_fast_as_its_slower_end(given: Bandwidth, gbits: tuple[str, str], rack: float) -> None:
+    nodes = [labelled(n, {RACK: "r", "perilune.dev/nic-gbits": g}) for n, g in zip("ab", gbits, strict=True)]
+    topology = resolve(TopologySpec(bandwidth=given), nodes, []).topology
+    link = topology.link(topology.place("a"), topology.place("b"))
+    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.RACK, pytest.approx(rack))
+    same = topology.link(topology.place("a"), topology.place("a"))
+    assert same.bandwidth_bytes_per_s == given.node
+
+
+def test_gpus_and_network_cards_are_published() -> None:
+    node = {
+        "nvidia.com/gpu.product": "NVIDIA-H20",
+        "perilune.dev/nic-count": "4",
+        "perilune.dev/nic-gbits": "400",
+    }
+    topology = resolve(TopologySpec(), [labelled("a", node)], []).topology
+    assert topology.nodes == {"a": NodePlace("", "", "NVIDIA-H20", 4, 400.0)}
 
 
 KEYS = {"node": "host", "rack": "rack-key"}
-SELECTOR = {"matchLabels": {"a": "b"}}
+LABELS = {"perilune.dev/pool": "p", "perilune.dev/component": "engine", "perilune.dev/role": "decode"}
+SELECTOR = {
+    "matchLabels": {"perilune.dev/pool": "p"},
+    "matchExpressions": [
+        {"key": "perilune.dev/component", "operator": "In", "values": ["engine", "engine-worker"]}
+    ],
+}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +140,9 @@ SELECTOR = {"matchLabels": {"a": "b"}}
                         "maxSkew": 1,
                         "topologyKey": "rack-key",
                         "whenUnsatisfiable": "DoNotSchedule",
-                        "labelSelector": SELECTOR,
+                        "labelSelector": {"matchLabels": LABELS},
+                        "matchLabelKeys": ["pod-template-hash"],
+                        "nodeTaintsPolicy": "Honor",
                     }
                 ]
             },
@@ -136,4 +180,4 @@ SELECTOR = {"matchLabels": {"a": "b"}}
     ],
 )
 def test_placement_in_the_schedulers_words(placement: tuple[Placement, ...], expected: object) -> None:
-    assert affinity(placement, KEYS, {"a": "b"}) == expected
+    assert affinity(placement, KEYS, LABELS) == expected

@@ -139,10 +139,14 @@ def volume(pool: Context) -> Object:
 
 
 def env() -> list[Object]:
-    """Of an engine: a segment is named by the host's address, which the master's local_first goes by."""
+    """Of an engine. A segment is reached at the pod's address and belongs to the node, which the master's
+    local_first goes by: that is all of the fabric that Mooncake takes. (MOONCAKE_HOST_ID is newer than
+    0.3.13, kvcache-ai/Mooncake#3782; before, a segment's host is its pod: only its own blocks stay near.)
+    """
     return [
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
+        {"name": "MOONCAKE_HOST_ID", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
 
 
