@@ -482,7 +482,8 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".tensorParallel",
         ),
         Rule(
-            "!has(self.hashing) || !self.hashing.algorithm.startsWith('xxhash') || self.hashing.seed != ''",
+            "!has(self.hashing) || !self.hashing.algorithm.startsWith('xxhash') || "
+            "(has(self.hashing.seed) && self.hashing.seed != '')",
             "hashing.seed is needed with xxhash: without it every engine hashes differently",
             ".hashing",
         ),
