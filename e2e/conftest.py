@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import envoy_gateway
+from testbed import envoy_gateway, perilune
 from testbed.cluster import Cluster, standard_images
-from testbed.http import Client
+from testbed.http import Client, eventually
 from testbed.kube import Kube
 from testbed.perilune_image import perilune_archive
+from testbed.pool import LivePool, is_ready
 from testbed.shell import until
 
 _EXISTING = os.environ.get("USE_EXISTING_CLUSTER") == "true"
@@ -61,6 +62,27 @@ def edge(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Envoy Gateway is installed and its Gateway Programmed; the address where it listens."""
     envoy_gateway.install(kube, tmp_path_factory.mktemp("envoy-gateway"))
     return envoy_gateway.address(kube)
+
+
+@pytest.fixture(scope="session")
+def operator(kube: Kube, edge: str) -> None:
+    """Our chart is installed; its two operators run."""
+    perilune.install(kube)
+
+
+@pytest.fixture(scope="module")
+def pool(kube: Kube, edge: str, operator: None) -> Iterator[LivePool]:
+    """Two simulated engines behind the Gateway, as manifests/pool.yaml asks for them; deleted afterwards."""
+    perilune.apply_pool(kube)
+    pool = LivePool(kube, edge, "sim")
+    eventually(pool.answers)
+    yield pool
+    pool.delete()
+    eventually(lambda: leaves_nothing(pool), timeout_s=120)
+
+
+def leaves_nothing(pool: LivePool) -> None:
+    assert [f"{o['kind']}/{o['metadata']['name']}" for o in pool.objects()] == []
 
 
 class StaticPool:
@@ -131,7 +153,3 @@ def static_pool(kube: Kube, edge: str) -> StaticPool:
     pool = StaticPool(kube, edge)
     pool.start()
     return pool
-
-
-def is_ready(pod: Any) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))

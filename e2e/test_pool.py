@@ -1,211 +1,269 @@
-"""A pool as a user has it: chart, `kubectl apply`, requests answered; scaled, rolled, broken, deleted."""
+"""A pool as a user has it: chart, `kubectl apply`, requests answered; scaled, rolled, robbed, deleted."""
 
-import json
+import threading
+import time
 
 import pytest
 
-from testbed import perilune
+from testbed import envoy_gateway, perilune
 from testbed.http import Client, eventually, under_load
+from testbed.perilune_image import NAME
+from testbed.pool import LivePool, address
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-
-@pytest.fixture(scope="module")
-def pool(kube, edge):
-    perilune.install(kube)
-    perilune.apply_pool(kube)
-    client = Client(edge, "sim.test")
-    eventually(lambda: answers(client))
-    yield client
-    kube.ctl("delete", "ipool", "sim", "-n", "default", "--ignore-not-found", "--timeout=120s", timeout_s=130)
+OTHER_NAME = NAME.replace(":1", ":2")
+CONNECT_S = 1.0
+"""Envoy's connect timeout, as the operator sets it."""
+AROUND_S = 2.0
+"""After the first failed connection, until nobody is sent to a lost node any more."""
 
 
-def answers(client):
-    answer = client.complete()
-    assert answer.status == 200, answer.body
-    assert answer.decided, "the gateway was not asked"
-
-
-def engines(kube):
-    """Addresses of engines that serve and are not leaving."""
-    pods = kube.get("pod", "-n", "default", "-l", "perilune.dev/pool=sim,perilune.dev/component=engine")
-    return {
-        f"{pod['status']['podIP']}:8000"
-        for pod in pods
-        if "deletionTimestamp" not in pod["metadata"]
-        and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ()))
-    }
-
-
-def status(kube):
-    found = kube.get("ipool", "sim", "-n", "default")["status"]
-    return {c["type"]: c["status"] for c in found["conditions"]}
-
-
-def patch(kube, **spec):
-    kube.ctl("patch", "ipool", "sim", "-n", "default", "--type=merge", "-p", json.dumps({"spec": spec}))
-
-
-def has_engines(kube, count):
-    assert len(engines(kube)) == count
-    assert kube.get("ipool", "sim", "-n", "default")["status"]["readyReplicas"] == count
-    assert status(kube)["Ready"] == "True"
-
-
-def served_at_least(load, requests):
-    assert load.succeeded >= requests
-
-
-def test_a_pool_answers_by_our_picks(pool, kube):
-    wanted = engines(kube)
+def test_a_pool_answers_by_our_picks(pool):
+    wanted = set(pool.engines())
     assert len(wanted) == 2
-    picked = {pool.complete(f"new {i}", session=f"new-{i}").decided for i in range(20)}
-    assert picked == wanted
+    answers = [pool.client.complete(f"new {i}", session=f"new-{i}") for i in range(20)]
+    assert {answer.decided for answer in answers} == wanted
+    assert [answer.served for answer in answers] == [answer.decided for answer in answers]
 
 
 def test_status_tells_the_truth(pool, kube):
-    assert status(kube)["Ready"] == "True"
+    assert pool.conditions()["Ready"] == ("True", "Serving")
     row = kube.ctl("get", "ipool", "sim", "-n", "default").splitlines()[1].split()
     assert row[:3] == ["sim", "sim-30b", "2/2"]
     assert "Serving" in row
 
 
-def test_scaling_under_load_fails_no_request(pool, kube):
-    with under_load(pool, sessions=6) as load:
-        eventually(lambda: served_at_least(load, 30))
-        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=4")
-        eventually(lambda: has_engines(kube, 4), timeout_s=60)
-        eventually(lambda: spread_over(pool, engines(kube)))
-        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
-        eventually(lambda: has_engines(kube, 2), timeout_s=60)
-        eventually(lambda: gone(kube, 2), timeout_s=180)
-        before = load.succeeded
-        eventually(lambda: served_at_least(load, before + 30))
+def test_explain_reads_like_documentation(pool, kube):
+    said = kube.ctl("explain", "ipool.spec.routing")
+    assert "policy\t<string>" in said
+    assert "ear keeps a session where its KV is unless that host is hot" in said
+
+
+def test_scaling_under_load_fails_no_request(pool):
+    with under_load(pool.client, sessions=6) as load:
+        load.goes_on()
+        pool.scale(4)
+        pool.becomes(4)
+        eventually(lambda: spread_over(pool))
+        pool.scale(2)
+        pool.settles(2)
+        load.goes_on()
     assert load.failures == []
 
 
-def spread_over(client, wanted):
-    assert {client.complete(f"spread {i}").decided for i in range(30)} == wanted
+def spread_over(pool):
+    assert {pool.client.complete(f"spread {i}").decided for i in range(30)} == set(pool.engines())
 
 
-def gone(kube, left):
-    pods = kube.get("pod", "-n", "default", "-l", "perilune.dev/pool=sim,perilune.dev/component=engine")
-    assert len(pods) == left
+@pytest.fixture
+def other_image(cluster):
+    """Another image by name on every node; the same program."""
+    for node in cluster.nodes:
+        node.machine.run(["ctr", "-n", "k8s.io", "images", "tag", "--force", NAME, OTHER_NAME])
+    return OTHER_NAME
 
 
-def test_a_changed_engine_under_load_fails_no_request(pool, kube):
-    before = engines(kube)
-    with under_load(pool, sessions=6) as load:
-        eventually(lambda: served_at_least(load, 20))
-        patch(kube, engine={"env": [{"name": "CHANGED", "value": "yes"}]})
-
-        def all_new():
-            has_engines(kube, 2)
-            assert not engines(kube) & before
-            gone(kube, 2)
-
-        eventually(all_new, timeout_s=240)
-        done = load.succeeded
-        eventually(lambda: served_at_least(load, done + 30))
+@pytest.mark.parametrize("what", ["environment", "image"])
+def test_changed_engines_under_load_fail_no_request(pool, other_image, what):
+    changes = {"environment": {"env": [{"name": "CHANGED", "value": "yes"}]}, "image": {"image": other_image}}
+    before = set(pool.engines())
+    with under_load(pool.client, sessions=6) as load:
+        load.goes_on()
+        pool.patch(engine=changes[what])
+        eventually(lambda: all_are_new(pool, before), timeout_s=240)
+        pool.settles(2)
+        load.goes_on()
     assert load.failures == []
+    if what == "image":
+        assert {pod["spec"]["containers"][0]["image"] for pod in pool.pods()} == {other_image}
 
 
-def test_a_bad_change_is_refused_with_its_path_and_touches_nothing(pool, kube):
-    before = engines(kube)
-    said = refusal(kube, {"engine": {"blockSize": 0}})
-    assert "spec.engine.blockSize" in said
-    said = refusal(kube, {"routing": {"policy": "nonsense"}})
-    assert "spec.routing.policy" in said
-    assert engines(kube) == before
-    answers(pool)
+def all_are_new(pool, before):
+    assert not {address(pod) for pod in pool.all_pods()} & before
 
 
-def refusal(kube, spec):
-    with pytest.raises(Exception, match="exit status 1") as caught:
-        patch(kube, **spec)
-    return str(caught.value)
+def test_a_terminating_engine_is_never_picked_and_ends_what_it_runs(pool):
+    """Long answers keep it terminating; what is asked meanwhile goes elsewhere, and they come whole."""
+    pool.settles(2)
+    answers = [LongAnswer(pool, "one"), LongAnswer(pool, "two")]
+    eventually(lambda: assert_equal({answer.engine for answer in answers}, set(pool.engines())))
+    pool.scale(1)
+    eventually(lambda: assert_equal(len(terminating(pool)), 1))
+    (leaving,) = terminating(pool)
+    slow = next(answer for answer in answers if answer.engine == leaving)
+    picks = []
+    while slow.running:
+        answer = pool.client.complete(f"meanwhile {len(picks)}", session=f"meanwhile-{len(picks)}")
+        assert answer.status == 200
+        picks.append(answer.decided)
+    print(f"{len(picks)} requests while {leaving} was terminating")
+    assert len(picks) >= 20
+    assert leaving not in picks
+    for answer in answers:
+        answer.thread.join()
+        assert answer.got.status == 200
+        assert answer.got.body.decode().strip().endswith("data: [DONE]")
+    pool.settles(1)
+    pool.scale(2)
+    pool.settles(2)
+
+
+class LongAnswer:
+    """One answer of half a minute, in a thread of its own."""
+
+    def __init__(self, pool, session):
+        self.got = None
+        self._pool, self._session = pool, session
+        self.thread = threading.Thread(target=self._ask)
+        self.thread.start()
+
+    def _ask(self):
+        fields = {"stream": True, "max_tokens": 6000, "ignore_eos": True}
+        self.got = self._pool.client.complete("a long story", session=self._session, **fields)
+
+    @property
+    def running(self):
+        return self.thread.is_alive()
+
+    @property
+    def engine(self):
+        """Where it runs, by the gateway's record."""
+        decisions = self._pool.admin("/api/decisions")["decisions"]
+        return next((d["target"] for d in decisions if d["session_id"] == self._session), "")
+
+
+def terminating(pool):
+    """Addresses of engines that have been told to go and are still there."""
+    return {address(pod) for pod in pool.all_pods() if "deletionTimestamp" in pod["metadata"]}
+
+
+def assert_equal(one, other):
+    assert one == other
 
 
 def test_a_killed_operator_is_replaced(pool, kube):
     """kill -9 of every operator at once: the new one carries on where they stopped."""
     kube.ctl("delete", "pod", "--all", "-n", perilune.NAMESPACE, "--grace-period=0", "--force")
-    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=3")
-    eventually(lambda: has_engines(kube, 3), timeout_s=90)
-    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
-    eventually(lambda: has_engines(kube, 2), timeout_s=90)
+    pool.scale(3)
+    pool.becomes(3)
+    pool.scale(2)
+    pool.becomes(2)
 
 
-def test_a_restarted_api_server_disturbs_no_request(pool, kube, cluster):
-    with under_load(pool, sessions=4) as load:
-        eventually(lambda: served_at_least(load, 20))
+def test_a_restarted_api_server_disturbs_no_request(pool, cluster):
+    with under_load(pool.client, sessions=4) as load:
+        load.goes_on()
         cluster.restart_api_server()
-        done = load.succeeded
-        eventually(lambda: served_at_least(load, done + 50))
-        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=3")
-        eventually(lambda: has_engines(kube, 3), timeout_s=90)
-        kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
-        eventually(lambda: has_engines(kube, 2), timeout_s=90)
+        load.goes_on(50)
+        pool.scale(3)
+        pool.becomes(3)
+        pool.scale(2)
+        pool.becomes(2)
     assert load.failures == []
 
 
-def test_a_lost_node_costs_no_request_and_its_engine_comes_back_elsewhere(pool, kube, cluster):
-    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=4")
-    eventually(lambda: has_engines(kube, 4), timeout_s=60)
-    pods = kube.get("pod", "-A", "-o", "wide")
-    used = {"node-0", *(p["spec"]["nodeName"] for p in pods if p["metadata"]["namespace"] != "default")}
-    ours = [p for p in pods if p["metadata"]["namespace"] == "default"]
-    used |= {p["spec"]["nodeName"] for p in ours if "gateway" in p["metadata"]["name"]}
-    free = [p["spec"]["nodeName"] for p in ours if p["spec"]["nodeName"] not in used]
-    assert free, "every engine shares its node with something that the test needs"
-    before = engines(kube)
-    with under_load(pool, sessions=6) as load:
-        eventually(lambda: served_at_least(load, 30))
-        cluster.set_link(free[0], up=False)
+def test_a_lost_node_is_routed_around_and_its_engine_comes_back_elsewhere(pool, kube, cluster):
+    """Its link goes down under load: no request fails, and AROUND_S after the first failed connection to its
+    engine nobody is sent there any more."""
+    pool.scale(4)
+    pool.settles(4)
+    lost_node, lost = engine_on_a_node_of_its_own(pool, kube)
+    with under_load(pool.client, sessions=6) as load:
+        load.goes_on()
+        eventually(lambda: is_used(load, lost))
+        before = set(pool.engines())
+        cut_at = time.monotonic()
+        cluster.set_link(lost_node, up=False)
         try:
-            eventually(lambda: not_ready(kube), timeout_s=40)
-            eventually(lambda: has_engines(kube, 4), timeout_s=90)
-            assert engines(kube) != before
+            eventually(lambda: says_that_one_is_missing(pool), timeout_s=60)
+            pool.becomes(4)
+            assert lost not in pool.engines()
+            assert set(pool.engines()) != before
         finally:
-            cluster.set_link(free[0], up=True)
-            kube.wait("condition=Ready", f"node/{free[0]}", timeout_s=60)
-        done = load.succeeded
-        eventually(lambda: served_at_least(load, done + 30))
+            cluster.set_link(lost_node, up=True)
+            kube.wait("condition=Ready", f"node/{lost_node}", timeout_s=60)
+        load.goes_on()
     assert load.failures == []
-    assert load.slowest_s < 6
-    kube.ctl("scale", "ipool", "sim", "-n", "default", "--replicas=2")
+    hit = [s for s in load.samples if s.decided == lost and s.ended > cut_at and s.served != lost]
+    assert hit, "no request was sent to the lost engine"
+    first_failed = min(max(s.began, cut_at) for s in hit) + CONNECT_S
+    last_sent = max(s.began for s in hit)
+    print(
+        f"first connection failed {first_failed - cut_at:.2f} s after the link went down; "
+        f"the last request that was sent there began {last_sent - first_failed:+.2f} s after that; "
+        f"{len(hit)} requests were answered elsewhere, the slowest after"
+        f" {max(s.ended - s.began for s in hit):.2f} s"
+    )
+    assert last_sent - first_failed < AROUND_S
+    pool.scale(2)
+    pool.settles(2)
 
 
-def not_ready(kube):
-    assert kube.get("ipool", "sim", "-n", "default")["status"]["readyReplicas"] < 4
+def engine_on_a_node_of_its_own(pool, kube):
+    """A node that runs an engine, but nothing that a request, the operator or the test needs."""
+    others = [
+        pod
+        for pod in kube.get("pod", "-A")
+        if pod["metadata"]["namespace"] in (envoy_gateway.NAMESPACE, perilune.NAMESPACE)
+        or "gateway" in pod["metadata"]["name"]
+    ]
+    needed = {"node-0", *(pod["spec"].get("nodeName") for pod in others)}
+    for engine, node in pool.engines().items():
+        if node not in needed:
+            return node, engine
+    pytest.fail("every engine shares its node with something that the test needs")
+
+
+def is_used(load, engine):
+    assert any(s.decided == engine for s in load.samples[-200:])
+
+
+def says_that_one_is_missing(pool):
+    assert pool.get()["status"]["readyReplicas"] < 4
+    assert pool.conditions()["EnginesReady"] == ("False", "WaitingForEngines")
 
 
 def test_two_pools_share_a_gateway(pool, kube, edge):
     """Each host's requests go to its own pool, and are decided by its own gateway."""
-    document = (
-        perilune.POOL.read_text().replace("name: sim,", "name: other,").replace("sim.test", "other.test")
-    )
-    kube.ctl("apply", "-f", "-", stdin=document.replace("sim-30b", "other-30b"))
+    other = LivePool(kube, edge, "other")
+    other.apply(replicas=2)
     try:
-        kube.wait("condition=Ready", "ipool/other", "-n", "default", timeout_s=120)
-        other = Client(edge, "other.test", "other-30b")
-        eventually(lambda: answers(other))
-        theirs = {other.complete(f"other {i}", session=f"other-{i}").decided for i in range(10)}
-        mine = {pool.complete(f"mine {i}", session=f"mine-{i}").decided for i in range(10)}
+        other.becomes(2)
+        eventually(other.answers)
+        theirs = {other.client.complete(f"other {i}", session=f"other-{i}").decided for i in range(10)}
+        mine = {pool.client.complete(f"mine {i}", session=f"mine-{i}").decided for i in range(10)}
         assert not theirs & mine
-        assert pool.complete(model="other-30b").status == 404
+        assert pool.client.complete(model="other-30b").status == 404
     finally:
-        kube.ctl("delete", "ipool", "other", "-n", "default", "--timeout=60s", timeout_s=70)
+        other.delete()
 
 
-def test_a_deleted_pool_leaves_nothing(pool, kube):
-    kube.ctl("delete", "ipool", "sim", "-n", "default", "--timeout=60s", timeout_s=70)
+def test_the_operator_stands_still_when_nothing_changes(pool, kube):
+    """Nothing is written without a reason: no object's version moves in five seconds."""
+
+    def versions():
+        return {o["metadata"]["uid"]: o["metadata"]["resourceVersion"] for o in pool.objects()}
+
+    def still():
+        before = versions()
+        time.sleep(5)  # what is asked is that nothing happens in it
+        assert versions() == before
+
+    eventually(still, timeout_s=60)
+
+
+def test_a_deleted_pool_leaves_nothing(pool):
+    pool.delete()
 
     def nothing():
-        kinds = (
-            "deployment,replicaset,pod,service,configmap,serviceaccount,role,rolebinding,networkpolicy,pdb"
-        )
-        policies = "httproute,backendtrafficpolicy,envoyextensionpolicy"
-        left = kube.get(f"{kinds},{policies}", "-n", "default", "-l", "perilune.dev/pool=sim")
-        assert [f"{o['kind']}/{o['metadata']['name']}" for o in left] == []
+        assert [f"{o['kind']}/{o['metadata']['name']}" for o in pool.objects()] == []
 
-    eventually(nothing, timeout_s=180)
+    eventually(nothing, timeout_s=120)
+
+
+def test_envoy_answers_no_requests_of_a_pool_that_is_gone(pool, edge):
+    def unknown():
+        assert Client(edge, "sim.test").complete().status == 404
+
+    eventually(unknown)

@@ -94,13 +94,20 @@ class Cluster:
 
     def restart_api_server(self) -> None:
         """Ends it like a crash, and starts it again; returns when it is ready."""
-        for pid in cgroups.processes(self.name):
-            if _program(pid) == "kube-apiserver":
-                os.kill(pid, signal.SIGKILL)
-                until(lambda pid=pid: not _runs(pid), "the API server has ended", timeout_s=10)  # type: ignore[misc]
+        self.kill("kube-apiserver")
         with cgroups.member(self.name):
             self.control.start_api_server()
         until(lambda: self.control.ready, "the API server is ready again", timeout_s=60)
+
+    def kill(self, program: str) -> None:
+        """kill -9 of every process of this name, on whatever machine; returns when they have ended. A kubelet
+        starts again what it looks after."""
+        pids = [pid for pid in cgroups.processes(self.name) if _program(pid) == program[:15]]
+        if not pids:
+            raise ClusterError(f"no {program} runs in cluster {self.name!r}")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not any(map(_runs, pids)), f"{program} has ended", timeout_s=10)
 
     def load(self, archive: Path) -> None:
         """Imports an image into every node."""

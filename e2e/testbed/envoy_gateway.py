@@ -18,11 +18,8 @@ _IMAGE, _PULL_POLICY = "${GatewayImage}", "${GatewayImagePullPolicy}"
 
 def install(kube: Kube, folder: Path) -> None:
     """Returns when the Gateway `edge/edge` is Programmed, its Envoy running."""
-    chart = str(_filled_chart(folder))
     envoy = f"global.images.envoyProxy.image={images.ENVOY}"
-    kube.helm(
-        "upgrade", "--install", "eg", chart, "-n", NAMESPACE, "--create-namespace", "--set", envoy, "--wait"
-    )
+    kube.install("eg", _filled_chart(folder), NAMESPACE, "--set", envoy)
     kube.ctl("apply", "-f", str(GATEWAY_CLASS))
     kube.wait("condition=Programmed", "gateway/edge", "-n", "edge", timeout_s=120)
 

@@ -94,17 +94,41 @@ class Client:
         return self.request("POST", "/v1/completions", body, asked, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request of a load; times by time.monotonic()."""
+
+    began: float
+    ended: float
+    decided: str
+    served: str
+
+
 @dataclass(slots=True)
 class Load:
     """What became of the requests of `under_load`."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+    """Of the requests that were answered."""
 
     @property
     def succeeded(self) -> int:
         return self.outcomes["200"]
+
+    @property
+    def slowest_s(self) -> float:
+        return max((s.ended - s.began for s in self.samples), default=0.0)
+
+    def goes_on(self, requests: int = 30) -> None:
+        """Waits for so many more."""
+        wanted = self.succeeded + requests
+
+        def enough() -> None:
+            assert self.succeeded >= wanted, self.outcomes
+
+        eventually(enough, timeout_s=60)
 
 
 @contextmanager
@@ -116,18 +140,20 @@ def under_load(client: Client, sessions: int = 8, **fields: Any) -> Iterator[Loa
         turn = 0
         while not stop.is_set():
             turn += 1
-            began = time.monotonic()
+            began, sample = time.monotonic(), None
             try:
                 prompt = " ".join(f"w{number}x{word}" for word in range(20 * (turn % 20 + 1)))
                 answer = client.complete(prompt, session=f"load-{number}-{turn // 20}", **fields)
                 outcome, said = str(answer.status), answer.body[:200].decode(errors="replace")
+                sample = Sample(began, time.monotonic(), answer.decided, answer.served)
             except (OSError, http.client.HTTPException) as error:
                 outcome, said = type(error).__name__, str(error)
             with lock:
                 load.outcomes[outcome] += 1
-                load.slowest_s = max(load.slowest_s, time.monotonic() - began)
                 if outcome != "200":
-                    load.failures.append(f"{outcome} {said}")
+                    load.failures.append(f"after {time.monotonic() - began:.2f} s: {outcome} {said}")
+                elif sample is not None:
+                    load.samples.append(sample)
 
     threads = [threading.Thread(target=session, args=(number,)) for number in range(sessions)]
     for thread in threads:

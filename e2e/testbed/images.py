@@ -19,7 +19,7 @@ from typing import Any
 
 from testbed import programs
 from testbed.machines import Machine
-from testbed.paths import IMAGES
+from testbed.paths import IMAGES, exclusive
 from testbed.shell import run, step, succeeds, until
 
 PAUSE = "perilune.test/pause:1"
@@ -117,21 +117,22 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def base() -> Layer:
     """Debian bookworm with Python, as debootstrap makes it; once per machine, about 45 s."""
     tar = IMAGES / "base.tar"
-    if not tar.exists():
-        root = IMAGES / "base.new"
-        with step("making a Debian base image, once"):
-            shutil.rmtree(root, ignore_errors=True)
-            run(
-                ["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", root],
-                timeout_s=1200,
-            )
-            for folder in _UNUSED_IN_BASE:
-                shutil.rmtree(root / folder, ignore_errors=True)
-            new = tar.with_suffix(".new")
-            run(["tar", "-C", root, "--sort=name", "--one-file-system", "-cf", new, "."])
-            new.rename(tar)
-            shutil.rmtree(root)
+    with exclusive("base"):
+        if not tar.exists():
+            with step("making a Debian base image, once"):
+                _bootstrap(tar)
     return layer(tar)
+
+
+def _bootstrap(tar: Path) -> None:
+    root, new = IMAGES / "base.new", tar.with_suffix(".new")
+    shutil.rmtree(root, ignore_errors=True)
+    run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", root], timeout_s=1200)
+    for folder in _UNUSED_IN_BASE:
+        shutil.rmtree(root / folder, ignore_errors=True)
+    run(["tar", "-C", root, "--sort=name", "--one-file-system", "-cf", new, "."])
+    new.rename(tar)
+    shutil.rmtree(root)
 
 
 def archives(envoy: Path) -> Iterator[Path]:
@@ -143,16 +144,17 @@ def archives(envoy: Path) -> Iterator[Path]:
         (ENVOY, True, envoy, ("/usr/local/bin/envoy",)),
         (ENVOY_GATEWAY, True, programs.path("envoy-gateway"), ("/usr/local/bin/envoy-gateway",)),
     ):
-        to = IMAGES / (name.split("/")[-1].split(":")[0] + ".tar")
+        file = name.split("/")[-1].split(":")[0]
+        to = IMAGES / f"{file}.tar"
         made_of = f"{program} {fingerprint(program)} {entrypoint}"
         recipe = to.with_suffix(".recipe")
-        if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):
-            own = files_layer(
-                to.with_suffix(".layer"), {f"usr/local/bin/{entrypoint[0].split('/')[-1]}": program}
-            )
-            write_archive(name, to, [base(), own] if on_debian else [own], entrypoint)
-            own.tar.unlink()
-            recipe.write_text(made_of)
+        with exclusive(file):
+            if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):
+                place = f"usr/local/bin/{entrypoint[0].split('/')[-1]}"
+                own = files_layer(to.with_suffix(".layer"), {place: program})
+                write_archive(name, to, [base(), own] if on_debian else [own], entrypoint)
+                own.tar.unlink()
+                recipe.write_text(made_of)
         yield to
 
 
@@ -164,6 +166,11 @@ def fingerprint(file: Path) -> str:
 
 def make_store(home: Path, wanted: Sequence[Path]) -> None:
     """Brings the image store up to date with these archives. The caller is a cgroup member."""
+    with exclusive("store"):
+        _make_store(home, wanted)
+
+
+def _make_store(home: Path, wanted: Sequence[Path]) -> None:
     inventory = _STORE / "INVENTORY"
     has: dict[str, str] = json.loads(inventory.read_text()) if inventory.exists() else {}
     needed = {str(archive): fingerprint(archive) for archive in wanted}
@@ -199,7 +206,8 @@ def load(machine: Machine, archive: Path) -> None:
 def populate(folder: Path) -> None:
     """Makes `folder` a containerd root with every image of the store."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    run(["cp", "--archive", "--link", _STORE, folder])
-    for database in _DATABASES:
-        (folder / database).unlink()
-        shutil.copy2(_STORE / database, folder / database)
+    with exclusive("store"):
+        run(["cp", "--archive", "--link", _STORE, folder])
+        for database in _DATABASES:
+            (folder / database).unlink()
+            shutil.copy2(_STORE / database, folder / database)

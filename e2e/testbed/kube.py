@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from testbed import programs
-from testbed.shell import run
+from testbed.shell import ClusterError, run
+
+INSTALL_S = 180
+"""How long a chart may take until all of it is ready."""
 
 
 class Kube:
@@ -38,3 +42,27 @@ class Kube:
 
     def helm(self, *args: str, timeout_s: float = 300) -> str:
         return run(self.command(str(programs.path("helm")), *args), timeout_s=timeout_s)
+
+    def install(self, release: str, chart: Path, namespace: str, *values: str) -> None:
+        """Returns when all of it is ready. Raises ClusterError with what its pods say."""
+        found = json.loads(self.helm("list", "-n", namespace, "--all", "-o", "json"))
+        if any(r["name"] == release and r["status"].startswith("pending") for r in found):
+            self.helm("uninstall", release, "-n", namespace)  # of a helm that was killed
+        what = ("upgrade", "--install", release, str(chart), "-n", namespace, "--create-namespace")
+        try:
+            self.helm(*what, "--wait", f"--timeout={INSTALL_S}s", *values, timeout_s=INSTALL_S + 30)
+        except ClusterError as error:
+            raise ClusterError(f"{error}\n{self._last_words(namespace)}") from None
+
+    def _last_words(self, namespace: str) -> str:
+        """Of the pods that are not ready."""
+        said = []
+        for pod in self.get("pod", "-n", namespace):
+            statuses = pod["status"].get("containerStatuses", ())
+            if not all(status["ready"] for status in statuses):
+                name = pod["metadata"]["name"]
+                try:
+                    said.append(f"{name}:\n" + self.ctl("logs", name, "-n", namespace, "--tail=8"))
+                except ClusterError as error:
+                    said.append(f"{name}: {error}")
+        return "\n".join(said)

@@ -4,7 +4,10 @@ CACHE keeps what is slow to make: programs, Go modules, images. A cluster's own 
 on the same file system, so that its nodes can share image files by hard links; `down` removes them.
 """
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -18,3 +21,12 @@ TOOLS = CHECKOUT / "e2e" / "tools"
 
 def state(cluster: str) -> Path:
     return CACHE / "clusters" / cluster
+
+
+@contextmanager
+def exclusive(what: str) -> Iterator[None]:
+    """Nobody else on this machine makes or takes this image meanwhile; waits for its turn."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    with (IMAGES / f"{what}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

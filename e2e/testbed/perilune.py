@@ -15,10 +15,10 @@ def install(kube: Kube, *settings: str) -> None:
     repository, tag = NAME.rsplit(":", 1)
     image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
     values = ["--set-string", image, *(word for setting in settings for word in ("--set", setting))]
-    chart = str(CHECKOUT / "charts" / "perilune")
-    kube.helm(
-        "upgrade", "--install", "perilune", chart, "-n", NAMESPACE, "--create-namespace", "--wait", *values
-    )
+    chart = CHECKOUT / "charts" / "perilune"
+    # helm installs CRDs, and never touches them again
+    kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(chart / "crds"))
+    kube.install("perilune", chart, NAMESPACE, *values)
 
 
 def apply_pool(kube: Kube, document: Path = POOL, timeout_s: float = 120) -> None:

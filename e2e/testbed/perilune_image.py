@@ -3,43 +3,68 @@
 Steps: debootstrap's base becomes an image here, so nothing is pulled → `buildah bud`, without a daemon,
 layers kept (a second build with the same lock file takes seconds) → an OCI archive. Package installs inside
 trust what this machine trusts: its certificates are mounted, never copied in. Everything happens in a mount
-namespace of its own, so an ended or killed build leaves no mount.
+namespace of its own, so an ended or killed build leaves no mount. `store_archive` is that image with real
+Mooncake in it, for the scenarios that have a KV store.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from testbed import images
-from testbed.paths import CHECKOUT, IMAGES
+from testbed.paths import CHECKOUT, IMAGES, exclusive
 from testbed.shell import run, step, succeeds
 
 NAME = "perilune.test/perilune:1"
+STORE_NAME = "perilune.test/perilune-store:1"
 _BASE = "perilune.test/debian:1"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _STORAGE = IMAGES / "buildah"
 _SOURCES = ("*.py", "*.toml", "*.lock", "*.json", "*.yaml", "Dockerfile", "README.md", "LICENSE")
+_STORE_FOLDER = CHECKOUT / "e2e" / "images"
 
 
 def perilune_archive() -> Path:
     """An OCI archive of the checkout, built again when a source changed."""
-    archive = IMAGES / "perilune.tar"
+    arguments = ("--build-arg", f"BASE={_BASE}", str(CHECKOUT))
+    return _archive(NAME, "perilune", _digest_of_sources(), "building our image", arguments)
+
+
+def store_archive() -> Path:
+    """The same with Mooncake's master and client, and a program called vllm."""
+    perilune_archive()
+    digest = hashlib.sha256(_digest_of_sources().encode())
+    for file in sorted(_STORE_FOLDER.iterdir()):
+        digest.update(file.read_bytes())
+    arguments = ("--build-arg", f"BASE={_BASE}", "--build-arg", f"PERILUNE={NAME}")
+    recipe = ("-f", str(_STORE_FOLDER / "store.Dockerfile"), str(_STORE_FOLDER))
+    title = "building an image with Mooncake"
+    return _archive(STORE_NAME, "perilune-store", digest.hexdigest(), title, (*arguments, *recipe))
+
+
+def _archive(name: str, file: str, made_of: str, title: str, arguments: Sequence[str]) -> Path:
+    archive = IMAGES / f"{file}.tar"
     recipe = archive.with_suffix(".recipe")
-    made_of = _digest_of_sources()
-    if archive.exists() and recipe.exists() and recipe.read_text() == made_of:
-        return archive
-    with step("building our image"):
-        if not succeeds(_buildah("inspect", "--type", "image", _BASE)):
-            base = IMAGES / "base.oci.tar"
-            images.write_archive(_BASE, base, [images.base()], ())
-            run(_buildah("pull", "-q", f"oci-archive:{base}"))
-            base.unlink()
-        certificates = f"{_CERTIFICATES}:{_CERTIFICATES}:ro"
-        build = ("bud", "--layers", "--isolation", "chroot", "--pull-never", "--volume", certificates)
-        run(_buildah(*build, "--build-arg", f"BASE={_BASE}", "--tag", NAME, str(CHECKOUT)), timeout_s=1800)
-        archive.unlink(missing_ok=True)
-        run(_buildah("push", "-q", NAME, f"oci-archive:{archive}:{NAME}"))
-        recipe.write_text(made_of)
+    with exclusive(file):
+        if archive.exists() and recipe.exists() and recipe.read_text() == made_of:
+            return archive
+        with step(title):
+            _make_base()
+            certificates = f"{_CERTIFICATES}:{_CERTIFICATES}:ro"
+            build = ("bud", "--layers", "--isolation", "chroot", "--pull-never", "--volume", certificates)
+            run(_buildah(*build, "--tag", name, *arguments), timeout_s=1800)
+            archive.unlink(missing_ok=True)
+            run(_buildah("push", "-q", name, f"oci-archive:{archive}:{name}"))
+            recipe.write_text(made_of)
     return archive
+
+
+def _make_base() -> None:
+    if not succeeds(_buildah("inspect", "--type", "image", _BASE)):
+        base = IMAGES / "base.oci.tar"
+        images.write_archive(_BASE, base, [images.base()], ())
+        run(_buildah("pull", "-q", f"oci-archive:{base}"))
+        base.unlink()
 
 
 def _buildah(*args: str) -> list[str]:

@@ -118,6 +118,16 @@ def _build(program: Program) -> None:
     run(["go", *args], env=env, cwd=cwd, timeout_s=3600)
 
 
+def module(path: str, version: str) -> Path:
+    """A Go module's files, downloaded once; go checks them against its checksum database."""
+    folder = GO_MODULES / f"{path}@{version}"
+    if not folder.exists():
+        with step(f"downloading {path} {version}, once"):
+            env = {**os.environ, "GOMODCACHE": str(GO_MODULES), "GOFLAGS": "-modcacherw"}
+            run(["go", "mod", "download", f"{path}@{version}"], env=env, cwd=Path("/"))
+    return folder
+
+
 def ensure_packages() -> None:
     """Installs missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
     missing = sorted({package for program, package in PACKAGES.items() if not _found(program)})

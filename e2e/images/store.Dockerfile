@@ -1,0 +1,18 @@
+# For scenarios only: real Mooncake (master and client, CPU over TCP) beside the simulated engine, and a program
+# called vllm that starts both by vLLM's own flags and configuration file.
+ARG BASE
+ARG PERILUNE
+FROM ${BASE} AS mooncake
+RUN apt-get update && apt-get install -y --no-install-recommends libibverbs1
+COPY mooncake.lock ./
+RUN python3 -m venv /opt/mooncake \
+ && /opt/mooncake/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --require-hashes -r mooncake.lock \
+ && chmod +x /opt/mooncake/lib/python3*/site-packages/mooncake/mooncake_master \
+ && mkdir /opt/mooncake/shared \
+ && cp -L /usr/lib/x86_64-linux-gnu/libibverbs.so.1 /usr/lib/x86_64-linux-gnu/libnl-3.so.200 \
+      /usr/lib/x86_64-linux-gnu/libnl-route-3.so.200 /opt/mooncake/shared/
+
+FROM ${PERILUNE}
+COPY --from=mooncake /opt/mooncake /opt/mooncake
+COPY vllm /usr/local/bin/vllm
+ENV LD_LIBRARY_PATH=/opt/mooncake/shared PATH=/opt/perilune/bin:/opt/mooncake/bin:/usr/local/bin:/usr/bin:/bin
