@@ -31,8 +31,8 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/lint-imports
 	$(BIN)/python -m protos.generate --check
 
-e2e: $(STAMP) ## full-size runs: the demo's promises for three seeds, a 2,000-request trace replay
-	$(BIN)/python -m pytest tests e2e -m e2e $(ARGS)
+e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
+	$(BIN)/python -m pytest tests e2e -m "e2e or cluster" $(ARGS)
 
 cluster: $(STAMP) ## the whole thing on one Linux machine (root): Kubernetes of eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)

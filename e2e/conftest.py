@@ -10,43 +10,106 @@ With USE_EXISTING_CLUSTER=true the cluster of KUBECONFIG is used instead; it mus
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import envoy_gateway, perilune
+from testbed import cgroups, envoy_gateway, perilune, programs
 from testbed.cluster import Cluster, standard_images
 from testbed.http import Client, eventually
 from testbed.kube import Kube
-from testbed.perilune_image import perilune_archive
+from testbed.perilune_image import perilune_archive, store_archive
 from testbed.pool import LivePool, is_ready
-from testbed.shell import until
+from testbed.shell import ClusterError, succeeds, until
 
 _EXISTING = os.environ.get("USE_EXISTING_CLUSTER") == "true"
+_ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what measures time, on a quiet machine; then clusters that come and go; last the one that stays."""
+
+    def when(item: pytest.Item) -> int:
+        if "cluster" not in item.keywords:
+            return 0
+        return 1 if "one_of_its_own" in item.keywords else 2
+
+    items.sort(key=when)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Builds what is missing before the first test, so that no test's time is up meanwhile."""
+    wanted = any("cluster" in item.keywords for item in session.items)
+    if not wanted or _EXISTING or session.config.option.collectonly or impossible():
+        return
+    with _shown(session.config):
+        session.config.stash[_ARCHIVES] = _build()
+
+
+def impossible() -> str:
+    """Why no cluster can be brought up here; empty: one can."""
+    if sys.platform != "linux":
+        return "a cluster of namespaces needs Linux"
+    if os.geteuid() != 0:
+        return "a cluster's namespaces and cgroups need root"
+    if not succeeds(["unshare", "--net", "--mount", "--pid", "--fork", "true"]):
+        return "this root may make no namespaces (a container without privileges?)"
+    if not os.access(cgroups.ROOT, os.W_OK):
+        return f"{cgroups.ROOT} cannot be written"
+    if programs.missing() and shutil.which("go") is None:
+        return "no Go (>= 1.26) to build Kubernetes with"
+    return ""
+
+
+def _build() -> list[Path] | ClusterError:
+    try:
+        return [*standard_images(), perilune_archive(), store_archive()]
+    except ClusterError as error:
+        return error
+
+
+def _shown(config: pytest.Config) -> AbstractContextManager[None]:
+    """While inside, what is printed is seen: progress of what takes minutes."""
+    capture: Any = config.pluginmanager.getplugin("capturemanager")
+    print(file=sys.stderr)
+    shown: AbstractContextManager[None] = capture.global_and_fixture_disabled()
+    return shown
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Eight nodes, and our images."""
+def archives(pytestconfig: pytest.Config) -> list[Path]:
+    """Images for the nodes. Skips, with the reason, where no cluster can be."""
+    if reason := impossible():
+        pytest.skip(reason)
+    built = pytestconfig.stash[_ARCHIVES]
+    if isinstance(built, ClusterError):
+        raise built
+    return built
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Eight nodes, and our images. What this session brings up, it takes down, and nothing is left."""
     if _EXISTING:
         pytest.skip("needs a cluster of its own: it pulls cables and restarts the API server")
-    if os.geteuid() != 0:
-        pytest.skip("a cluster's namespaces and cgroups need root")
+    archives: list[Path] = request.getfixturevalue("archives")
     cluster = Cluster(os.environ.get("PERILUNE_CLUSTER", "e2e"))
     mine = not cluster.is_up
     if mine:
-        if shutil.which("go") is None and not (cluster.home.parents[1] / "bin" / "kubelet").exists():
-            pytest.skip("no Go (>= 1.26) to build Kubernetes with")
-        cluster.up([*standard_images(), perilune_archive()])
+        with _shown(request.config):
+            cluster.up(archives)
     until(lambda: cluster.control.ready, "the API server is ready", timeout_s=60)
     with cluster.control.machine.network():
         yield cluster
     if mine and not os.environ.get("PERILUNE_KEEP_CLUSTER"):
         cluster.down()
+        assert cluster.remains() == []
 
 
 @pytest.fixture(scope="session")

@@ -9,30 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from testbed import cgroups
 from testbed.cluster import Cluster
-from testbed.paths import state
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.one_of_its_own,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("archives"),
+]
 
 NAME = "lifecycle"
 COMMAND = [sys.executable, str(Path(__file__).with_name("cluster.py")), "--name", NAME]
 
 
 def left_over():
-    """Everything on this machine that still speaks of the cluster."""
-    home = str(state(NAME))
-    found = [f"file {home}"] if state(NAME).exists() else []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            mounts = (process / "mounts").read_text()
-        except OSError:
-            continue
-        if process.name != str(os.getpid()) and (f"{home}/" in command or f"{home}/" in mounts):
-            found.append(f"process {process.name} {command[:100]}")
-    found += [f"cgroup {tree / NAME}" for tree in cgroups.trees() if (tree / NAME).exists()]
-    return found
+    return Cluster(NAME).remains()
 
 
 def machines(cluster):
@@ -42,9 +33,7 @@ def machines(cluster):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_before_and_after():
-    if os.geteuid() != 0:
-        pytest.skip("needs root")
+def _nothing_before_and_after(archives):
     subprocess.run([*COMMAND, "down"], check=True)
     assert left_over() == []
     yield

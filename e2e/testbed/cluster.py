@@ -80,6 +80,20 @@ class Cluster:
         with self._lock():
             self._clean()
 
+    def remains(self) -> list[str]:
+        """Everything on this machine that still speaks of the cluster: nothing, after `down`."""
+        found = [f"file {self.home}"] if self.home.exists() else []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                mounts = (process / "mounts").read_text()
+            except OSError:
+                continue
+            if process.name != str(os.getpid()) and f"{self.home}/" in command + mounts:
+                found.append(f"process {process.name} {command[:100]}")
+        found += [f"cgroup {tree / self.name}" for tree in cgroups.trees() if (tree / self.name).exists()]
+        return found
+
     def set_link(self, node: str, up: bool) -> None:
         """Plugs a node's cable in or out."""
         network.set_link(self.fabric, self.node(node).site.node, up)

@@ -87,13 +87,24 @@ def path(name: str) -> Path:
     return given if given is not None and given.exists() else BIN / name
 
 
+def missing(names: tuple[str, ...] = CLUSTER) -> list[str]:
+    """Those that have to be built first."""
+    return [
+        name
+        for name in names
+        if path(name).parent == BIN and not (_stamp(name).exists() and path(name).exists())
+    ]
+
+
+def _stamp(name: str) -> Path:
+    """Its existence says that the program is of this version."""
+    return BIN / ".built" / f"{name}@{PROGRAMS[name].version}"
+
+
 def ensure(names: tuple[str, ...]) -> None:
     """Builds what is missing. Raises ClusterError without Go, or when a build fails."""
-    for name in names:
+    for name in missing(names):
         program = PROGRAMS[name]
-        stamp = BIN / ".built" / f"{name}@{program.version}"
-        if path(name).parent != BIN or (stamp.exists() and path(name).exists()):
-            continue
         if shutil.which("go") is None:
             raise ClusterError(
                 f"{name} {program.version} is not in {BIN}, and there is no Go (>= 1.26) to build it with;"
@@ -101,8 +112,8 @@ def ensure(names: tuple[str, ...]) -> None:
             )
         with step(f"building {name} {program.version}, once"):
             _build(program)
-            stamp.parent.mkdir(exist_ok=True)
-            stamp.touch()
+            _stamp(name).parent.mkdir(exist_ok=True)
+            _stamp(name).touch()
 
 
 def _build(program: Program) -> None:
