@@ -33,7 +33,7 @@ MANIFESTS = Path(__file__).parent / "manifests"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What measures time is first, on a quiet machine; then clusters that come and go; then the shared one."""
+    """What measures time, on a quiet machine; then clusters that come and go; then the shared one."""
 
     def when(item: pytest.Item) -> int:
         if "cluster" not in item.keywords:
