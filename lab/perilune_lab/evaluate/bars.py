@@ -203,6 +203,7 @@ def _capacity(f: Findings) -> Iterable[Check]:
 
 
 def _links(f: Findings) -> Iterable[Check]:
+    f = f.side
     for factor, share in product(plan.LINK_FACTORS, plan.OUTLIER_SHARES):
         w = plan.link_world(f.at_r, factor, share)
         found = f.ratio(Point(w, OURS), Point(w, STAY), "ttft_s.p90")

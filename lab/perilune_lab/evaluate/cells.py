@@ -27,6 +27,8 @@ from perilune_lab.simulator.simulation import Fleet, Outcome
 from perilune_lab.simulator.workload import Workload
 from perilune_lab.traces.agentic import Agentic
 
+_BATCH = 12
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -137,11 +139,11 @@ def with_gaps(workload: Workload, gap_s: float) -> Workload:
 
 
 def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
-    """Cells by workload, the order otherwise kept."""
+    """Cells by workload, the order otherwise kept; at most so many that little is lost by an interruption."""
     found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         found[cell.world.load, cell.seed].append(cell)
-    return [tuple(batch) for batch in found.values()]
+    return [tuple(group[at : at + _BATCH]) for group in found.values() for at in range(0, len(group), _BATCH)]
 
 
 def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:

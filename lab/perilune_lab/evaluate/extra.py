@@ -12,7 +12,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.model import Reason
+from perilune_gateway.model import MOVING
 from perilune_lab.report import Quantiles, quantiles
 from perilune_lab.simulator.engine import Sequence as Request
 from perilune_lab.simulator.simulation import Outcome
@@ -53,9 +53,7 @@ def measure(outcome: Outcome, workload: Workload, pool_tokens: int) -> Extra:
         request_kv=quantiles((s.prompt_tokens + s.output_tokens) / pool_tokens for s in good),
         decode_kv=quantiles(_occupancy(good, pool_tokens)),
         turns_left=quantiles(
-            len(workload.jobs[s.task.session].tasks) - 1 - s.task.number
-            for s in good
-            if s.reason is Reason.MOVED
+            len(workload.jobs[s.task.session].tasks) - 1 - s.task.number for s in good if s.reason in MOVING
         ),
         moved_tokens=quantiles(s.moved_tokens for s in good if s.moved_tokens),
     )

@@ -37,6 +37,7 @@ class Findings:
         found: Mapping[Search, Found] | None = None,
     ) -> None:
         self.size = size
+        self._cells = cells
         self.at_r = at_r
         """The world at R."""
         self._by_point: dict[Point, dict[int, Result]] = defaultdict(dict)
@@ -56,6 +57,13 @@ class Findings:
     def r(self) -> float:
         """Sessions per second."""
         return self.at_r.rate
+
+    @property
+    def side(self) -> Findings:
+        """With the side studies' seeds alone, so that all of a study's points have the same."""
+        seeds = set(self.size.side_seeds)
+        kept = {cell: result for cell, result in self._cells.items() if cell.seed in seeds}
+        return Findings(self.size, self.at_r, kept)
 
     def results(self, point: Point) -> dict[int, Result]:
         """By seed."""

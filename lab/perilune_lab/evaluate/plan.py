@@ -17,6 +17,7 @@ from perilune_api.pool import ConductorArm, PolicyParams
 from perilune_gateway.policy import POLICIES
 from perilune_lab.evaluate.cells import Arm, Cell, World
 from perilune_lab.evaluate.search import Search
+from perilune_lab.simulator.routing import PLANNER
 
 OURS = Arm("perilune")
 STAY = Arm("perilune", PolicyParams(least_gain_seconds=1e9))
@@ -29,6 +30,7 @@ SOME = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("dynamo"))
 
 LOADS = {"R/2": 0.5, "R": 1.0, "1.25 R": 1.25, "1.6 R": 1.6}
 BAR_LOADS = ("R/2", "R", "1.25 R")
+OVERLOAD = "1.6 R"
 STORE_BYTES_PER_S = 3e9
 
 LINK_FACTORS = (0.4, 1.0, 3.0, 10.0)
@@ -39,6 +41,7 @@ T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAPS_S = (0.0, None, 30.0)
 """Of the chatbot control; None: as recorded."""
+GAP_LOADS = ("R/2", "R")
 SLOWDOWN = 1.1
 """For the measured amplification: engines so many times slower."""
 COUPLED = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("least_loaded"))
@@ -49,7 +52,6 @@ CAPACITIES = {
     "lmetric_plus_one": (STRONGEST, 0.0),
     "lmetric_plus_one, store": (STRONGEST, STORE_BYTES_PER_S),
     "dynamo": (Arm("dynamo"), 0.0),
-    "ear": (BOTH, 0.0),
     "sticky": (AFFINITY_ONLY, 0.0),
     "round_robin": (Arm("round_robin"), 0.0),
 }
@@ -70,8 +72,13 @@ def world(at_r: World, load: str = "R") -> World:
 
 
 def matrix(at_r: World) -> list[Point]:
-    """Every policy at every load."""
-    return [Point(world(at_r, load), arm) for load in LOADS for arm in EVERY]
+    """Every policy at every load that bars look at."""
+    return [Point(world(at_r, load), arm) for load in BAR_LOADS for arm in EVERY]
+
+
+def overload(at_r: World) -> list[Point]:
+    """Where nothing dominates and simulations take longest."""
+    return [Point(world(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
 
 
 def stores(at_r: World) -> list[Point]:
@@ -95,13 +102,16 @@ def link_world(at_r: World, factor: float, outlier_share: float) -> World:
 
 
 ABLATION: Mapping[str, Arm] = {
-    "affinity only": AFFINITY_ONLY,
-    "both": BOTH,
+    "affinity only (sticky)": AFFINITY_ONLY,
+    "migration only (least loaded, planner)": Arm("least_loaded" + PLANNER),
+    "both (sticky, planner)": Arm("sticky" + PLANNER),
+    "both in one (ear)": BOTH,
+    "perilune": OURS,
 }
 
 
 def ablation(at_r: World) -> list[Point]:
-    return [Point(world(at_r, load), arm) for load in LOADS for arm in ABLATION.values()]
+    return [Point(world(at_r, load), arm) for load in BAR_LOADS for arm in ABLATION.values()]
 
 
 def zipf(at_r: World) -> list[Point]:
@@ -147,11 +157,15 @@ def slower(w: World) -> World:
 
 
 def gaps(at_r: World) -> list[Point]:
-    return [Point(gap_world(at_r, gap_s), arm) for gap_s in GAPS_S for arm in COUPLED]
+    return [
+        Point(gap_world(at_r, load, gap_s), arm)
+        for load, gap_s in product(GAP_LOADS, GAPS_S)
+        for arm in COUPLED
+    ]
 
 
-def gap_world(at_r: World, gap_s: float | None) -> World:
-    return replace(world(at_r), gap_s=gap_s)
+def gap_world(at_r: World, load: str, gap_s: float | None) -> World:
+    return replace(world(at_r, load), gap_s=gap_s)
 
 
 CONDUCTOR = {
@@ -169,11 +183,12 @@ def conductor(at_r: World) -> list[Point]:
 class Study:
     points: Callable[[World], list[Point]]
     side: bool = True
-    """With the smaller number of seeds."""
+    """With the smaller number of seeds; read it from `Findings.side`."""
 
 
 STUDIES: Mapping[str, Study] = {
     "matrix": Study(matrix, side=False),
+    "overload": Study(overload),
     "stores": Study(stores, side=False),
     "links": Study(links),
     "ablation": Study(ablation, side=False),
@@ -189,13 +204,20 @@ CAPACITY = "capacity"
 """The study that searches rates instead of playing points."""
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
-    "f1": ("matrix",),
+    "f1": ("matrix", "overload"),
+    "f2": (),
+    "f3": (),
     "f4": ("matrix",),
-    "f6": ("matrix",),
-    "f7": ("ablation",),
+    "f5": (),
+    "f6": ("matrix", "overload"),
+    "f7": ("ablation", "overload"),
+    "f8": ("coupling",),
+    "f9": ("matrix", "overload", "zipf", "kv_pool", "t_hot", "t_cool"),
+    "f10": (),
     "bars": ("matrix", "stores", "links", CAPACITY),
     "tables": (
         "matrix",
+        "overload",
         "stores",
         "ablation",
         "t_hot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.bars import Bar, rivals
@@ -217,6 +218,7 @@ def migrations(f: Findings) -> Table:
 
 def conductor(f: Findings) -> Table:
     """Its experiment: three arms, and the targets it is operated by."""
+    f = f.side
     rows = []
     for name, arm in plan.CONDUCTOR.items():
         point = Point(plan.world(f.at_r), arm)
@@ -298,12 +300,14 @@ def decode_pools(f: Findings) -> Table:
 
 
 def chatbot(f: Findings) -> Table:
+    f = f.side
     rows = []
-    for gap_s in plan.GAPS_S:
+    for load, gap_s in product(plan.GAP_LOADS, plan.GAPS_S):
         for arm in plan.COUPLED:
-            c = Cells(f, Point(plan.gap_world(f.at_r, gap_s), arm))
+            c = Cells(f, Point(plan.gap_world(f.at_r, load, gap_s), arm))
             rows.append(
                 (
+                    load,
                     "as recorded" if gap_s is None else f"{gap_s:g} s",
                     arm.policy,
                     c("turn_s.mean", seconds),
@@ -314,8 +318,9 @@ def chatbot(f: Findings) -> Table:
                 )
             )
     return Table(
-        "Chatbot control: the same turns with other gaps, at R",
+        "Chatbot control: the same turns with other gaps",
         (
+            "load",
             "gap",
             "policy",
             "mean W_turn",

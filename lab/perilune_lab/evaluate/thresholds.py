@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    w = plan.world(f.at_r)
+    f, w = f.side, plan.world(f.at_r)
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
         ("ear: T_hot, tokens", 16_384, plan.T_HOT_TOKENS, lambda tokens: plan.t_hot_arm(int(tokens))),
         ("ear: T_cool, s", 30.0, plan.T_COOL_S, lambda s: plan.t_cool_arm("ear", s)),

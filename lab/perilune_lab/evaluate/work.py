@@ -30,7 +30,16 @@ from perilune_lab.evaluate.search import Found, Search, find
 T = TypeVar("T", bound=msgspec.Struct)
 J = TypeVar("J", Cell, Search)
 
-_GATEWAY = ("policy", "model.py", "admission.py", "migration.py", "engine_model.py", "state/calibration.py")
+_GATEWAY = (
+    "policy",
+    "model.py",
+    "admission.py",
+    "migration.py",
+    "planner.py",
+    "engine_model.py",
+    "state/calibration.py",
+    "state/moves.py",
+)
 _LAB = (
     "simulator",
     "traces",

@@ -29,9 +29,9 @@ def _draw(context: Context) -> Drawn:
     axes.annotate(
         "as fast as the trace", (1.0, -0.5), xytext=(3, 0), textcoords="offset points", fontsize=7.5
     )
-    axes.set_xlim(0.9)
-    axes.set_xlabel("makespan of the replay / span of the trace (axis begins at 0.9; bars: R, with 95 %)")
-    axes.legend(title="other loads", loc="lower right")
+    axes.set_xlim(0)
+    axes.set_xlabel("makespan of the replay / span of the trace (bars: R, with 95 %)")
+    axes.legend(title="other loads", loc="center right")
     rows = [
         row(f, Point(plan.world(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
         for p in points

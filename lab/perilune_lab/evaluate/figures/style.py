@@ -29,9 +29,19 @@ COLOURS = {
     "least_loaded": "#8c6d46",
     "round_robin": "#777777",
     "static_pd": "#444444",
+    "sticky+planner": "#d62f2f",
+    "least_loaded+planner": "#8c6d46",
 }
 OTHER = "#9db2c9"
-MARKERS = {"perilune": "o", "ear": "s", "lmetric_plus_one": "^", "sticky": "D", "lmetric": "v", "dynamo": "P"}
+MARKERS = {
+    "perilune": "o",
+    "ear": "s",
+    "lmetric_plus_one": "^",
+    "sticky": "D",
+    "lmetric": "v",
+    "dynamo": "P",
+    "least_loaded+planner": "X",
+}
 _SETTINGS: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -111,6 +121,7 @@ def horizontal(
             textcoords="offset points",
             va="center",
             fontsize=7.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
     axes.set_yticks(list(at), list(names))
     axes.set_ylim(len(names) - 0.4, -0.6)

@@ -1,0 +1,104 @@
+"""f8: dispatch coupling: what a slower turn does to the whole, measured and by theory.
+
+In a closed loop the number of turns in flight is the fixed point L = ΛN · W(L), so that a slowdown (1 + ε) of
+every turn changes it by dL/dε = L / (1 − ΛN W′(L)). Theory: W′ from neighbouring loads. Measured: engines are
+made 10 % slower, and L is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+
+from perilune_lab.evaluate import plan
+from perilune_lab.evaluate.cells import Arm
+from perilune_lab.evaluate.figures.style import MARKERS, Context, Drawn, Figure, canvas, colour
+from perilune_lab.evaluate.findings import Estimate, Findings
+from perilune_lab.evaluate.plan import COUPLED, LOADS, SLOWDOWN, Point
+
+_MOST = 20.0
+"""An amplification beyond is drawn at the edge: the loop diverges."""
+
+
+def _draw(context: Context) -> Drawn:
+    f = context.findings.side
+    figure = canvas(11.5, 4.4)
+    wall, amplified = figure.subplots(1, 2)
+    rows = []
+    for arm in COUPLED:
+        points = [Point(plan.world(f.at_r, load), arm) for load in LOADS]
+        turn_s = [f.estimate(p, "turn_s.mean") for p in points]
+        ratio = [f.estimate(p, "extra.wall_per_trace") for p in points]
+        style = {"color": colour(arm.policy), "marker": MARKERS.get(arm.policy, "o"), "markersize": 5}
+        wall.errorbar(
+            [e.value for e in turn_s],
+            [e.value for e in ratio],
+            xerr=[[e.value - e.low for e in turn_s], [e.high - e.value for e in turn_s]],
+            yerr=[[e.value - e.low for e in ratio], [e.high - e.value for e in ratio]],
+            elinewidth=0.6,
+            label=arm.policy,
+            **style,
+        )
+        theory = amplification(f, points)
+        measured = [_measured(f, load, arm) for load in LOADS]
+        xs = list(LOADS.values())
+        amplified.plot(xs, [min(_MOST, a) for a in theory], "--", color=style["color"], linewidth=1)
+        amplified.plot(xs, [min(_MOST, a) for a in measured], linewidth=1.4, **style)
+        rows += [
+            {
+                "policy": arm.policy,
+                "load": load,
+                "turn_s": turn_s[i],
+                "wall_per_trace": ratio[i],
+                "in_flight": f.estimate(points[i], "extra.in_flight"),
+                "turns_per_s": f.estimate(points[i], "extra.turns_per_s"),
+                "amplification_theory": theory[i],
+                "amplification_measured": measured[i],
+            }
+            for i, load in enumerate(LOADS)
+        ]
+    wall.axhline(1.0, color="black", linestyle="--", linewidth=1)
+    wall.set(
+        xscale="log",
+        xlabel="mean W_turn, s (log); R/2, R, 1.25 R, 1.6 R along each line",
+        ylabel="wall / trace",
+    )
+    wall.legend(loc="upper left")
+    wall.grid(alpha=0.25)
+    amplified.set(
+        ylabel="amplification of a slowdown",
+        ylim=(0, _MOST * 1.03),
+        title="solid: measured, engines 10 % slower; dashed: 1 / (1 − ΛN W′(L*))",
+    )
+    amplified.set_xticks(list(LOADS.values()), list(LOADS))
+    amplified.axhline(1.0, color="black", linestyle=":", linewidth=1)
+    amplified.grid(alpha=0.25)
+    return Drawn(figure, {"slowdown": SLOWDOWN, "drawn_up_to": _MOST, "rows": rows})
+
+
+def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
+    """1 / (1 − ΛN W′(L*)) at each point of one policy; inf where the loop diverges."""
+    in_flight = [f.estimate(p, "extra.in_flight").value for p in points]
+    turn_s = [f.estimate(p, "turn_s.mean").value for p in points]
+    found = []
+    for i in range(len(points)):
+        before, after = max(0, i - 1), min(len(points) - 1, i + 1)
+        slope = (turn_s[after] - turn_s[before]) / (in_flight[after] - in_flight[before])
+        coupling = in_flight[i] / turn_s[i] * slope
+        found.append(1 / (1 - coupling) if coupling < 1 else float("inf"))
+    return found
+
+
+def _measured(f: Findings, load: str, arm: Arm) -> float:
+    """d ln L / d ln W, from engines that are a little slower."""
+    w = plan.world(f.at_r, load)
+    grown: Estimate = f.ratio(Point(plan.slower(w), arm), Point(w, arm), "extra.in_flight")
+    return log(grown.value) / log(SLOWDOWN)
+
+
+F8 = Figure(
+    "Dispatch coupling",
+    "Left: policies with slower turns take longer as a whole. Right: by how much a slowdown"
+    " of every turn is amplified in the number of turns in flight, measured and by theory; 1 is no coupling.",
+    _draw,
+)

@@ -1,0 +1,85 @@
+"""f9: sensitivity of TTFT p90 and APC to rate, skew, KV pool, T_hot and T_cool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from perilune_lab.evaluate import plan
+from perilune_lab.evaluate.cells import Arm
+from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas, line, row
+from perilune_lab.evaluate.findings import Findings
+from perilune_lab.evaluate.plan import LOADS, SOME, Point
+
+_METRICS = {"ttft_p90_s": "ttft_s.p90", "apc": "apc"}
+
+
+class _Sweep(NamedTuple):
+    name: str
+    values: Mapping[float, str]
+    """With how they are written."""
+    arms: Sequence[Arm]
+    point: Callable[[float, Arm], Point]
+
+
+def _sweeps(f: Findings) -> list[_Sweep]:
+    w = plan.world(f.at_r)
+    by_load = {value: name for name, value in LOADS.items()}
+    return [
+        _Sweep("arrival rate", by_load, SOME, lambda x, arm: Point(plan.world(f.at_r, by_load[x]), arm)),
+        _Sweep(
+            "Zipf exponent of sessions",
+            {a: f"{a:g}" for a in plan.ZIPF_ALPHAS},
+            SOME,
+            lambda x, arm: Point(plan.zipf_world(f.at_r, x), arm),
+        ),
+        _Sweep(
+            "KV pool, tokens",
+            {float(n): f"{n / 1000:.0f}k" for n in plan.KV_TOKENS},
+            SOME,
+            lambda x, arm: Point(plan.pool_world(f.at_r, int(x)), arm),
+        ),
+        _Sweep(
+            "T_hot of ear, tokens",
+            {float(n): f"{n // 1024}Ki" for n in plan.T_HOT_TOKENS},
+            [Arm("ear")],
+            lambda x, arm: Point(w, plan.t_hot_arm(int(x))),
+        ),
+        _Sweep(
+            "T_cool, s",
+            {s: f"{s:g}" for s in plan.T_COOL_S},
+            [Arm("ear"), Arm("perilune")],
+            lambda x, arm: Point(w, plan.t_cool_arm(arm.policy, x)),
+        ),
+    ]
+
+
+def _draw(context: Context) -> Drawn:
+    f = context.findings.side
+    sweeps = _sweeps(f)
+    figure = canvas(15, 5.6)
+    panels = figure.subplots(2, len(sweeps), sharex="col", sharey="row")
+    rows = []
+    for column, sweep in enumerate(sweeps):
+        at = list(range(len(sweep.values)))
+        for arm in sweep.arms:
+            points = [sweep.point(x, arm) for x in sweep.values]
+            for axes, path in zip(panels[:, column], _METRICS.values(), strict=True):
+                line(axes, at, [f.estimate(p, path) for p in points], arm.policy, arm.policy)
+            rows += [
+                row(f, p, _METRICS, sweep=sweep.name, value=x, policy=arm.policy)
+                for p, x in zip(points, sweep.values, strict=True)
+            ]
+        panels[0, column].set_title(sweep.name)
+        panels[1, column].set_xticks(at, list(sweep.values.values()))
+    panels[0, 0].set(ylabel="TTFT p90, s (log)", yscale="log")
+    panels[1, 0].set(ylabel="APC", ylim=(0, 1))
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SOME))
+    return Drawn(figure, {"rows": rows})
+
+
+F9 = Figure(
+    "Sensitivity",
+    "At R but for the first column; values are evenly spaced, whatever their distance. Bands are 95 %.",
+    _draw,
+)
