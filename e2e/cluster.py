@@ -9,7 +9,7 @@
     e2e/cluster.py down            leaves nothing
 
 Needs root and Debian (or its packages). The first `up` builds Kubernetes from source into the cache, ten
-minutes.
+minutes. With KIND=1 in the environment, up, serve, status, kubectl, run and down use kind and Docker instead.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from testbed import envoy_gateway, perilune, programs
+from testbed import envoy_gateway, perilune
 from testbed.cluster import NAME, NODES, Cluster, standard_images
+from testbed.kind import Kind
 from testbed.perilune_image import perilune_archive
 from testbed.shell import ClusterError, step
 
@@ -32,7 +33,8 @@ Watch the pool, read what it can be, add engines:
   {me} kubectl get ipool,pod -o wide -w
   {me} kubectl explain ipool.spec.routing
   {me} kubectl scale ipool sim --replicas=4
-Pull a node's cable, and put it back:
+"""
+_CABLES = """Pull a node's cable, and put it back:
   {me} link node-3 down
   {me} link node-3 up
 """
@@ -40,54 +42,69 @@ Pull a node's cable, and put it back:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    if os.geteuid() != 0:
-        print("cluster: namespaces and cgroups need root", file=sys.stderr)
-        return 1
-    cluster = Cluster(args.name, getattr(args, "nodes", NODES))
+    nodes = getattr(args, "nodes", NODES)
     try:
+        cluster = Kind(args.name, nodes) if os.environ.get("KIND") else _own(args.name, nodes)
         return int(args.what(cluster, args) or 0)
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
 
 
-def _up(cluster: Cluster, args: argparse.Namespace) -> None:
+def _own(name: str, nodes: int) -> Cluster:
+    if os.geteuid() != 0:
+        raise ClusterError("namespaces and cgroups need root")
+    return Cluster(name, nodes)
+
+
+def _of_namespaces(cluster: Cluster | Kind) -> Cluster:
+    if isinstance(cluster, Kind):
+        raise ClusterError("a cluster on kind has neither cables nor an image store; see docker and kind")
+    return cluster
+
+
+def _up(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     if cluster.is_up:
         print(f"cluster {cluster.name!r} is up already")
         return
     began = time.monotonic()
-    cluster.up([*standard_images(), perilune_archive(), *args.image])
+    if isinstance(cluster, Kind):
+        cluster.up()
+    else:
+        cluster.up([*standard_images(), perilune_archive(), *args.image])
     print(f"cluster {cluster.name!r} is up after {time.monotonic() - began:.1f} s")
 
 
-def _serve(cluster: Cluster, args: argparse.Namespace) -> None:
+def _serve(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     if not cluster.is_up:
         raise ClusterError(f"cluster {cluster.name!r} is not up; first: {_me(cluster)} up")
     with step("Envoy Gateway"):
-        envoy_gateway.install(cluster.kube, cluster.home)
+        envoy_gateway.install(cluster.kube, None if isinstance(cluster, Kind) else cluster.home)
     with step("Perilune's operator"):
         perilune.install(cluster.kube)
     with step("a pool of simulated engines"):
         perilune.apply_pool(cluster.kube)
-    print(_HOW_TO.format(me=_me(cluster), edge=envoy_gateway.address(cluster.kube)))
+    print(_HOW_TO.format(me=_me(cluster), edge=envoy_gateway.address(cluster.kube)), end="")
+    if isinstance(cluster, Cluster):
+        print(_CABLES.format(me=_me(cluster)), end="")
 
 
-def _me(cluster: Cluster) -> str:
+def _me(cluster: Cluster | Kind) -> str:
     """How this program was called, as far as the next call needs it."""
     name = "" if cluster.name == NAME else f" --name {cluster.name}"
     return f"{os.path.relpath(sys.executable)} {os.path.relpath(__file__)}{name}"
 
 
-def _down(cluster: Cluster, args: argparse.Namespace) -> None:
+def _down(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     cluster.down()
 
 
-def _status(cluster: Cluster, args: argparse.Namespace) -> int:
+def _status(cluster: Cluster | Kind, args: argparse.Namespace) -> int:
     if not cluster.is_up:
         print(f"cluster {cluster.name!r} is not up")
         return 3
     print(cluster.kube.ctl("get", "node", "-L", "topology.kubernetes.io/rack", "-o", "wide"), end="")
-    memory = cluster.resident_bytes()
+    memory = _of_namespaces(cluster).resident_bytes()
     for name, resident in sorted(memory.items(), key=lambda item: -item[1]):
         if resident >= 1 << 20:
             print(f"{resident / 1e6:8.0f} MB  {name}")
@@ -95,26 +112,27 @@ def _status(cluster: Cluster, args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(cluster: Cluster, args: argparse.Namespace) -> None:
+def _run(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     command = cluster.kube.command(*args.command)
     os.execvp(command[0], command)
 
 
-def _kubectl(cluster: Cluster, args: argparse.Namespace) -> None:
-    args.command = [str(programs.path("kubectl")), *args.command]
+def _kubectl(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
+    args.command = [str(cluster.kube.find("kubectl")), *args.command]
     _run(cluster, args)
 
 
-def _load(cluster: Cluster, args: argparse.Namespace) -> None:
-    cluster.load(args.archive)
+def _load(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
+    _of_namespaces(cluster).load(args.archive)
 
 
-def _link(cluster: Cluster, args: argparse.Namespace) -> None:
-    cluster.set_link(args.node, args.state == "up")
+def _link(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
+    _of_namespaces(cluster).set_link(args.node, args.state == "up")
 
 
-def _build(cluster: Cluster, args: argparse.Namespace) -> None:
+def _build(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     standard_images()
+    perilune_archive()
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,7 @@ with the session, unless PERILUNE_KEEP_CLUSTER is set. The test process itself j
 cluster, so addresses of Services are simply reachable.
 
 With USE_EXISTING_CLUSTER=true the cluster of KUBECONFIG is used instead; it must have our images
-(README.md), and Services must be reachable from here.
+(README.md), and Services must be reachable from here. KIND=1 makes one with kind.
 """
 
 import os
@@ -20,14 +20,16 @@ import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
 from testbed import cgroups, envoy_gateway, perilune, programs
-from testbed.cluster import Cluster, standard_images
+from testbed.cluster import NODES, Cluster, standard_images
 from testbed.http import Client, eventually
-from testbed.kube import Kube
+from testbed.kind import Kind
+from testbed.kube import Kube, installed
 from testbed.perilune_image import perilune_archive, store_archive
 from testbed.pool import LivePool, is_ready
 from testbed.shell import ClusterError, succeeds, until
 
-_EXISTING = os.environ.get("USE_EXISTING_CLUSTER") == "true"
+_KIND = bool(os.environ.get("KIND"))
+_EXISTING = _KIND or os.environ.get("USE_EXISTING_CLUSTER") == "true"
 _ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
 
@@ -113,17 +115,24 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def kube(request: pytest.FixtureRequest) -> Kube:
-    if _EXISTING:
-        return Kube((), os.environ["KUBECONFIG"])
-    cluster: Cluster = request.getfixturevalue("cluster")
-    return cluster.kube
+def kube(request: pytest.FixtureRequest) -> Iterator[Kube]:
+    if _KIND:
+        with _shown(request.config):
+            kind = Kind("e2e", NODES)
+            kind.up()
+        yield kind.kube
+        kind.down()
+    elif _EXISTING:
+        yield Kube((), os.environ["KUBECONFIG"], installed)
+    else:
+        cluster: Cluster = request.getfixturevalue("cluster")
+        yield cluster.kube
 
 
 @pytest.fixture(scope="session")
 def edge(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Envoy Gateway is installed and its Gateway Programmed; the address where it listens."""
-    envoy_gateway.install(kube, tmp_path_factory.mktemp("envoy-gateway"))
+    envoy_gateway.install(kube, None if _KIND else tmp_path_factory.mktemp("envoy-gateway"))
     return envoy_gateway.address(kube)
 
 

@@ -49,7 +49,7 @@ def comes_back(pool, *objects):
     pool.settles(2)
 
 
-LOST = ("service/tortured-gateway", "configmap/tortured-gateway", "httproute/tortured")
+LOST = ("service/tortured-gateway", "configmap/tortured-gateway", "role/tortured-gateway")
 QUICK = {"sessionSeconds": 1, "drainSeconds": 0}
 WRONG, RIGHT = ["same", "same"], []
 

@@ -13,13 +13,18 @@ from testbed.shell import run
 
 NAMESPACE = "envoy-gateway-system"
 GATEWAY_CLASS = Path(__file__).resolve().parents[1] / "manifests" / "gateway-class.yaml"
+REGISTRY = "oci://docker.io/envoyproxy/gateway-helm"
 _IMAGE, _PULL_POLICY = "${GatewayImage}", "${GatewayImagePullPolicy}"
 
 
-def install(kube: Kube, folder: Path) -> None:
-    """Returns when the Gateway `edge/edge` is Programmed, its Envoy running."""
-    envoy = f"global.images.envoyProxy.image={images.ENVOY}"
-    kube.install("eg", _filled_chart(folder), NAMESPACE, "--set", envoy)
+def install(kube: Kube, folder: Path | None) -> None:
+    """Returns when the Gateway `edge/edge` is Programmed, its Envoy running. `folder`: where a copy of the
+    chart may be written, None: it comes from its registry."""
+    envoy = ("--set", f"global.images.envoyProxy.image={images.ENVOY}")
+    if folder is not None:
+        kube.install("eg", _filled_chart(folder), NAMESPACE, *envoy)
+    else:
+        kube.install("eg", REGISTRY, NAMESPACE, "--version", programs.ENVOY_GATEWAY, *envoy)
     kube.ctl("apply", "-f", str(GATEWAY_CLASS))
     kube.wait("condition=Programmed", "gateway/edge", "-n", "edge", timeout_s=120)
 

@@ -1,7 +1,8 @@
 """kubectl, on the cluster's network or against the cluster that KUBECONFIG names."""
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,18 @@ INSTALL_S = 180
 """How long a chart may take until all of it is ready."""
 
 
+def installed(program: str) -> Path:
+    """What the user has, where nothing is built."""
+    return Path(shutil.which(program) or program)
+
+
 class Kube:
-    def __init__(self, prefix: Sequence[str], kubeconfig: str) -> None:
+    """`find` says where kubectl and helm are."""
+
+    def __init__(
+        self, prefix: Sequence[str], kubeconfig: str, find: Callable[[str], Path] = programs.path
+    ) -> None:
+        self.find = find
         self._prefix = (*prefix, "env", f"KUBECONFIG={kubeconfig}")
 
     def command(self, *args: str) -> list[str]:
@@ -22,7 +33,7 @@ class Kube:
 
     def ctl(self, *args: str, stdin: str | None = None, timeout_s: float = 60) -> str:
         """kubectl's output. Raises ClusterError with what it said."""
-        return run(self.command(str(programs.path("kubectl")), *args), stdin=stdin, timeout_s=timeout_s)
+        return run(self.command(str(self.find("kubectl")), *args), stdin=stdin, timeout_s=timeout_s)
 
     def apply(self, *objects: dict[str, Any], flags: Sequence[str] = ()) -> str:
         """Server-side apply of all objects in one call."""
@@ -41,9 +52,9 @@ class Kube:
         self.ctl("wait", f"--for={what}", *args, f"--timeout={timeout_s:g}s", timeout_s=timeout_s + 10)
 
     def helm(self, *args: str, timeout_s: float = 300) -> str:
-        return run(self.command(str(programs.path("helm")), *args), timeout_s=timeout_s)
+        return run(self.command(str(self.find("helm")), *args), timeout_s=timeout_s)
 
-    def install(self, release: str, chart: Path, namespace: str, *values: str) -> None:
+    def install(self, release: str, chart: str | Path, namespace: str, *values: str) -> None:
         """Returns when all of it is ready. Raises ClusterError with what its pods say."""
         found = json.loads(self.helm("list", "-n", namespace, "--all", "-o", "json"))
         if any(r["name"] == release and r["status"].startswith("pending") for r in found):

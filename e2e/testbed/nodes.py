@@ -26,6 +26,24 @@ _CONTAINERD = """version = 2
 """
 
 
+def labels(site: Site) -> dict[str, str]:
+    """What an H20 server at this place says of itself."""
+    return {
+        "topology.kubernetes.io/zone": ZONE,
+        "topology.kubernetes.io/rack": site.rack,
+        "topology.kubernetes.io/spine": site.spine,
+        "nvidia.com/gpu.product": GPU_PRODUCT,
+        "nvidia.com/gpu.count": str(GPUS),
+    }
+
+
+def gpus(node: str) -> dict[str, Any]:
+    """The Node with the status of one that has eight GPUs."""
+    count = {"nvidia.com/gpu": str(GPUS)}
+    status = {"capacity": count, "allocatable": count}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}, "status": status}
+
+
 class Node:
     def __init__(self, cluster: str, machine: Machine, site: Site, control: ControlPlane) -> None:
         self.machine = machine
@@ -80,20 +98,18 @@ class Node:
 
     def object(self) -> dict[str, Any]:
         """The Node, made before its kubelet registers it, so that it has its labels from the first moment."""
-        labels = {
-            "kubernetes.io/hostname": self.site.node,
-            "topology.kubernetes.io/zone": ZONE,
-            "topology.kubernetes.io/rack": self.site.rack,
-            "topology.kubernetes.io/spine": self.site.spine,
-            "nvidia.com/gpu.product": GPU_PRODUCT,
-            "nvidia.com/gpu.count": str(GPUS),
+        return {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {
+                "name": self.site.node,
+                "labels": {"kubernetes.io/hostname": self.site.node, **labels(self.site)},
+            },
         }
-        return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.site.node, "labels": labels}}
 
     def status(self) -> dict[str, Any]:
         """Its GPUs; a kubelet that starts on a new node resets them, so they come after it is Ready."""
-        gpus = {"nvidia.com/gpu": str(GPUS)}
-        return {**self.object(), "status": {"capacity": gpus, "allocatable": gpus}}
+        return gpus(self.site.node)
 
     def _cni(self) -> dict[str, Any]:
         # ptp: a pod is linked to its node only, so that two pods of one node, too, meet kube-proxy's rules
