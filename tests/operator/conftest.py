@@ -80,12 +80,11 @@ def api_server() -> Iterator[ApiServer]:
 
 
 @contextmanager
-def started() -> Iterator[ApiServer]:
-    """A new one, with our CRD and the operator's ClusterRole."""
+def started(*, scheduler: bool = False) -> Iterator[ApiServer]:
+    """A new one, with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler."""
     found = binaries()
-    missing = [
-        name for name in ("etcd", "kube-apiserver", "kube-controller-manager") if not (found / name).exists()
-    ]
+    needed = ["etcd", "kube-apiserver", "kube-controller-manager", *(["kube-scheduler"] if scheduler else [])]
+    missing = [name for name in needed if not (found / name).exists()]
     if missing:
         pytest.skip(f"NO API SERVER: {', '.join(missing)} not in {found} (set KUBEBUILDER_ASSETS)")
     with tempfile.TemporaryDirectory(prefix="perilune-api-") as made:
@@ -138,6 +137,17 @@ def started() -> Iterator[ApiServer]:
                 "--secure-port=0",
             ]
         )
+        if scheduler:
+            commands.append(
+                [
+                    "kube-scheduler",
+                    f"--kubeconfig={server.kubeconfig()}",
+                    "--leader-elect=false",
+                    "--kube-api-qps=500",
+                    "--kube-api-burst=500",
+                    "--secure-port=0",
+                ]
+            )
         running: list[subprocess.Popen[bytes]] = []
         try:
             for command in commands:
@@ -183,6 +193,13 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
                 await asyncio.sleep(0.1)
     finally:
         await client.close()
+
+
+@pytest.fixture(scope="session")
+def scheduled_server() -> Iterator[ApiServer]:
+    """One whose pods are bound to nodes, by the real scheduler."""
+    with started(scheduler=True) as server:
+        yield server
 
 
 MODULES = "go/mod"

@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 
 from perilune_api.kube import APPLY, MERGE, ApiError, Client
+from perilune_api.pool import parse
 
 Object = dict[str, Any]
 PATIENCE_S = 40.0
@@ -57,7 +58,7 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
             said = await what()
             if true(said):
                 return said
-        except ApiError as error:
+        except (ApiError, KeyError) as error:
             said = error
         assert time.monotonic() < end, said
         await asyncio.sleep(0.1)
@@ -277,6 +278,30 @@ async def test_an_autoscaler_takes_over_without_a_drop(
     assert now["spec"]["replicas"] == 5
     ours = [e["fieldsV1"] for e in now["metadata"]["managedFields"] if e["manager"] == "perilune-operator"]
     assert ["f:replicas" in fields["f:spec"] for fields in ours] == [False]
+
+
+async def test_a_nodes_new_label_reaches_the_gateways_document(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    name = f"gpu-{namespace}"
+    label = "topology.kubernetes.io/rack"
+    node = {"metadata": {"name": name, "labels": {label: "r1"}}}
+    await client.request("POST", "/api/v1/nodes", node)
+    status = {"status": {"allocatable": {"nvidia.com/gpu": "8"}, "capacity": {"nvidia.com/gpu": "8"}}}
+    await client.request("PATCH", f"/api/v1/nodes/{name}/status", status, content_type=MERGE)
+    await client.request("POST", pools(namespace), pool())
+
+    async def rack() -> str:
+        document = await client.request("GET", config_maps(namespace, "/p-gateway"))
+        return str(parse(document["data"]["pool.yaml"]).spec.topology.nodes[name].rack)
+
+    try:
+        await until(rack, lambda told: told == "r1")
+        change = {"metadata": {"labels": {label: "r2"}}}
+        await client.request("PATCH", f"/api/v1/nodes/{name}", change, content_type=MERGE)
+        await until(rack, lambda told: told == "r2")
+    finally:
+        await client.request("DELETE", f"/api/v1/nodes/{name}")
 
 
 async def test_nothing_is_written_when_nothing_changes(
