@@ -331,9 +331,16 @@ class Stack:
             for child in first:
                 await child.stop(self.grace_s)
             await asyncio.gather(*(child.stop(self.grace_s) for child in engines))
+        except asyncio.CancelledError:
+            self._kill()
+            self._clean()  # nobody will come back for it
+            raise
         finally:
-            for child in self.children.values():
-                child.signal(signal.SIGKILL)
+            self._kill()
+
+    def _kill(self) -> None:
+        for child in self.children.values():
+            child.signal(signal.SIGKILL)
 
     def _located(self, error: StackError) -> StackError:
         return StackError(f"{error}\nall logs: {self.folder}")

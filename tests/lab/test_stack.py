@@ -229,6 +229,26 @@ async def test_a_cancelled_body_ends_everything(run, parts):
         await task
 
 
+async def test_a_second_interrupt_kills_at_once_and_leaves_no_folder(run, parts):
+    up: asyncio.Future[Stack] = asyncio.get_running_loop().create_future()
+
+    async def body() -> None:
+        async with small(parts(engine="deaf"), grace_s=60.0) as stack:
+            up.set_result(stack)
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(body())
+    stack = await up
+    task.cancel()
+    while not all(child.stopping for child in stack.children.values()):
+        await asyncio.sleep(0)  # until it ends its children
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not stack.folder.exists()
+    await asyncio.wait({child.ended for child in stack.children.values()}, timeout=10)
+
+
 async def test_who_ignores_sigterm_is_killed_after_the_grace(run, parts):
     async with small(parts(engine="deaf"), grace_s=0.1) as stack:
         pass
