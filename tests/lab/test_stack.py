@@ -240,7 +240,7 @@ async def test_a_second_interrupt_kills_at_once_and_leaves_no_folder(run, parts)
     task = asyncio.create_task(body())
     stack = await up
     task.cancel()
-    while not all(child.stopping for child in stack.children.values()):
+    while not all(child.stopping for child in stack.children.values()):  # noqa: ASYNC110
         await asyncio.sleep(0)  # until it ends its children
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
