@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from testbed import envoy_gateway, perilune
-from testbed.cluster import NAME, NODES, Cluster, standard_images
+from testbed.cluster import NAME, NODES, Cluster, build
 from testbed.kind import Kind
 from testbed.perilune_image import perilune_archive
 from testbed.shell import ClusterError, step
@@ -71,7 +71,7 @@ def _up(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     if isinstance(cluster, Kind):
         cluster.up()
     else:
-        cluster.up([*standard_images(), perilune_archive(), *args.image])
+        cluster.up([*build(perilune_archive), *args.image])
     print(f"cluster {cluster.name!r} is up after {time.monotonic() - began:.1f} s")
 
 
@@ -131,8 +131,7 @@ def _link(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
 
 
 def _build(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
-    standard_images()
-    perilune_archive()
+    build(perilune_archive)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,7 +20,7 @@ import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
 from testbed import cgroups, envoy_gateway, perilune, programs
-from testbed.cluster import NODES, Cluster, standard_images
+from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
 from testbed.kind import Kind
 from testbed.kube import Kube, installed
@@ -71,7 +71,7 @@ def impossible() -> str:
 
 def _build() -> list[Path] | ClusterError:
     try:
-        return [*standard_images(), perilune_archive(), store_archive()]
+        return build(perilune_archive, store_archive)
     except ClusterError as error:
         return error
 

@@ -180,13 +180,15 @@ class Cluster:
             yield
 
 
-def standard_images() -> list[Path]:
-    """Programs and images that every cluster has; made when missing."""
+def build(*others: Callable[[], Path]) -> list[Path]:
+    """Programs and images that every cluster has, made when missing, and these others, made meanwhile."""
     from perilune_lab.envoy import binary
 
     programs.ensure_packages()
-    programs.ensure(programs.CLUSTER)
-    return list(images.archives(binary()))
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        made = [beside.submit(other) for other in others]
+        programs.ensure(programs.CLUSTER)
+        return [*images.archives(binary()), *(archive.result() for archive in made)]
 
 
 def _program(pid: int) -> str:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,15 +20,28 @@ class ClusterError(RuntimeError):
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Tells on stderr what is going on, and how long it took."""
-    began = time.monotonic()
-    print(f"{title} …", end="", file=sys.stderr, flush=True)
+    """Tells on stderr what is going on, and how long it took; several may be going on in threads."""
+    began, said = time.monotonic(), "failed"
+    _tell(title, f"{title} …", end="")
     try:
         yield
-    except BaseException:
-        print(" failed", file=sys.stderr, flush=True)
-        raise
-    print(f" {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+        said = f"{time.monotonic() - began:.1f} s"
+    finally:
+        _tell("", f" {said}" if _line_of == title else f"{title}: {said}")
+
+
+_line_of = ""
+"""The step whose line is not ended yet."""
+_telling = threading.Lock()
+
+
+def _tell(owner: str, words: str, end: str = "\n") -> None:
+    global _line_of
+    with _telling:
+        if _line_of and not words.startswith(" "):
+            print(file=sys.stderr)
+        print(words, end=end, file=sys.stderr, flush=True)
+        _line_of = owner
 
 
 def run(
