@@ -37,6 +37,15 @@ class Seen:
     """Running + waiting of every endpoint, a row per sample."""
 
 
+async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
+    """Why these pages cannot be read; empty: they can."""
+    try:
+        (await _json(http, f"{admin_url}/api/nodes/stats"))["nodes"]
+    except UNREADABLE as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
 async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s: float = 0.5) -> None:
     """Sample queues until cancelled."""
     while True:

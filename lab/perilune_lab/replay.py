@@ -160,6 +160,14 @@ class Replay:
         if url is None:
             yield
             return
+        if cause := await admin_pages.unreadable(http, url):
+            self.err.print(
+                f"no gateway's admin pages at {url} ({cause}): the report will lack policy, endpoints, queues"
+                " and scheduling times",
+                style="yellow",
+                highlight=False,
+                soft_wrap=True,
+            )
         watching = asyncio.create_task(admin_pages.watch(http, url, self.seen))
         try:
             yield

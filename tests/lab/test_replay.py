@@ -145,9 +145,13 @@ def test_every_request_is_a_line(thread: Thread, trace: Path, tmp_path: Path):
     assert {row["endpoint"] for row in rows} == {"10.0.0.0:8000", "10.0.0.1:8000"}
 
 
-def test_a_gateway_that_is_not_there_costs_its_fields_only(thread: Thread, trace: Path, tmp_path: Path):
+def test_a_gateway_that_is_not_there_is_told_at_once_and_costs_its_fields_only(
+    thread: Thread, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     out = tmp_path / "r.json"
     assert run(thread, trace, "--gateway", "http://127.0.0.1:1", "--json", str(out)) == 0
+    said = capsys.readouterr().err
+    assert said.index("no gateway's admin pages at http://127.0.0.1:1") < said.index("report:")
     document = json.loads(out.read_text())
     assert "endpoints" not in document
     assert not {"scheduling_ms", "node_load_variance"} & set(document["runs"][0])
