@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from heapq import nlargest
 
 from perilune_api.pool import Pool
-from perilune_api.topology import Link
 from perilune_gateway import admission, blocks
+from perilune_gateway.candidates import Candidates
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.identity import Identity
 from perilune_gateway.metrics import Step
@@ -116,26 +116,30 @@ class Gatherer:
         self._fleet = fleet
         self._sessions = sessions
         self._index = index
-        self._calibration = calibration
         self._engine = engine
-        self._engines: dict[str, tuple[float, EngineModel]] = {}
-        """By address: what was observed / predicted, and the model that says so."""
+        self._block_size = 0
+        self._rows = Candidates(calibration)
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
         spec = pool.spec
         self._model = spec.model
-        self._block_size = spec.engine.block_size
+        if self._block_size != spec.engine.block_size:
+            self._block_size = spec.engine.block_size
+            self._chains = blocks.Chains(self._block_size)
         self.engine = replace(
             self._engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
         """The pool's engines as believed, nothing observed."""
-        self._engines.clear()
+        self._rows.configure(self.engine)
 
     def eligible(self, asked: Asked) -> None:
         """Who may be chosen, and who not."""
-        views = self._fleet.view(asked.now, self._sessions.bound)
-        asked.eligible, asked.excluded = admission.split(views, asked.wanted)
+        views = self._fleet.recent(asked.now, self._sessions.bound)
+        if asked.head.subset is None and self._fleet.all_serve:
+            asked.eligible = views
+        else:
+            asked.eligible, asked.excluded = admission.split(views, asked.wanted)
 
     def by_tail(self, asked: Asked, session: Session) -> None:
         """The prompt is not read: its tokens are estimated from its length, and the session's host is taken
@@ -143,9 +147,13 @@ class Gatherer:
         size_bytes = asked.head.content_length
         tokens = max(1, session.estimate_tokens(size_bytes, self._model.bytes_per_token))
         asked.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=size_bytes)
-        held = min(self.held(session, asked.now), self.whole_blocks(tokens))
+        rewritten = 0 < size_bytes < session.body_bytes  # where it differs from the last one is not known
+        held = 0 if rewritten else min(self.held(session, asked.now), self.whole_blocks(tokens))
         asked.prefix = Prefix((Location(session.host, held),)) if held else NO_PREFIX
-        self._candidates(asked, {session.host: Overlap(held, held, held)})
+        overlaps = {session.host: Overlap(held, held, held)}
+        asked.candidates = self._rows.rows(
+            asked.eligible, tokens, overlaps, Overlap(), asked.prefix, asked.now
+        )
 
     def exact(self, asked: Asked) -> Matches:
         """The prompt's blocks are known: what everybody holds of them."""
@@ -153,14 +161,21 @@ class Gatherer:
         matches = self._index.find_matches(prompt.blocks, asked.now)
         asked.prefix = self._prefix(matches, prompt)
         stored = min(matches.store * self._block_size, self.whole_blocks(prompt.tokens))
-        self._candidates(asked, self._overlaps(matches, prompt), stored)
+        asked.candidates = self._rows.rows(
+            asked.eligible,
+            prompt.tokens,
+            self._overlaps(matches, prompt),
+            Overlap(0, 0, stored),
+            asked.prefix,
+            asked.now,
+        )
         return matches
 
     def blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
         """Our hashes of the prompt's full blocks; of its text where no token ids are known."""
         root = blocks.prefix_root(lora, request.cache_salt)
         if tokens.ids is not None:
-            return blocks.chain(tokens.ids, self._block_size, root)
+            return self._chains.chain(tokens.ids, root)
         model = self._model
         text = request.prefix_text()[: int(model.context_tokens * model.bytes_per_token)]
         return blocks.text_chain(text, int(self._block_size * model.bytes_per_token), root)
@@ -183,13 +198,27 @@ class Gatherer:
         found = self._index.find_matches((session.tail,), now)
         return session.tail_tokens if session.host in found.device else 0
 
+    def engine_of(self, address: str, now: float) -> EngineModel:
+        """As fast as it was observed to be."""
+        return self._rows.engine_of(address, now)
+
     def _overlaps(self, matches: Matches, prompt: Prompt) -> dict[str, Overlap]:
-        """Of the endpoints that hold something themselves."""
+        """Of the endpoints that hold something themselves; made once for those that hold equally much."""
         limit, size = self.whole_blocks(prompt.tokens), self._block_size
-        return {
-            address: Overlap(*(min(held * size, limit) for held in matches.of(address)))
-            for address in matches.reach
-        }
+        made: dict[tuple[int, int, int], Overlap] = {}
+        overlaps = {}
+        device, host, reach = matches.device, matches.host, matches.reach
+        for address, most in reach.items():
+            held = (
+                (most, most, most)
+                if device is reach
+                else (device.get(address, 0), host.get(address, 0), most)
+            )
+            overlap = made.get(held)
+            if overlap is None:
+                overlap = made[held] = Overlap(*(min(n * size, limit) for n in held))
+            overlaps[address] = overlap
+        return overlaps
 
     def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
         """Nobody asks an engine to pull from another yet, so it is not pullable."""
@@ -201,43 +230,3 @@ class Gatherer:
             matches.hits,
             matches.frequency_score,
         )
-
-    def _candidates(self, asked: Asked, overlaps: Mapping[str, Overlap], stored_tokens: int = 0) -> None:
-        """`stored_tokens`: in the shared store, for those that hold nothing themselves."""
-        now, tokens = asked.now, asked.prompt.tokens
-        candidates, elsewhere = [], Overlap(0, 0, stored_tokens)
-        for view in asked.eligible:
-            address = view.endpoint.address
-            overlap = overlaps.get(address, elsewhere)
-            cached, engine = overlap.device_tokens, self.engine_of(address, now)
-            candidates.append(
-                Candidate(
-                    view.endpoint,
-                    view.load,
-                    overlap,
-                    engine.prefill_s(tokens - cached, cached),
-                    view.seconds_since_move,
-                    self._links(view, asked.prefix, now),
-                    engine,
-                    self._calibration.decode_s(address),
-                    self._calibration.ttft_ratio(address, now),
-                )
-            )
-        asked.candidates = candidates
-
-    def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
-        """To the prefix's locations, as slow as they were observed to be."""
-        here, links = view.endpoint.address, {}
-        for there, _ in prefix.locations:
-            if link := view.links.get(there):
-                slowdown = self._calibration.slowdown(there, here, now)
-                links[there] = link if slowdown == link.slowdown else link._replace(slowdown=slowdown)
-        return links
-
-    def engine_of(self, address: str, now: float) -> EngineModel:
-        """As fast as it was observed to be, to a hundredth."""
-        ratio = round(self._calibration.prefill_ratio(address, now), 2)
-        known = self._engines.get(address)
-        if known is None or known[0] != ratio:
-            known = self._engines[address] = (ratio, self.engine.scaled(ratio))
-        return known[1]

@@ -1,4 +1,5 @@
 import json
+from array import array
 
 import pytest
 import xxhash
@@ -9,6 +10,7 @@ from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway import blocks
 
 TOKENS = list(range(100, 164))
+SIXTY = (1 << 60) - 1
 
 
 def golden(fixtures):
@@ -147,9 +149,23 @@ def test_a_longer_prompt_extends_the_chain(prompt, more, size):
 
 
 def test_our_chain_is_little_endian_xxh3_seeded_with_the_block_before():
-    first = xxhash.xxh3_64_intdigest(b"\1\0\0\0\2\0\0\0", 9)
-    second = xxhash.xxh3_64_intdigest(b"\3\0\0\0\0\0\1\0", first)
+    first = xxhash.xxh3_64_intdigest(b"\1\0\0\0\2\0\0\0", 9) & SIXTY
+    second = xxhash.xxh3_64_intdigest(b"\3\0\0\0\0\0\1\0", first) & SIXTY
     assert blocks.chain([1, 2, 3, 65536, 5], 2, 9) == [first, second]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 700)), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.sampled_from([1, 4, 1000]),
+)
+def test_remembered_chains_equal_fresh_ones(prompts, size, max_rows):
+    """Prompts that share heads of any length, in a memory of any size."""
+    chains = blocks.Chains(size, max_rows)
+    for kind, length in prompts:
+        ids = [kind if n > 300 else n % 7 for n in range(length)]
+        for asked in (ids, array("I", ids)):
+            assert chains.chain(asked, kind) == blocks.chain(ids, size, kind)
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, -5]])

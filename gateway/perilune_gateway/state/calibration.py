@@ -93,21 +93,28 @@ class Calibration:
         """All observations of the pool's endpoints, also of those that left."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
+        self.changes = 0
+        """Observations so far: while it stays, so do an endpoint's ratios."""
+        self.transfers = 0
+        """Of these, transfers: until there is one, every link is as predicted."""
 
     # -- observations ------------------------------------------------------------------------------
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """A prefill took `observed_s` alone on the endpoint."""
+        self.changes += 1
         self._pool.prefill.observe(observed_s, predicted_s, now)
         self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """From a decision to the end of its prefill, queue included."""
+        self.changes += 1
         self._pool.ttft.observe(observed_s, predicted_s, now)
         self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
 
     def decoded(self, address: str, seconds: float) -> None:
         """A request decoded for so long, first token to last."""
+        self.changes += 1
         endpoint = self._endpoint(address)
         endpoint.decodes += 1
         gain = max(GAIN, 1.0 / endpoint.decodes)
@@ -115,12 +122,14 @@ class Calibration:
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """`target` pulled from `source`."""
+        self.transfers += 1
         self._pool.sends.observe(observed_s, predicted_s, now)
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
 
     def forget(self, address: str) -> None:
         """It left the pool: whoever comes back under its address starts anew."""
+        self.changes += 1
         self._endpoints.pop(address, None)
         for link in [link for link in self._links if address in link]:
             del self._links[link]

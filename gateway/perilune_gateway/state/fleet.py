@@ -9,7 +9,7 @@ Readiness: an endpoint is ready until somebody finds it dead (`suspect`: Envoy s
 connection failed, two scrapes in a row failed) and then again from its next good scrape on; without
 scrapes, after SUSPECT_S.
 
-Reading (`view`) changes nothing and costs O(endpoints).
+Reading (`view`, `recent`) changes nothing and costs O(endpoints), for `recent` of what has changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perilune_api.pool import Topology
+from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.model import Endpoint, Load
@@ -27,8 +27,19 @@ SUSPECT_S = 5.0
 """Without a metrics feed, an endpoint found dead is tried again after this."""
 DEAD_SCRAPES = 2
 """Failed scrapes in a row that make an endpoint suspect: one alone may be a busy moment."""
+RECENT_S = 1.0
+"""Ages in a recent view are at most this much too low."""
 FRESH_S = 15.0
 """Engine metrics older than this say nothing about KV room."""
+
+
+class EndpointView(NamedTuple):
+    """One endpoint at one moment."""
+
+    endpoint: Endpoint
+    load: Load
+    seconds_since_move: float
+    links: Mapping[str, Link]
 
 
 @dataclass(slots=True)
@@ -62,15 +73,10 @@ class _State:
     metrics_at: float = -inf
     failed_scrapes: int = 0
     """In a row."""
-
-
-class EndpointView(NamedTuple):
-    """One endpoint at one moment."""
-
-    endpoint: Endpoint
-    load: Load
-    seconds_since_move: float
-    links: Mapping[str, Link]
+    view: EndpointView | None = None
+    """As last seen, see `Fleet.recent`; None: something has changed since."""
+    view_until: float = 0.0
+    view_sessions: int = 0
 
 
 class Fleet:
@@ -81,6 +87,8 @@ class Fleet:
         self._states: dict[str, _State] = {}
         self._requests: dict[int, _InFlight] = {}
         self._awaited: dict[tuple[str, int], int] = {}
+        self._excluded: set[str] = set()
+        """Endpoints of the last `recent` that not every request may go to."""
 
     # -- endpoints ---------------------------------------------------------------------------------
 
@@ -93,7 +101,8 @@ class Fleet:
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
             state = self._states[address] = old.get(address) or _State(endpoint, links)
-            state.endpoint, state.links = endpoint, links
+            state.endpoint, state.links, state.view = endpoint, links, None
+        self._excluded.clear()
         return [address for address in old if address not in wanted]
 
     def addresses(self) -> list[str]:
@@ -109,6 +118,35 @@ class Fleet:
     def view(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
         """Every endpoint with its load, in the pool's order; `sessions`: bound there, by address."""
         return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
+
+    def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
+        """`view` for decisions: of endpoints of which nothing has changed, as seen less than RECENT_S ago."""
+        bound = sessions.get
+        return [
+            state.view
+            if state.view is not None and now < state.view_until and state.view_sessions == bound(address, 0)
+            else self._look(state, now, bound(address, 0))
+            for address, state in self._states.items()
+        ]
+
+    @property
+    def all_serve(self) -> bool:
+        """Nothing speaks against any endpoint of the last `recent`: each is ready, none drains, all serve
+        whole requests."""
+        return not self._excluded
+
+    def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
+        view = state.view = self._view(state, now, sessions)
+        state.view_sessions = sessions
+        turns = (state.metrics_at + FRESH_S, state.suspect_at + SUSPECT_S)
+        state.view_until = min((at for at in turns if at > now), default=inf)
+        state.view_until = min(state.view_until, now + RECENT_S)
+        endpoint = view.endpoint
+        if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
+            self._excluded.discard(endpoint.address)
+        else:
+            self._excluded.add(endpoint.address)
+        return view
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
         fresh = state.metrics if now - state.metrics_at <= FRESH_S else None
@@ -154,6 +192,7 @@ class Fleet:
         if last_block:
             self._awaited[address, last_block] = ticket
         if state := self._states.get(address):
+            state.view = None
             state.in_flight.add(ticket)
             state.context_tokens += context_tokens
             state.prefilling += request.tokens > 0
@@ -177,6 +216,7 @@ class Fleet:
         before_s, done = request.seconds, min(tokens, request.tokens)
         request.tokens -= done
         if state := self._states.get(request.address):
+            state.view = None
             state.prefilling -= done > 0 and not request.tokens
             state.pending_tokens -= done
             state.pending_s += request.seconds - before_s
@@ -209,6 +249,8 @@ class Fleet:
         self.prefill_done(ticket)
         del self._requests[ticket]
         state = self._states.get(request.address)
+        if state:
+            state.view = None
         if state and ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
@@ -232,6 +274,7 @@ class Fleet:
         state = self._states.get(address)
         if state is None:
             return
+        state.view = None
         if metrics is None:
             state.failed_scrapes += 1
             if state.failed_scrapes >= DEAD_SCRAPES:
@@ -243,13 +286,13 @@ class Fleet:
     def suspect(self, address: str, now: float) -> None:
         """Somebody failed to reach it."""
         if state := self._states.get(address):
-            state.suspect_at = now
+            state.suspect_at, state.view = now, None
 
     def moved(self, source: str, target: str, now: float) -> None:
         """A session moved."""
         for address in (source, target):
             if state := self._states.get(address):
-                state.moved_at = now
+                state.moved_at, state.view = now, None
 
     @staticmethod
     def _is_suspect(state: _State, now: float) -> bool:

@@ -1,0 +1,89 @@
+"""A router of 64 endpoints with a full prefix index, for benchmarks: no sockets, no tokenizer."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
+from perilune_gateway import blocks
+from perilune_gateway.explain import Decisions
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.model import Encode, Outcome, RequestHead, Routed, Tier, Tokens, TokenSource
+from perilune_gateway.openai import Api, ParsedRequest, TokenPrompt
+from perilune_gateway.router import Router
+from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Sessions
+
+BLOCK = 16
+PROMPT_TOKENS = 33_600
+TURN_TOKENS = 600
+SHARED_TOKENS = 4_000
+"""Of the system prompt that all sessions begin with."""
+
+
+class Rig:
+    """Sessions with prompts of about 33.6k tokens, each cached on one endpoint; turns grow them, engines
+    announce what they prefill, and forget sessions that have grown too long."""
+
+    def __init__(self, endpoints: int = 64, sessions: int = 480, seed: int = 1) -> None:
+        self.dice = Random(seed)
+        self.addresses = [f"10.0.{n // 250}.{n % 250}:8000" for n in range(endpoints)]
+        spec = Spec(
+            Model("m", tokenize="estimate"),
+            Engine(block_size=BLOCK),
+            endpoints=tuple(EndpointSpec(a, events=(f"tcp://{a}",)) for a in self.addresses),
+        )
+        self.now = 0.0
+        self.index = PrefixIndex(8_000_000, 30.0)
+        self.router = Router(
+            Pool(Metadata("bench"), spec),
+            Fleet(spec.engine.kv_pool_tokens),
+            Sessions(100_000, 1e9),
+            self.index,
+            None,  # type: ignore[arg-type]  # tokens are given
+            Decisions(),
+            Metrics(CollectorRegistry()),
+            clock=lambda: self.now,
+            rng=self.dice,
+        )
+        self.shared = self._tokens(SHARED_TOKENS)
+        self.prompts: dict[str, array[int]] = {}
+        for n in range(sessions):
+            name = f"session-{n}"
+            self.prompts[name] = array("I", self.shared + self._tokens(PROMPT_TOKENS - SHARED_TOKENS))
+            self.turn(name)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.dice.randrange(150_000) for _ in range(count)]
+
+    def ask(self, name: str) -> tuple[Encode, Tokens]:
+        """The session's next turn, tokenized."""
+        prompt = self.prompts[name]
+        if len(prompt) > PROMPT_TOKENS + 10 * TURN_TOKENS:
+            del prompt[PROMPT_TOKENS - 10 * TURN_TOKENS :]
+        prompt.extend(self._tokens(TURN_TOKENS))
+        head = RequestHead("POST", "/v1/completions", {"x-session-id": name})
+        request = ParsedRequest(Api.COMPLETIONS, "m", TokenPrompt(()))
+        return Encode(head, request, 4 * len(prompt)), Tokens(len(prompt), TokenSource.LOCAL, prompt)
+
+    def end(self, name: str, routed: Routed) -> None:
+        """The engine announces the whole prompt, in the pieces of its steps; the answer ends."""
+        target = routed.destinations[0]
+        chain = blocks.chain(self.prompts[name], BLOCK, 0)
+        for at in range(0, len(chain), 512):
+            row, parent = chain[at : at + 512], chain[at - 1] if at else None
+            self.index.stored(target, Tier.DEVICE, row, self.now, parent=parent)
+            self.router.on_applied(Applied(target, parent=parent or 0, stored=tuple(row)))
+        self.router.on_response(routed.ticket, 200, target, True)
+        self.router.finished(routed.ticket, Outcome.COMPLETED)
+
+    def turn(self, name: str) -> None:
+        self.now += 0.05
+        routed = self.router.on_tokens(*self.ask(name))
+        assert isinstance(routed, Routed)
+        self.end(name, routed)
