@@ -144,7 +144,7 @@ def operator(kube: Kube, edge: str) -> None:
 
 @pytest.fixture(scope="session")
 def pool(kube: Kube, edge: str, operator: None) -> Iterator[LivePool]:
-    """Two simulated engines behind the Gateway, as manifests/pool.yaml asks for them. Every scenario leaves it
+    """Two simulated engines behind the Gateway, as manifests/pool.yaml asks for them. Each scenario leaves it
     with two; test_pool.py, which deletes it, is the last that has it."""
     perilune.apply_pool(kube)
     pool = LivePool(kube, edge, "sim")
