@@ -47,6 +47,8 @@ REPLAY_TIMEOUT_S = 2.0
 """For each message of a replay. The publisher answers within 0.1 s."""
 END = b"\xff" * 8
 _YIELD_EVERY = 32
+MAX_NESTING = 16
+"""Of a block's extra keys; engines nest three deep."""
 
 BlockHash = int | bytes
 """As announced: the digest's low 64 bits, or the digest."""
@@ -144,10 +146,21 @@ def decode(payload: bytes) -> Batch:
     try:
         raw = _payload.decode(payload)
         decoded = [_event(event) for event in raw.events]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from None
     events = tuple(event for event in decoded if event is not None)
+    if any(isinstance(e, BlockStored) and e.extra_keys and _is_deep(e.extra_keys) for e in events):
+        raise ProtocolError(f"not a batch of KV events: extra keys are nested deeper than {MAX_NESTING}")
     return Batch(raw.ts, events, raw.data_parallel_rank, len(decoded) - len(events))
+
+
+def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
+    """Whoever hashes keys follows them down, so there is an end."""
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return not levels or any(_is_deep(item, levels - 1) for item in value)
 
 
 def _event(raw: msgspec.Raw) -> Event | None:
