@@ -147,7 +147,10 @@ class Operator:
             self._kubeconfig.write_text(_kubeconfig(runner.addresses[0][1], self._token))
             self._listens.set()
             await self._end.wait()
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()  # watches that nobody reads any more
             await runner.cleanup()
+        await asyncio.sleep(0.3)  # TLS connections take a few more rounds of the loop to close
 
     async def _handle(self, session: aiohttp.ClientSession, request: web.Request) -> web.StreamResponse:
         fate = Fate.PASS
