@@ -44,7 +44,7 @@ def stored(kube, edge, operator, image):
         engine={"kind": "vllm", "image": image, "imagePullPolicy": "Never", "hashing": {"seed": "0"}},
         mooncake={
             "store": {"enabled": True, "segmentSize": "64Mi", "localBufferSize": "16Mi"},
-            "master": {"resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}},
+            "master": {"image": image, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}},
         },
         topology={"placement": [{"level": "rack", "mode": "spread", "required": True}]},
         rollout={"sessionSeconds": 0, "drainSeconds": 5},
