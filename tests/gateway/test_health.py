@@ -4,7 +4,7 @@ import pytest
 
 from perilune_gateway.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.stats import EventStats, NodeStats
+from perilune_gateway.stats import EventStats, LogStats, NodeStats
 
 
 def node(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> NodeStats:
@@ -47,6 +47,16 @@ def test_one_endpoint(row, expected):
     found = diagnose([row, node("healthy")], 16)
     assert [p.kind for p in found] == expected
     assert all(p.endpoint == "a" and p.message and p.effect and p.cause and p.cure for p in found)
+
+
+def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own():
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    fine = report([node()], **about, decision_log=LogStats("/var/log/d", written=9))
+    assert fine.status is Status.OK
+    ill = report([node()], **about, decision_log=LogStats("/var/log/d", dropped=3, error="disk full"))
+    (problem,) = ill.problems
+    assert (ill.status, problem.kind, problem.endpoint) == (Status.DEGRADED, ProblemKind.DECISION_LOG, "")
+    assert problem.message == "/var/log/d cannot be written (disk full); 3 entries are lost"
 
 
 def test_parity_says_its_own_cause_and_cure():

@@ -20,7 +20,7 @@ from perilune_gateway.model import (
     RefuseReason,
     TokenSource,
 )
-from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, Snapshot
+from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, LogStats, NodeStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
 
 
@@ -182,6 +182,15 @@ class TestMirror:
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
         assert value(metrics, "sessions_bound") is None
         assert b"perilune_endpoint" not in generate_latest(metrics.registry)
+
+    def test_what_changed_nothing_and_what_the_log_lost_are_counted(self, metrics):
+        metrics.mirror(lambda: Snapshot(unused_blocks={"unknown_parent": 5}))
+        assert value(metrics, "events_unused_blocks_total", cause="unknown_parent") == 5
+        assert value(metrics, "events_unused_blocks_total", cause="medium") == 0
+        assert value(metrics, "decision_log_dropped_total") is None, "there is no log"
+        metrics.mirror(lambda: Snapshot(decision_log=LogStats("f", written=7, dropped=2)))
+        assert value(metrics, "decision_log_written_total") == 7
+        assert value(metrics, "decision_log_dropped_total") == 2
 
     def test_a_scrape_reads_the_snapshot_of_that_moment(self, metrics):
         current = [self.snapshot()]

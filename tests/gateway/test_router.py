@@ -23,6 +23,8 @@ from perilune_api.pool import (
     SpecError,
 )
 from perilune_gateway import blocks
+from perilune_gateway.deciding import decide
+from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import (
@@ -420,7 +422,9 @@ def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (reason, status)
     assert rig.router.fleet.in_flight == 0
-    assert rig.router.decisions.query(n=1)[0].reason == reason
+    kept = rig.router.decisions.query(n=1)[0]
+    assert kept.reason == reason
+    assert kept.timings_us["total"] > 0
 
 
 def test_a_body_that_says_it_is_too_large_is_refused_unseen() -> None:
@@ -550,3 +554,17 @@ def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message
     assert A not in refusal.message
+
+
+def test_a_decision_can_be_taken_again_from_its_record() -> None:
+    """Ties are drawn: the record's dice draw them alike."""
+    rig = Rig(pool(routing=Routing("power_of_two"), endpoints=[A, B, C]))
+    targets = set()
+    for i in range(30):
+        record = rig.record(rig.route(range(i, i + 8), h=head("/v1/completions", x_request_id=f"r{i}")))
+        again = decide(
+            record.view, record.candidates, record.policy, rig.document.spec.routing, Dice(record.dice)
+        )
+        assert again == record.verdict
+        targets.add(record.target)
+    assert len(targets) == 3
