@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cluster: interrupted; `down` takes away what was started", file=sys.stderr)
+        return 130
 
 
 def _own(name: str, nodes: int) -> Cluster:
