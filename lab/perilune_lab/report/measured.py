@@ -1,11 +1,4 @@
-"""Reports: what a run measured, as one versioned document (`perilune.report/v1`), a table and figures.
-
-Steps: results of the client (`Measured`) → `run(...)` computes one policy's `Run` → `report(...)` puts runs
-under a header → `encode` / `table` / `figures.draw`. A field that the caller cannot know is absent in the
-document, never 0 or null. `docs/report.md` describes the schema for readers of the JSON.
-
-All seconds are engine seconds: wall seconds × `time_scale` (1 on real hardware). Cost: linear in the results.
-"""
+"""One policy's numbers from what the client saw: `run(Measured) → Run`. Linear in the results."""
 
 from __future__ import annotations
 
@@ -14,159 +7,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Literal
 
-import msgspec
 from msgspec import UNSET, UnsetType
-from rich.table import Table
 
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.model import MOVING, Reason
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
+from perilune_lab.report.document import (
+    Ceiling,
+    Hotspot,
+    Migrations,
+    PerEndpoint,
+    Run,
+    Scheduling,
+    quantiles,
+)
 from perilune_lab.traces.model import Mode, Session, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 
-SCHEMA: Literal["perilune.report/v1"] = "perilune.report/v1"
 SUCCESSOR_TURNS = 3
 """A migration was accurate if its target was not hot for this many further turns."""
-
-
-class Quantiles(msgspec.Struct, frozen=True):
-    """Of times in engine seconds, or of a ratio."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-
-
-class Ceiling(msgspec.Struct, frozen=True):
-    """Best possible APC of the requests that succeeded: an infinite cache."""
-
-    any: float
-    """Whoever computed a prefix."""
-    intra_session: float
-    """Only what the session itself computed."""
-
-
-class Migrations(msgspec.Struct, frozen=True):
-    """Sessions that the gateway moved (a session without affinity does not migrate, it wanders)."""
-
-    total: int
-    per_minute: float
-    per_request: float
-    bytes: int | UnsetType = UNSET
-    """KV moved."""
-    transfer_s: Quantiles | UnsetType = UNSET
-    accuracy: float | UnsetType = UNSET
-    """Share of moves whose session's next 3 turns (fewer at the end of the run) found the target not hot;
-    absent without a move that was followed by a turn."""
-    thrash_rate: float | UnsetType = UNSET
-    """Share of moves that the same session's next move follows within the cooldown."""
-
-
-class Hotspot(msgspec.Struct, frozen=True):
-    """How unequal endpoints are: TTFT p90 of each endpoint, over endpoints."""
-
-    ttft_p90_median_s: float
-    ttft_p90_max_s: float
-    legacy_index: float
-    """max / median; ranks policies the wrong way and is kept for comparison with older reports."""
-
-
-class Scheduling(msgspec.Struct, frozen=True):
-    """The gateway's own time per decision, in wall milliseconds."""
-
-    mean: float
-    p50: float
-    p99: float
-    by_phase: dict[str, float] | UnsetType = UNSET
-    """Mean per step (`perilune_gateway.metrics.Step`): parse, tokenize, hash, index, policy."""
-
-
-class PerEndpoint(msgspec.Struct, frozen=True):
-    endpoint: str
-    requests: int
-    """Succeeded here."""
-    sessions: int
-    """Distinct sessions that it served."""
-    prompt_tokens: int
-    output_tokens: int
-    apc: float | UnsetType = UNSET
-    ttft_s: Quantiles | UnsetType = UNSET
-
-
-class Run(msgspec.Struct, frozen=True):
-    """One policy on one trace."""
-
-    policy: str
-    requests: int
-    """That ended before the run did."""
-    succeeded: int
-    rejected: int
-    """Answered 429."""
-    success_rate: float
-    apc: float | UnsetType = UNSET
-    """Prompt tokens served from prefix cache / prompt tokens, of requests that succeeded; absent if the
-    server does not tell cached tokens."""
-    apc_ceiling: Ceiling | UnsetType = UNSET
-    ttft_s: Quantiles | UnsetType = UNSET
-    """First token − submit, at the client."""
-    tpot_s: Quantiles | UnsetType = UNSET
-    """(last − first token) / (tokens − 1), over requests with at least two tokens."""
-    itl_s: Quantiles | UnsetType = UNSET
-    """Gaps between arrivals of text, pooled; a server that coalesces tokens makes them longer."""
-    e2e_s: Quantiles | UnsetType = UNSET
-    """Last token − submit."""
-    turn_s: Quantiles | UnsetType = UNSET
-    """End of the answer − when the turn was due: E2E plus waiting for a free place at the client."""
-    output_tokens_per_s: float | UnsetType = UNSET
-    migrations: Migrations | UnsetType = UNSET
-    hotspot: Hotspot | UnsetType = UNSET
-    interference: float | UnsetType = UNSET
-    """Mean of TPOT / TPOT alone at that context, by the engine model."""
-    node_load_variance: float | UnsetType = UNSET
-    """Variance over endpoints of the queue length (running + waiting), averaged over samples in time."""
-    wall_clock_factor: float | UnsetType = UNSET
-    """Makespan / ideal makespan (every turn alone, perfect intra-session cache, recorded gaps); absent when
-    the run was cut by time or played open loop."""
-    wall_clock_factor_legacy: float | UnsetType = UNSET
-    """Makespan / the trace's own span."""
-    stretch: Quantiles | UnsetType = UNSET
-    """Per session: duration / ideal duration, over its turns that were played."""
-    scheduling_ms: Scheduling | UnsetType = UNSET
-    per_endpoint: tuple[PerEndpoint, ...] | UnsetType = UNSET
-    rate: float | UnsetType = UNSET
-    """Load: sessions per second of generated traffic, times as fast as recorded for a trace file."""
-    seeds: tuple[int, ...] | UnsetType = UNSET
-    """That the numbers are means over; counts are sums."""
-    intervals: dict[str, tuple[float, float]] | UnsetType = UNSET
-    """95 % of the mean over seeds, by bootstrap; keys are paths like `ttft_s.p90`."""
-    floor_ttft_s: Quantiles | UnsetType = UNSET
-    """TTFT if every turn were alone, its session's prefix cached."""
-    regret: float | UnsetType = UNSET
-    """TTFT p90 / its floor."""
-    preemptions: int | UnsetType = UNSET
-    """Sequences that an engine interrupted for want of KV room."""
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The document."""
-
-    schema: Literal["perilune.report/v1"] = SCHEMA
-    simulated: bool
-    """The times come from a model of an engine, not from an engine."""
-    mode: str
-    """thinktime, timestamps or max (see `traces.model.Mode`)."""
-    endpoints: int | UnsetType = UNSET
-    """That the load was spread over; absent if nobody knows."""
-    time_scale: float
-    """Engine seconds per wall second."""
-    trace: dict[str, Any]
-    """Name, requests, sessions and the parameters that it was made with."""
-    runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +53,6 @@ class Measured:
     migration_bytes: int | None = None
     """None: nobody knows."""
     transfer_s: Sequence[float] = ()
-
-
-def quantiles(values: Iterable[float]) -> Quantiles | UnsetType:
-    """UNSET without values."""
-    ordered = sorted(values)
-    if not ordered:
-        return UNSET
-    p50, p90, p95, p99 = (quantile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99))
-    return Quantiles(mean(ordered), p50, p90, p95, p99)
 
 
 def run(measured: Measured) -> Run:
@@ -408,83 +260,3 @@ def _variance(values: Sequence[float]) -> float:
     """Population variance."""
     middle = mean(values)
     return mean((v - middle) ** 2 for v in values)
-
-
-def encode(report: Report) -> bytes:
-    """Indented JSON, ending with a newline."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def decode(document: bytes) -> Report:
-    """Raises msgspec.ValidationError with the path of what is wrong."""
-    return msgspec.json.decode(document, type=Report)
-
-
-def table(report: Report, title: str = "") -> Table:
-    """Runs side by side: a row per metric, a column per policy; three policies fit into 80 columns. Metrics
-    that no run knows are left out."""
-    title = title or f"{report.trace.get('name', 'trace')} · {report.mode}"
-    if report.simulated:
-        title += f" · simulated, engine seconds (time scale {report.time_scale:g})"
-    grid = Table(title=title, title_justify="left", min_width=len(title))
-    grid.add_column("")
-    for each in report.runs:
-        grid.add_column(each.policy, justify="right")
-    for name, cells in _rows(report.runs):
-        if any(cells):
-            grid.add_row(name, *cells)
-    return grid
-
-
-def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
-    yield "requests", [str(r.requests) for r in runs]
-    yield "succeeded", [f"{r.success_rate:.1%}" for r in runs]
-    yield "rejected (429)", [str(r.rejected) if r.rejected else "" for r in runs]
-    yield "APC", [_cell(r.apc, "{:.1%}") for r in runs]
-    yield (
-        "ceiling any / intra",
-        [
-            f"{r.apc_ceiling.any:.1%} / {r.apc_ceiling.intra_session:.1%}" if r.apc_ceiling else ""
-            for r in runs
-        ],
-    )
-    for name in ("ttft_s", "tpot_s", "e2e_s", "turn_s"):
-        for q in ("p50", "p90", "p99"):
-            label = f"{name.removesuffix('_s').upper() if name != 'turn_s' else 'turn'} {q}"
-            yield label, [_time(getattr(getattr(r, name), q, UNSET)) for r in runs]
-    yield "output tokens/s", [_cell(r.output_tokens_per_s, "{:.0f}") for r in runs]
-    yield (
-        "hotspot median / max",
-        [
-            f"{_time(r.hotspot.ttft_p90_median_s)} / {_time(r.hotspot.ttft_p90_max_s)}" if r.hotspot else ""
-            for r in runs
-        ],
-    )
-    yield "node-load variance", [_cell(r.node_load_variance, "{:.1f}") for r in runs]
-    yield "interference", [_cell(r.interference, "{:.2f}") for r in runs]
-    yield "wall-clock factor", [_cell(r.wall_clock_factor, "{:.2f}") for r in runs]
-    yield (
-        "stretch p50 / p90",
-        [f"{r.stretch.p50:.2f} / {r.stretch.p90:.2f}" if r.stretch else "" for r in runs],
-    )
-    yield "migrations", [str(r.migrations.total) if r.migrations else "" for r in runs]
-    yield (
-        "scheduling p50 / p99",
-        [
-            f"{r.scheduling_ms.p50:.2f} / {r.scheduling_ms.p99:.2f} ms" if r.scheduling_ms else ""
-            for r in runs
-        ],
-    )
-
-
-def _cell(value: float | UnsetType, form: str) -> str:
-    return "" if isinstance(value, UnsetType) else form.format(value)
-
-
-def _time(seconds: float | UnsetType) -> str:
-    """Three significant digits, in ms below a second."""
-    if isinstance(seconds, UnsetType):
-        return ""
-    if seconds >= 999.5:
-        return f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"

@@ -1,0 +1,44 @@
+"""Reports: what a run measured, as one versioned document (`perilune.report/v1`) and as a table.
+
+    client's results ─▶ Measured ─run─▶ Run ─▶ Report ─▶ encode, table, figures.draw
+
+`document` is the document, `measured` computes one policy's numbers, `columns` puts runs side by side. A
+field that the caller cannot know is absent in the document, never 0 or null; `docs/report.md` describes it
+for readers of the JSON. All seconds are engine seconds: wall seconds × `time_scale` (1 on real hardware).
+"""
+
+from perilune_lab.report.columns import table
+from perilune_lab.report.document import (
+    SCHEMA,
+    Ceiling,
+    Hotspot,
+    Migrations,
+    PerEndpoint,
+    Quantiles,
+    Report,
+    Run,
+    Scheduling,
+    decode,
+    encode,
+    quantiles,
+)
+from perilune_lab.report.measured import SUCCESSOR_TURNS, Measured, run
+
+__all__ = [
+    "SCHEMA",
+    "SUCCESSOR_TURNS",
+    "Ceiling",
+    "Hotspot",
+    "Measured",
+    "Migrations",
+    "PerEndpoint",
+    "Quantiles",
+    "Report",
+    "Run",
+    "Scheduling",
+    "decode",
+    "encode",
+    "quantiles",
+    "run",
+    "table",
+]

@@ -1,0 +1,169 @@
+"""The document `perilune.report/v1`: its fields, and how it is written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from perilune_lab.quantiles import mean, quantile
+
+SCHEMA: Literal["perilune.report/v1"] = "perilune.report/v1"
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Of times in engine seconds, or of a ratio."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    """Best possible APC of the requests that succeeded: an infinite cache."""
+
+    any: float
+    """Whoever computed a prefix."""
+    intra_session: float
+    """Only what the session itself computed."""
+
+
+class Migrations(msgspec.Struct, frozen=True):
+    """Sessions that the gateway moved (a session without affinity does not migrate, it wanders)."""
+
+    total: int
+    per_minute: float
+    per_request: float
+    bytes: int | UnsetType = UNSET
+    """KV moved."""
+    transfer_s: Quantiles | UnsetType = UNSET
+    accuracy: float | UnsetType = UNSET
+    """Share of moves whose session's next 3 turns (fewer at the end of the run) found the target not hot;
+    absent without a move that was followed by a turn."""
+    thrash_rate: float | UnsetType = UNSET
+    """Share of moves that the same session's next move follows within the cooldown."""
+
+
+class Hotspot(msgspec.Struct, frozen=True):
+    """How unequal endpoints are: TTFT p90 of each endpoint, over endpoints."""
+
+    ttft_p90_median_s: float
+    ttft_p90_max_s: float
+    legacy_index: float
+    """max / median; ranks policies the wrong way and is kept for comparison with older reports."""
+
+
+class Scheduling(msgspec.Struct, frozen=True):
+    """The gateway's own time per decision, in wall milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+    by_phase: dict[str, float] | UnsetType = UNSET
+    """Mean per step (`perilune_gateway.metrics.Step`): parse, tokenize, hash, index, policy."""
+
+
+class PerEndpoint(msgspec.Struct, frozen=True):
+    endpoint: str
+    requests: int
+    """Succeeded here."""
+    sessions: int
+    """Distinct sessions that it served."""
+    prompt_tokens: int
+    output_tokens: int
+    apc: float | UnsetType = UNSET
+    ttft_s: Quantiles | UnsetType = UNSET
+
+
+class Run(msgspec.Struct, frozen=True):
+    """One policy on one trace."""
+
+    policy: str
+    requests: int
+    """That ended before the run did."""
+    succeeded: int
+    rejected: int
+    """Answered 429."""
+    success_rate: float
+    apc: float | UnsetType = UNSET
+    """Prompt tokens served from prefix cache / prompt tokens, of requests that succeeded; absent if the
+    server does not tell cached tokens."""
+    apc_ceiling: Ceiling | UnsetType = UNSET
+    ttft_s: Quantiles | UnsetType = UNSET
+    """First token − submit, at the client."""
+    tpot_s: Quantiles | UnsetType = UNSET
+    """(last − first token) / (tokens − 1), over requests with at least two tokens."""
+    itl_s: Quantiles | UnsetType = UNSET
+    """Gaps between arrivals of text, pooled; a server that coalesces tokens makes them longer."""
+    e2e_s: Quantiles | UnsetType = UNSET
+    """Last token − submit."""
+    turn_s: Quantiles | UnsetType = UNSET
+    """End of the answer − when the turn was due: E2E plus waiting for a free place at the client."""
+    output_tokens_per_s: float | UnsetType = UNSET
+    migrations: Migrations | UnsetType = UNSET
+    hotspot: Hotspot | UnsetType = UNSET
+    interference: float | UnsetType = UNSET
+    """Mean of TPOT / TPOT alone at that context, by the engine model."""
+    node_load_variance: float | UnsetType = UNSET
+    """Variance over endpoints of the queue length (running + waiting), averaged over samples in time."""
+    wall_clock_factor: float | UnsetType = UNSET
+    """Makespan / ideal makespan (every turn alone, perfect intra-session cache, recorded gaps); absent when
+    the run was cut by time or played open loop."""
+    wall_clock_factor_legacy: float | UnsetType = UNSET
+    """Makespan / the trace's own span."""
+    stretch: Quantiles | UnsetType = UNSET
+    """Per session: duration / ideal duration, over its turns that were played."""
+    scheduling_ms: Scheduling | UnsetType = UNSET
+    per_endpoint: tuple[PerEndpoint, ...] | UnsetType = UNSET
+    rate: float | UnsetType = UNSET
+    """Load: sessions per second of generated traffic, times as fast as recorded for a trace file."""
+    seeds: tuple[int, ...] | UnsetType = UNSET
+    """That the numbers are means over; counts are sums."""
+    intervals: dict[str, tuple[float, float]] | UnsetType = UNSET
+    """95 % of the mean over seeds, by bootstrap; keys are paths like `ttft_s.p90`."""
+    floor_ttft_s: Quantiles | UnsetType = UNSET
+    """TTFT if every turn were alone, its session's prefix cached."""
+    regret: float | UnsetType = UNSET
+    """TTFT p90 / its floor."""
+    preemptions: int | UnsetType = UNSET
+    """Sequences that an engine interrupted for want of KV room."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The document."""
+
+    schema: Literal["perilune.report/v1"] = SCHEMA
+    simulated: bool
+    """The times come from a model of an engine, not from an engine."""
+    mode: str
+    """thinktime, timestamps or max (see `traces.model.Mode`)."""
+    endpoints: int | UnsetType = UNSET
+    """That the load was spread over; absent if nobody knows."""
+    time_scale: float
+    """Engine seconds per wall second."""
+    trace: dict[str, Any]
+    """Name, requests, sessions and the parameters that it was made with."""
+    runs: tuple[Run, ...]
+
+
+def quantiles(values: Iterable[float]) -> Quantiles | UnsetType:
+    """UNSET without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return UNSET
+    p50, p90, p95, p99 = (quantile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99))
+    return Quantiles(mean(ordered), p50, p90, p95, p99)
+
+
+def encode(report: Report) -> bytes:
+    """Indented JSON, ending with a newline."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def decode(document: bytes) -> Report:
+    """Raises msgspec.ValidationError with the path of what is wrong."""
+    return msgspec.json.decode(document, type=Report)
