@@ -8,7 +8,8 @@ changed. Speeds and links start wrong by the faults' beliefs and are corrected b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -24,6 +25,7 @@ from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import Hardware
 
 _LINK_S = 5.0
+_POOL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -73,19 +75,26 @@ class Beliefs:
         self.moved_s = [-inf] * n
         self.ready = [True] * n
         self.calibration = Calibration()
-        self._model = hardware.engine.scaled(faults.engine_belief)
+        self.uncorrected = hardware.engine.scaled(faults.engine_belief)
+        """The model before anything was observed."""
         self._bandwidth = [
             hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief
             for level in Level
         ]
         self._fabric = fabric
-        self.models = [self._model] * n
+        self.models = [self.uncorrected] * n
         """As believed of each endpoint, and corrected by what was observed."""
         self.ttft_ratio = [1.0] * n
+        self.unseen = set(range(n))
+        """Nothing was observed of them: they are believed to be like the pool."""
+        self._pool_ratio = 1.0
+        self._all_due_s = 0.0
         self._links: list[dict[str, tuple[float, Link]]] = [{} for _ in range(n)]
         """Per target, by source: valid until, link."""
         self._prefilled_s = [0.0] * n
         self._loads: list[Load | None] = [None] * n
+        self.changed = set(range(n))
+        """Endpoints whose load, speed or readiness changed since somebody last cleared this."""
         self._metrics = [(0, 0, 0.0)] * n
         self._metrics_s = 0.0
         self._interval_s = interval_s(n)
@@ -141,13 +150,25 @@ class Beliefs:
                 links[address] = entry[1]
         return links
 
+    @contextmanager
+    def peeking(self) -> Iterator[None]:
+        """What is read meanwhile leaves no trace (what was read is otherwise kept until it changes)."""
+        loads, links = self._loads[:], [known.copy() for known in self._links]
+        yield
+        self._loads, self._links = loads, links
+
     # -- requests ----------------------------------------------------------------------------------
+
+    def _touch(self, e: int) -> None:
+        """Something about it has changed."""
+        self._loads[e] = None
+        self.changed.add(e)
 
     def start(self, e: int, context_tokens: int) -> None:
         """A request goes there."""
         self.in_flight[e] += 1
         self.context_tokens[e] += context_tokens
-        self._loads[e] = None
+        self._touch(e)
 
     def prefill_starts(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
         """Its prefill runs there; nowhere yet: e < 0."""
@@ -156,7 +177,7 @@ class Beliefs:
         self.pending_tokens[e] += uncached_tokens
         self.pending_s[e] += prefill_s
         self.prefilling[e] += uncached_tokens > 0
-        self._loads[e] = None
+        self._touch(e)
 
     def prefill_done(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
         if e < 0:
@@ -164,7 +185,7 @@ class Beliefs:
         self.pending_tokens[e] -= uncached_tokens
         self.pending_s[e] -= prefill_s
         self.prefilling[e] -= uncached_tokens > 0
-        self._loads[e] = None
+        self._touch(e)
 
     def finish(self, e: int, context_tokens: int, decoded_s: float) -> None:
         """After `prefill_done`. `decoded_s`: first token to last; 0: unknown."""
@@ -174,7 +195,7 @@ class Beliefs:
             self.pending_s[e] = 0.0
         if decoded_s > 0:
             self.calibration.decoded(self.endpoints[e].address, decoded_s)
-        self._loads[e] = None
+        self._touch(e)
 
     def bind(self, session: Session, e: int, now: float) -> None:
         """The session's host is `e`; leaving another one is a move."""
@@ -182,17 +203,17 @@ class Beliefs:
             return
         if session.host >= 0:
             self.bound[session.host] -= 1
-            self._loads[session.host] = None
+            self._touch(session.host)
             session.moved_s = now
         session.host = e
         self.bound[e] += 1
-        self._loads[e] = None
+        self._touch(e)
 
     def unbind(self, session: Session) -> None:
         """The session is over."""
         if session.host >= 0:
             self.bound[session.host] -= 1
-            self._loads[session.host] = None
+            self._touch(session.host)
             session.host = -1
 
     def moved(self, source: int, target: int, now: float) -> None:
@@ -202,6 +223,7 @@ class Beliefs:
         """A connection to it failed."""
         self.ready[e] = False
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
+        self._touch(e)
 
     def observe_prefill(self, sequence: Sequence, now: float) -> None:
         """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the
@@ -209,22 +231,47 @@ class Beliefs:
         e, new = sequence.endpoint, sequence.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
         alone_s = now - max(sequence.submitted_s, before)
-        expected_s = self._model.prefill_s(new, max(0, sequence.prompt_tokens - new))
+        expected_s = self.uncorrected.prefill_s(new, max(0, sequence.prompt_tokens - new))
         address, know = self.endpoints[e].address, self.calibration
         if sequence.source >= 0:
             if before < sequence.submitted_s:
                 source = self.endpoints[sequence.source].address
                 bandwidth = self._bandwidth[self._fabric.level(sequence.source, e)]
                 rest_s = expected_s * know.prefill_ratio(address, now)
-                rest_s += self._model.request_overhead_s(sequence.prompt_tokens)
-                pull_s = self._model.transfer_s(sequence.moved_tokens, bandwidth)
+                rest_s += self.uncorrected.request_overhead_s(sequence.prompt_tokens)
+                pull_s = self.uncorrected.transfer_s(sequence.moved_tokens, bandwidth)
                 know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
                 for links in self._links:
                     links.pop(source, None)
         elif expected_s >= TELLING_PREFILL_S:
             know.prefill(address, alone_s, expected_s, now)
             know.ttft(address, now - sequence.submitted_s, sequence.expected_ttft_s, now)
-            self.ttft_ratio[e] = know.ttft_ratio(address, now)
-            ratio = round(know.prefill_ratio(address, now), 2)
-            if self.models[e].scale != self._model.scale * ratio:
-                self.models[e] = self._model.scaled(ratio)
+            self._learned(e, now)
+
+    def _learned(self, e: int, now: float) -> None:
+        """Something was observed of `e`. What is believed of the pool has changed with it, on which all
+        others lean: those of which nothing is known at once, the rest every few seconds."""
+        know, n = self.calibration, len(self.endpoints)
+        self.unseen.discard(e)
+        self.changed.add(e)
+        pool = (round(know.prefill_ratio("", now), 2), know.ttft_ratio("", now))
+        if now >= self._all_due_s:
+            self._all_due_s = now + _POOL_S
+            for i in range(n):
+                self._read(i, now)
+            return
+        self._read(e, now)
+        if pool[0] != self._pool_ratio:
+            self._pool_ratio = pool[0]
+            model = self.uncorrected.scaled(pool[0])
+            for i in self.unseen:
+                self.models[i], self.ttft_ratio[i] = model, pool[1]
+
+    def _read(self, e: int, now: float) -> None:
+        address, know = self.endpoints[e].address, self.calibration
+        self.ttft_ratio[e] = know.ttft_ratio(address, now)
+        ratio = round(know.prefill_ratio(address, now), 2)
+        if self.models[e].scale != self.uncorrected.scale * ratio:
+            self.models[e] = self.uncorrected.scaled(ratio)
+            if e not in self.unseen:
+                self.changed.add(e)

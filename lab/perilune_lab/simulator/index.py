@@ -8,6 +8,7 @@ holds it against the gateway's own index.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from perilune_lab.simulator.runs import Runs
 
@@ -104,6 +105,14 @@ class RunIndex:
             if start[r] == 0:
                 break
         return {endpoint: tokens for endpoint, tokens in found.items() if tokens}
+
+    def common(self, run: int, most: int) -> Collection[int]:
+        """Who holds something of the last run on the way that more than `most` hold."""
+        for r in reversed(self._runs.chain[run]):
+            holders = self._held.get(r)
+            if holders and len(holders) > most:
+                return holders
+        return ()
 
     def of(self, endpoint: int, run: int, depth: int, now: float) -> int:
         """Leading tokens that one endpoint holds."""

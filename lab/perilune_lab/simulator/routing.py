@@ -2,19 +2,25 @@
 
 For every submission: what each endpoint holds of the prompt (session-run index) and has to do (beliefs)
 become the `RequestView` and `Candidate`s that the production policies read; the same admission checks run;
-the decision is recorded. In a large fleet a policy sees a shortlist: every holder of the prefix, the
-session's host, and the `_SHORTLIST` least loaded.
+the decision is recorded.
+
+In a large fleet a policy sees a shortlist (see `shortlist`). Every `_AUDIT_EVERY`-th of its choices is
+checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
+that choose blindly see everybody, as a shortlist would change what they do.
 """
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
+from time import thread_time
+from typing import TypeVar
 
-from perilune_api.pool import Limits, Migration, MoveTrigger, PolicyParams
+from perilune_api.pool import Limits, Migration, MoveTrigger, PolicyParams, Role
 from perilune_gateway import admission
 from perilune_gateway.gather import MAX_LOCATIONS
 from perilune_gateway.migration import Move
@@ -36,12 +42,15 @@ from perilune_lab.simulator.engine import Sequence, Store
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.index import RunIndex
 from perilune_lab.simulator.moving import Moving
+from perilune_lab.simulator.shortlist import Shortlist
 
 CLAIM_TTL_S = 120.0
-_SHORTLIST = 32
-_FASTEST = 8
-"""Of the least loaded, those believed to be the fastest: they are in the shortlist too."""
+_AUDIT_EVERY = 50
+_BLIND = frozenset({"power_of_two", "random", "round_robin"})
+_WIDELY_HELD = 32
+"""Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
 _NOTHING = Overlap()
+_T = TypeVar("_T")
 
 
 PLANNER = "+planner"
@@ -84,6 +93,25 @@ class Seen:
     shortlisted: int = 0
     refused: int = 0
     by_reason: dict[str, int] = field(default_factory=dict)
+    decision_s: array[float] = field(default_factory=lambda: array("d"))
+    """CPU seconds of each decision in a large fleet, from facts to choice."""
+    audited: int = 0
+    """Choices from a shortlist that were made again from all endpoints."""
+    agreed: int = 0
+    """Of them, those that a look at all would have made too."""
+
+
+class _Dice(Random):
+    """Remembers among which equals it drew last."""
+
+    def __init__(self, like: Random) -> None:
+        super().__init__()
+        self.setstate(like.getstate())
+        self.equals: SequenceOf[object] = ()
+
+    def choice(self, seq: SequenceOf[_T]) -> _T:  # type: ignore[override]  # named as Random names it
+        self.equals = seq
+        return super().choice(seq)
 
 
 class Gateway:
@@ -112,9 +140,12 @@ class Gateway:
         self._block = block_tokens
         self._hot: dict[int, _Hotness] = {}
         n = len(beliefs.endpoints)
-        self._large = n > setting.shortlist_above
+        together = all(e.role is Role.BOTH for e in beliefs.endpoints)
+        self._large = n > setting.shortlist_above and together
+        self._shorten = self._large and setting.policy_name not in _BLIND
         self._everyone = range(n)
         self.prefill_queue = 0
+        self._shortlist = Shortlist(beliefs, setting.params)
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
     def route(self, sequence: Sequence, now: float) -> Decision | Refusal:
@@ -123,13 +154,17 @@ class Gateway:
         task, b = sequence.task, self.beliefs
         self.index.catch_up(now)
         b.scrape(now)
+        began = thread_time() if self._large else 0.0
         session = self.sessions[task.session]
         tokens, overlaps, source = self._prompt(sequence, session, now)
         stored = self._stored(sequence) if self._store else 0
         hotness = self._hot.get(task.run)
         prefix = self._prefix(overlaps, hotness, now)
         offer = self.moves.offer(sequence, session, prefix.tokens, now) if self.moves.on else None
-        candidates = self._candidates(tokens, overlaps, prefix, stored, session, offer, now)
+        numbers: SequenceOf[int] = self._everyone
+        if self._shorten:
+            numbers, overlaps = self._few(sequence, overlaps, session, offer, now)
+        candidates = self._candidates(tokens, overlaps, prefix, stored, numbers, now)
         if not candidates:
             self.seen.refused += 1
             return admission.nobody(admission.Wanted(), {})
@@ -151,7 +186,16 @@ class Gateway:
             block_size=self._block,
             prefill_queue=self.prefill_queue,
         )
+        audit = self._shorten and self.seen.decisions % _AUDIT_EVERY == 0
+        dice = _Dice(self._rng) if audit else self._rng
         verdict = self.policy(view, candidates, self.setting.params, self._rng)
+        if self._large:
+            self.seen.decision_s.append(thread_time() - began)
+        if isinstance(dice, _Dice) and isinstance(verdict, Decision):
+            whole = self._prompt(sequence, session, now, widely=True)[1]
+            with b.peeking():
+                everyone = self._candidates(tokens, whole, prefix, stored, self._everyone, now)
+            self._compare(verdict, self.policy(view, everyone, self.setting.params, dice), dice)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
             limits = self.setting.limits
@@ -171,14 +215,49 @@ class Gateway:
 
     # -- facts -------------------------------------------------------------------------------------
 
+    def _few(
+        self,
+        sequence: Sequence,
+        overlaps: dict[int, int],
+        session: Session,
+        offer: Move | None,
+        now: float,
+    ) -> tuple[list[int], dict[int, int]]:
+        """The shortlist, and what each of it holds of the prompt."""
+        others = [session.host] if session.host >= 0 else []
+        if offer:
+            others.append(self.beliefs.number[offer.target])
+        common = self.index.common(sequence.run, _WIDELY_HELD)
+        numbers = self._shortlist.of(overlaps, others, common, now)
+        self.seen.shortlisted += 1
+        if self._faults.token_error:
+            return numbers, overlaps
+        run, depth, block = sequence.run, sequence.prompt_tokens, self._block
+        most = (depth - 1) // block * block
+        held = {e: self.index.of(e, run, depth, now) // block * block for e in numbers if e not in overlaps}
+        return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
+
+    def _compare(self, verdict: Decision, whole: object, dice: _Dice) -> None:
+        """The choice from the shortlist with the one from all: the same endpoint, or one among which it was
+        drawn."""
+        assert isinstance(whole, Decision), "more candidates to choose from, and none chosen"
+        equals = [c.address for c in dice.equals if isinstance(c, Candidate)]
+        self.seen.audited += 1
+        self.seen.agreed += verdict.target == whole.target or (
+            whole.target in equals and verdict.target in equals
+        )
+
     def _prompt(
-        self, sequence: Sequence, session: Session, now: float
+        self, sequence: Sequence, session: Session, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
-        """Tokens of the prompt, and who holds how many of them, as the gateway knows."""
+        """Tokens of the prompt, and who holds how many of them, as the gateway knows. `widely`: also what
+        nearly everybody holds."""
         depth = sequence.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block
-            held = self.index.match(sequence.run, depth, now, _SHORTLIST if self._large else 1 << 30)
+            held = self.index.match(
+                sequence.run, depth, now, _WIDELY_HELD if self._shorten and not widely else 1 << 30
+            )
             block = self._block
             return depth, {e: min(t // block * block, most) for e, t in held.items()}, TokenSource.LOCAL
         error = Random(sequence.task.session).uniform(-1.0, 1.0) * self._faults.token_error
@@ -216,12 +295,10 @@ class Gateway:
         overlaps: Mapping[int, int],
         prefix: Prefix,
         stored: int,
-        session: Session,
-        offer: Move | None,
+        numbers: SequenceOf[int],
         now: float,
     ) -> list[Candidate]:
         b = self.beliefs
-        numbers = self._shortlist(overlaps, session, offer) if self._large else self._everyone
         locations, know = prefix.locations, b.calibration
         candidates = []
         nothing = Overlap(0, 0, stored) if stored else _NOTHING
@@ -245,23 +322,6 @@ class Gateway:
                 )
             )
         return candidates
-
-    def _shortlist(self, overlaps: Mapping[int, int], session: Session, offer: Move | None) -> list[int]:
-        b = self.beliefs
-        pending, in_flight, bound, models = b.pending_tokens, b.in_flight, b.bound, b.models
-        least = heapq.nsmallest(
-            _SHORTLIST, self._everyone, key=lambda e: (pending[e], in_flight[e], bound[e])
-        )
-        fastest = heapq.nsmallest(
-            _FASTEST, self._everyone, key=lambda e: (pending[e], models[e].scale, in_flight[e])
-        )
-        chosen = {*least, *fastest, *overlaps}
-        if session.host >= 0:
-            chosen.add(session.host)
-        if offer:
-            chosen.add(b.number[offer.target])
-        self.seen.shortlisted += 1
-        return sorted(chosen)
 
     # -- record ------------------------------------------------------------------------------------
 
