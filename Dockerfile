@@ -26,8 +26,6 @@ RUN command -v python3 >/dev/null || { \
       && rm -rf /var/lib/apt/lists/*; }
 COPY --from=build /opt/perilune /opt/perilune
 ENV PATH=/opt/perilune/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-# kopf asks for the user's name, and no passwd file knows ours
-ENV USER=perilune
 USER 65532:65532
 WORKDIR /tmp
 CMD ["perilune-operator"]

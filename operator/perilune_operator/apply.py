@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 HASH = "perilune.dev/hash"
 SETTLE_S = 3.0
 """How long an object that we wrote may be missing from the watch."""
-REQUESTS_AT_ONCE = 16
+REQUESTS_AT_ONCE = 8
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
 """They name objects of the first: a binding is refused without its role, pods without their account."""
 

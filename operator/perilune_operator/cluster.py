@@ -2,6 +2,9 @@
 
 Watched with our own labels as selector at the server: by kopf's handlers, which select at the client, every
 ConfigMap and pod of the cluster would pass through us. Each change names the pool that it concerns.
+
+Changes of one kind are taken in together, SETTLE_S after the first: looking through a thousand pods for each
+event of a burst would cost more than everything else.
 """
 
 import asyncio
@@ -16,6 +19,7 @@ from perilune_operator.render import network
 log = logging.getLogger(__name__)
 
 DISCOVER_S = 20.0
+SETTLE_S = 0.05
 KINDS: dict[str, str] = {
     "ConfigMap": "v1",
     "Service": "v1",
@@ -60,6 +64,8 @@ class Cluster:
         self._by_pool: dict[str, dict[PoolName, list[Object]]] = {}
         self.kinds: frozenset[str] = frozenset()
         self._discovered = False
+        self._due: dict[str, dict[str, Object]] = {}
+        """By kind: changed, and not looked at yet."""
 
     @property
     def synced(self) -> bool:
@@ -118,9 +124,17 @@ class Cluster:
         scope = f"/namespaces/{self._namespace}" if self._namespace else ""
 
         def take(objects: dict[str, Object]) -> None:
-            self._take(api, kind, objects)
+            if kind not in self._objects:
+                self._take(api, kind, objects)
+                return
+            if kind not in self._due:
+                asyncio.get_running_loop().call_later(SETTLE_S, self._take_due, api, kind)
+            self._due[kind] = objects
 
         await kube.follow(self._client, f"{root}{scope}/{plural}", take, {"labelSelector": selector})
+
+    def _take_due(self, api: str, kind: str) -> None:
+        self._take(api, kind, self._due.pop(kind))
 
     def _take(self, api: str, kind: str, objects: dict[str, Object]) -> None:
         old, first = self._objects.get(kind, {}), kind not in self._objects

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
 
 class Metrics:
     """What workers report, and what a scrape reads."""
@@ -17,7 +19,13 @@ class Metrics:
             "perilune_operator_round_seconds",
             "How long a round took.",
             registry=registry,
-            buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+            buckets=BUCKETS_S,
+        )
+        self._reaction = Histogram(
+            "perilune_operator_reaction_seconds",
+            "From the first event that woke a pool to the end of its round.",
+            registry=registry,
+            buckets=BUCKETS_S,
         )
         self._writes = Counter(
             "perilune_operator_writes",
@@ -29,9 +37,10 @@ class Metrics:
         leader = Gauge("perilune_operator_leader", "1: this replica acts.", registry=registry)
         leader.set_function(lambda: float(leads_s() > 0))
 
-    def round(self, outcome: str, seconds: float) -> None:
+    def round(self, outcome: str, seconds: float, reaction_s: float) -> None:
         self._rounds.labels(outcome).inc()
         self._seconds.observe(seconds)
+        self._reaction.observe(reaction_s)
 
     def wrote(self, method: str, kind: str) -> None:
         self._writes.labels(method, kind).inc()

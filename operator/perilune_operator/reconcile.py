@@ -2,6 +2,9 @@
 
     wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ apply objects ─▶ prune ─▶ status ─▶ events
 
+What gateways say of themselves (sessions, hit ratio) is read beside that, by a task of each pool's own: a
+round waits for nobody but the API server.
+
 Level-triggered: an event only wakes. A worker that fails waits twice as long each time, up to half a minute.
 Only the leader writes; the others keep their copies warm.
 """
@@ -12,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -33,9 +37,11 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
-ROUNDS_AT_ONCE = 4
+ROUNDS_AT_ONCE = 2
 """A new leader looks at every pool: a few at a time, so that none of them waits for all the others."""
 STATS_TIMEOUT_S = 1.0
+FIRST_STATS_S = 5.0
+"""Between two tries, until a gateway has answered."""
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 
@@ -43,11 +49,16 @@ _HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 @dataclass(slots=True)
 class _Worker:
     body: Object
-    task: asyncio.Task[None] | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: tuple[asyncio.Task[None], ...] = ()
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    woken_at: float = inf
+    """By the first event since the last round began."""
     stats: GatewayStats | None = None
-    stats_at: float = float("-inf")
     failures: int = 0
+
+    def wake(self, now: float) -> None:
+        self.woken_at = min(self.woken_at, now)
+        self.awake.set()
 
 
 class Reconciler:
@@ -84,15 +95,18 @@ class Reconciler:
         worker = self._workers.get(name)
         if worker is None:
             worker = self._workers[name] = _Worker(body)
-            worker.task = asyncio.create_task(self._work(name, worker))
+            worker.tasks = (
+                asyncio.create_task(self._work(name, worker)),
+                asyncio.create_task(self._follow_stats(name, worker)),
+            )
             self._metrics.pools.set(len(self._workers))
         worker.body = _newest(worker.body, body)
-        worker.wake.set()
+        worker.wake(self._clock())
 
     def pool_gone(self, namespace: str, name: str) -> None:
         worker = self._workers.pop((namespace, name), None)
-        if worker is not None and worker.task is not None:
-            worker.task.cancel()
+        for task in worker.tasks if worker is not None else ():
+            task.cancel()
         self._applier.forget(namespace, name)
         self._metrics.pools.set(len(self._workers))
 
@@ -106,10 +120,10 @@ class Reconciler:
         """Have a look at one pool, or at all."""
         for name, worker in self._workers.items():
             if pool in (None, name, (name[0], "")):
-                worker.wake.set()
+                worker.wake(self._clock())
 
     async def close(self) -> None:
-        tasks = [worker.task for worker in self._workers.values() if worker.task is not None]
+        tasks = [task for worker in self._workers.values() for task in worker.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -124,13 +138,13 @@ class Reconciler:
         while True:
             try:
                 async with asyncio.timeout(again_in):
-                    await worker.wake.wait()
+                    await worker.awake.wait()
             except TimeoutError:
                 pass
             await asyncio.sleep(COALESCE_S)
-            worker.wake.clear()
             again_in = STATS_S
             if self._fence.remaining_s() <= 0 or not self.cluster.synced:
+                worker.awake.clear()
                 continue
             async with self._turns:
                 again_in = await self._turn(name, worker)
@@ -138,6 +152,8 @@ class Reconciler:
     async def _turn(self, name: PoolName, worker: _Worker) -> float:
         """One round, whatever becomes of it; seconds until the next."""
         began, again_in = self._clock(), STATS_S
+        woken_at, worker.woken_at = min(worker.woken_at, began), inf
+        worker.awake.clear()
         outcome = "failed"
         try:
             again_in = await self._round(name, worker)
@@ -150,7 +166,8 @@ class Reconciler:
         except Exception:  # a bug of ours: said loudly, and no other pool's business
             log.exception("round broken pool=%s/%s", *name)
             again_in = self._pause(worker)
-        self._metrics.round(outcome, self._clock() - began)
+        ended = self._clock()
+        self._metrics.round(outcome, ended - began, ended - woken_at)
         return again_in
 
     def _pause(self, worker: _Worker) -> float:
@@ -164,7 +181,6 @@ class Reconciler:
             return STATS_S  # garbage collection does the rest
         namespace, pool_name = name
         pool = Pool(namespace, pool_name, body["metadata"]["uid"])
-        await self._read_stats(name, worker)
         observed = self._observe(name, worker)
         made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
         said, again_in = made.status, made.again_in
@@ -185,9 +201,12 @@ class Reconciler:
         if written is not None:  # or the next round might find the old status, and tell it all again
             worker.body = _newest(worker.body, written)
         stamp = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        for i, condition in enumerate(status.changed(observed.status, said)):
+        news = status.changed(observed.status, said)
+        for condition in news:
             log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
-            await self._applier.event(pool, condition, stamp, int(now * 1e6) + i)
+        await asyncio.gather(
+            *(self._applier.event(pool, c, stamp, int(now * 1e6) + i) for i, c in enumerate(news))
+        )
         return again_in
 
     def _observe(self, name: PoolName, worker: _Worker) -> Observed:
@@ -203,12 +222,17 @@ class Reconciler:
             worker.stats,
         )
 
-    async def _read_stats(self, name: PoolName, worker: _Worker) -> None:
+    async def _follow_stats(self, name: PoolName, worker: _Worker) -> None:
         """Sessions and hit ratio from the gateways, every STATS_S; what cannot be read is left out."""
-        now = self._clock()
-        if now - worker.stats_at < STATS_S:
-            return
-        worker.stats_at = now
+        while True:
+            if self._fence.remaining_s() > 0:
+                told = await self._read_stats(name)
+                if told != worker.stats:
+                    worker.stats = told
+                    worker.wake(self._clock())
+            await asyncio.sleep(STATS_S if worker.stats is not None else FIRST_STATS_S)
+
+    async def _read_stats(self, name: PoolName) -> GatewayStats | None:
         if self._http is None:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=STATS_TIMEOUT_S))
         sessions, hits = 0, []
@@ -219,9 +243,8 @@ class Reconciler:
                 sessions += int(float(found[1]))
             if found := _HITS.search(text):
                 hits.append(float(found[1]))
-        known = any(answers)
         ratio = sum(hits) / len(hits) if hits else None
-        worker.stats = GatewayStats(sessions, ratio) if known else None
+        return GatewayStats(sessions, ratio) if any(answers) else None
 
     async def _metrics_of(self, ip: str) -> str:
         assert self._http is not None

@@ -22,7 +22,8 @@ from perilune_operator.rollout import Drain
 
 _STRIP = (
     "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
-    f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
+    f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint: see the chart's notes "
+    "(helm get notes)."
 )
 Truth = Literal["True", "False", "Unknown"]
 MOST_NAMES = 5
@@ -124,9 +125,11 @@ def stamp(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[Status
 
 
 def changed(old: Object, new: InferencePoolStatus) -> list[StatusCondition]:
-    """Conditions whose status or reason is another than before: each is worth one event."""
+    """Conditions whose status or reason is another than before: each is worth one event. Of a new pool's,
+    only whether it is accepted: that nothing is there yet is no news."""
     before = {c["type"]: (c["status"], c["reason"]) for c in old.get("conditions") or ()}
-    return [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
+    news = [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
+    return [c for c in news if before or c.type is Condition.ACCEPTED]
 
 
 def _topology(pool: Context) -> Fact:

@@ -4,27 +4,21 @@ Pods never run, so readiness is written by hand.
 """
 
 import asyncio
-import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from math import nan
 from random import Random
 from typing import Any
 
-import aiohttp
 import pytest
+from operator_process import Operator
 
 from perilune_api.kube import APPLY, MERGE, ApiError, Client
 from perilune_api.pool import parse
 
 Object = dict[str, Any]
 PATIENCE_S = 40.0
-LEASE_S = 3
 NOT_OURS = {"kube-root-ca.crt", "perilune-operator"}
 """What a namespace of these tests has without any pool."""
 
@@ -62,61 +56,6 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
             said = error
         assert time.monotonic() < end, said
         await asyncio.sleep(0.1)
-
-
-class Operator:
-    """One process."""
-
-    def __init__(self, api_server: Any, namespace: str, name: str = "one") -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = int(sock.getsockname()[1])
-        self.name = name
-        self.log = api_server.folder / f"operator-{namespace}-{name}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "perilune_operator.main"),
-                    f"--namespace={namespace}",
-                    f"--own-namespace={namespace}",
-                    f"--identity={name}",
-                    f"--listen=127.0.0.1:{self.port}",
-                    f"--lease-seconds={LEASE_S}",
-                ],
-                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig("operator-token"))},
-                stdout=log,
-                stderr=log,
-            )
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        return self.process.wait(20)
-
-    async def metric(self, pattern: str) -> float:
-        """Sum of the samples that match; not a number while it does not listen."""
-        try:
-            async with (
-                aiohttp.ClientSession() as http,
-                http.get(f"http://127.0.0.1:{self.port}/metrics") as answer,
-            ):
-                text = await answer.text()
-        except aiohttp.ClientError:
-            return nan
-        return sum(float(n) for n in re.findall(rf"^{pattern}(?:{{.*}})? (\S+)", text, re.M))
-
-    async def writes(self) -> float:
-        return await self.metric("perilune_operator_writes_total")
-
-    async def status(self, path: str) -> int:
-        try:
-            async with (
-                aiohttp.ClientSession() as http,
-                http.get(f"http://127.0.0.1:{self.port}{path}") as answer,
-            ):
-                return answer.status
-        except aiohttp.ClientError:
-            return 0
 
 
 @pytest.fixture

@@ -1,0 +1,185 @@
+"""The operator with 50 pools of 20 pods: how long rounds take, what is written, how much memory it needs.
+
+Real etcd, API server, controller manager and scheduler; kwok plays nodes and kubelets. Times depend on the
+machine, which all of these share; so the time of one small write of a bystander is printed beside. Writes and
+memory do not. `python tests/bench/bench_operator.py` too.
+"""
+
+import asyncio
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import CHART, ApiServer, grant, started
+from operator_process import Operator
+
+from perilune_api.kube import MERGE, Client
+
+Object = dict[str, Any]
+POOLS, ENGINES, NODES = 50, 19, 50
+NAMESPACE = "bench"
+WHERE = f"/apis/perilune.dev/v1alpha1/namespaces/{NAMESPACE}/inferencepools"
+IDLE_S = 35.0
+"""Longer than the operator sleeps between two looks at a pool that nobody touches."""
+
+
+def quantile(text: str, name: str, share: float) -> float:
+    """Seconds, from a histogram's buckets, linear within one."""
+    found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)', text, re.M)
+    buckets = [(float(edge), float(count)) for edge, count in found]
+    wanted, below, edge = share * buckets[-1][1], 0.0, 0.0
+    for upper, count in buckets:
+        if count >= wanted:
+            return edge + (upper - edge) * (wanted - below) / max(1.0, count - below)
+        below, edge = count, upper
+    return edge
+
+
+def pool(name: str) -> Object:
+    return {
+        "apiVersion": "perilune.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"name": name},
+            "replicas": ENGINES,
+            "engine": {"kind": "simulated", "resources": {"requests": {"cpu": "10m"}}},
+            "gateway": {"resources": {"requests": {"cpu": "10m"}}},
+            "rollout": {"sessionSeconds": 0},
+        },
+    }
+
+
+async def until(client: Client, true: Callable[[list[Object]], bool], patience_s: float = 300.0) -> None:
+    """Of all pools."""
+    end = time.monotonic() + patience_s
+    while True:
+        items = (await client.request("GET", WHERE))["items"]
+        if true(items):
+            return
+        assert time.monotonic() < end, [p.get("status", {}).get("ready") for p in items]
+        await asyncio.sleep(0.5)
+
+
+def serve(items: list[Object], ready: str) -> bool:
+    """Every pool says so, and that nothing is on its way."""
+    told = [
+        (p["status"].get("ready"), {c["type"]: c["status"] for c in p["status"].get("conditions", ())})
+        for p in items
+        if "status" in p
+    ]
+    return len(told) == POOLS and all(r == ready and c.get("Progressing") == "False" for r, c in told)
+
+
+@asynccontextmanager
+async def cluster(server: ApiServer) -> AsyncIterator[Client]:
+    client = Client(server.access)
+    try:
+        await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
+        rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
+        await grant(client, NAMESPACE, "Role", rules)
+        room = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+        for i in range(NODES):
+            labels = {"topology.kubernetes.io/rack": f"r{i // 4}"}
+            node = {"metadata": {"name": f"n{i}", "labels": labels}}
+            await client.request("POST", "/api/v1/nodes", node)
+            status = {"status": {"capacity": room, "allocatable": room}}
+            await client.request("PATCH", f"/api/v1/nodes/n{i}/status", status, content_type=MERGE)
+            await client.request(
+                "PATCH", f"/api/v1/nodes/n{i}", {"spec": {"taints": None}}, content_type=MERGE
+            )
+        yield client
+    finally:
+        await client.close()
+
+
+async def measure(server: ApiServer) -> None:
+    operator = Operator(server, NAMESPACE)
+    try:
+        async with cluster(server) as client:
+            async with asyncio.timeout(60):
+                while await operator.status("/readyz") != 200:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.1)
+            began = time.monotonic()
+            took_s: list[float] = []
+            bystander = asyncio.create_task(write_now_and_then(client, took_s))
+            await asyncio.gather(*(client.request("POST", WHERE, pool(f"p{i}")) for i in range(POOLS)))
+            await until(client, lambda items: serve(items, f"{ENGINES}/{ENGINES}"))
+            seconds = time.monotonic() - began
+            bystander.cancel()
+            print(f"\n{POOLS} pools, {POOLS * (ENGINES + 1)} pods: all ready after {seconds:.0f} s")
+            await report(operator, "created all at once")
+            p50, p99 = (sorted(took_s)[int(share * len(took_s))] for share in (0.5, 0.99))
+            print(f"  one write of a bystander meanwhile: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
+
+            await asyncio.sleep(2.0)  # the last events
+            rounds, writes = await rounds_of(operator), await operator.writes()
+            await asyncio.sleep(IDLE_S)
+            more = await rounds_of(operator) - rounds
+            made = await operator.writes() - writes
+            print(f"nothing changes for {IDLE_S:.0f} s: {more:.0f} rounds, {made:.0f} writes")
+
+            writes = await operator.writes()
+            change = {"spec": {"replicas": ENGINES + 1}}
+            for i in range(10):
+                await client.request("PATCH", f"{WHERE}/p{i}", change, content_type=MERGE)
+            wanted = f"{ENGINES + 1}/{ENGINES + 1}"
+            await until(client, lambda items: sum(p["status"]["ready"] == wanted for p in items) == 10)
+            await asyncio.sleep(2.0)
+            made = await operator.writes() - writes
+            print(f"10 pools get one more engine: {made:.0f} writes, {made / 10:.1f} each")
+            await report(operator, "in all")
+    finally:
+        operator.stop()
+
+
+async def write_now_and_then(client: Client, took_s: list[float]) -> None:
+    """Like the operator's, one at a time."""
+    where = f"/api/v1/namespaces/{NAMESPACE}/configmaps"
+    await client.request("POST", where, {"metadata": {"name": "bystander"}})
+    for number in itertools.count():
+        began = time.monotonic()
+        await client.request("PATCH", f"{where}/bystander", {"data": {"n": str(number)}}, content_type=MERGE)
+        took_s.append(time.monotonic() - began)
+        await asyncio.sleep(0.1)
+
+
+async def rounds_of(operator: Operator) -> float:
+    return await operator.metric("perilune_operator_rounds_total")
+
+
+async def report(operator: Operator, title: str) -> None:
+    text = await operator.text()
+    rounds, writes = await rounds_of(operator), await operator.writes()
+    print(f"{title}: {rounds:.0f} rounds, {writes:.0f} writes ({writes / POOLS:.0f} a pool)")
+    for name, words in (("round", "a round"), ("reaction", "from the first event to the round's end")):
+        p50, p99 = (quantile(text, f"perilune_operator_{name}_seconds", share) for share in (0.5, 0.99))
+        print(f"  {words}: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
+    cpu_s, memory_mb = process(operator.process.pid)
+    print(f"  memory {memory_mb:.0f} MB, CPU {cpu_s:.1f} s")
+
+
+def process(pid: int) -> tuple[float, float]:
+    """CPU seconds so far, resident MB."""
+    told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    (rss,) = re.findall(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK"), int(rss) / 1024
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(600)
+def test_fifty_pools() -> None:
+    with started(scheduler=True, kwok=True) as server:
+        asyncio.run(measure(server))
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-m", "bench", "-s", "-q"]))

@@ -1,0 +1,210 @@
+"""A real etcd, API server and controller manager on loopback; without their binaries, tests are skipped.
+
+Looked for in $KUBEBUILDER_ASSETS, then ${XDG_CACHE_HOME:-~/.cache}/perilune/bin. kube-controller-manager
+makes ReplicaSets, pods and garbage collection real too; but pods never run.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes.aio.client.configuration import Configuration
+
+from perilune_api import kube
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "admin-token"
+OPERATOR_TOKEN = "operator-token"
+OPERATOR = "perilune-operator"
+CHART = ROOT / "charts/perilune"
+Object = dict[str, Any]
+
+
+def binaries() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perilune/bin"
+    return Path(os.environ.get("KUBEBUILDER_ASSETS") or cache)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class ApiServer:
+    """A running one."""
+
+    url: str
+    folder: Path
+
+    @property
+    def access(self) -> Configuration:
+        return self.as_user(TOKEN)
+
+    def as_user(self, token: str) -> Configuration:
+        made = Configuration(host=self.url, api_key={"BearerToken": f"Bearer {token}"})
+        made.verify_ssl = False
+        return made
+
+    def kubeconfig(self, token: str = TOKEN) -> Path:
+        path = self.folder / f"kubeconfig-{token}"
+        cluster = {"server": self.url, "insecure-skip-tls-verify": True}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "clusters": [{"name": "c", "cluster": cluster}],
+            "users": [{"name": "u", "user": {"token": token}}],
+        }
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+
+@contextmanager
+def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServer]:
+    """A new one, with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and with
+    kwok, which says of every node and pod that it runs."""
+    found = binaries()
+    needed = ["etcd", "kube-apiserver", "kube-controller-manager", *(["kube-scheduler"] if scheduler else [])]
+    needed += ["kwok"] if kwok else []
+    missing = [name for name in needed if not (found / name).exists()]
+    if missing:
+        pytest.skip(f"NO API SERVER: {', '.join(missing)} not in {found} (set KUBEBUILDER_ASSETS)")
+    with tempfile.TemporaryDirectory(prefix="perilune-api-") as made:
+        folder = Path(made)
+        key = folder / "sa.key"
+        subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
+        (folder / "tokens.csv").write_text(
+            f'{TOKEN},admin,1,"system:masters"\n{OPERATOR_TOKEN},{OPERATOR},2,"system:authenticated"\n'
+        )
+        etcd, peer, port = free_port(), free_port(), free_port()
+        client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
+        server = ApiServer(f"https://127.0.0.1:{port}", folder)
+        commands = [
+            [
+                "etcd",
+                f"--data-dir={folder / 'etcd'}",
+                f"--listen-client-urls={client_url}",
+                f"--advertise-client-urls={client_url}",
+                f"--listen-peer-urls={peer_url}",
+                f"--initial-advertise-peer-urls={peer_url}",
+                f"--initial-cluster=default={peer_url}",
+                "--unsafe-no-fsync",
+            ],
+            [
+                "kube-apiserver",
+                f"--etcd-servers={client_url}",
+                "--bind-address=127.0.0.1",
+                "--advertise-address=127.0.0.1",
+                f"--secure-port={port}",
+                f"--cert-dir={folder / 'certs'}",
+                f"--token-auth-file={folder / 'tokens.csv'}",
+                "--authorization-mode=RBAC",
+                f"--service-account-key-file={key}",
+                f"--service-account-signing-key-file={key}",
+                "--service-account-issuer=https://kubernetes.default.svc",
+                "--service-cluster-ip-range=10.0.0.0/24",
+                "--endpoint-reconciler-type=none",
+                "--disable-admission-plugins=ServiceAccount",
+            ],
+        ]
+        commands.append(
+            [
+                "kube-controller-manager",
+                f"--kubeconfig={server.kubeconfig()}",
+                f"--service-account-private-key-file={key}",
+                "--controllers=deployment,replicaset,statefulset,garbagecollector,namespace",
+                "--leader-elect=false",
+                "--kube-api-qps=500",
+                "--kube-api-burst=500",
+                "--secure-port=0",
+            ]
+        )
+        if scheduler:
+            commands.append(
+                [
+                    "kube-scheduler",
+                    f"--kubeconfig={server.kubeconfig()}",
+                    "--leader-elect=false",
+                    "--kube-api-qps=500",
+                    "--kube-api-burst=500",
+                    "--secure-port=0",
+                ]
+            )
+        if kwok:
+            stages = Path(__file__).with_name("kwok.yaml")
+            access = f"--kubeconfig={server.kubeconfig()}"
+            commands.append(
+                ["kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16"]
+            )
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for command in commands:
+                log = (folder / f"{command[0]}.log").open("wb")
+                with log:
+                    running.append(
+                        subprocess.Popen([str(found / command[0]), *command[1:]], stdout=log, stderr=log)
+                    )
+            asyncio.run(_ready(server, running))
+            yield server
+        finally:
+            for process in reversed(running):
+                process.kill()
+                process.wait()
+
+
+async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
+    """Until it serves our CRD. Its start takes about 5 s."""
+    client = kube.Client(server.access)
+    until = time.monotonic() + 90
+    crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    try:
+        while True:
+            if any(process.poll() is not None for process in running) or time.monotonic() > until:
+                logs = "\n".join(file.read_text()[-2000:] for file in server.folder.glob("*.log"))
+                raise RuntimeError(f"the API server did not start: {logs}")
+            try:
+                await client.request("GET", "/api/v1/namespaces/default")
+                break
+            except (OSError, kube.ApiError):
+                await asyncio.sleep(0.2)
+        await client.request("POST", crds, crd)
+        rules = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
+        await grant(client, "", "ClusterRole", rules)
+        while True:
+            try:
+                await client.request("GET", "/apis/perilune.dev/v1alpha1/inferencepools")
+                return
+            except kube.ApiError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.1)
+    finally:
+        await client.close()
+
+
+async def grant(client: kube.Client, namespace: str, kind: str, rules: list[Object]) -> None:
+    """Give the operator's user a role, as the chart gives it to its service account."""
+    api = "rbac.authorization.k8s.io"
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    where, named = f"/apis/{api}/v1{scope}/{kind.lower()}", {"metadata": {"name": OPERATOR}}
+    binding = {
+        **named,
+        "roleRef": {"apiGroup": api, "kind": kind, "name": OPERATOR},
+        "subjects": [{"apiGroup": api, "kind": "User", "name": OPERATOR}],
+    }
+    await client.request("POST", f"{where}s", {**named, "rules": rules})
+    await client.request("POST", f"{where}bindings", binding)

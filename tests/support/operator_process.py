@@ -1,0 +1,73 @@
+"""The operator's own process, with the rights that the chart gives it and no more."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from math import nan
+from typing import Any
+
+import aiohttp
+
+LEASE_S = 3
+
+
+class Operator:
+    """One process."""
+
+    def __init__(self, api_server: Any, namespace: str, name: str = "one") -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = int(sock.getsockname()[1])
+        self.name = name
+        self.log = api_server.folder / f"operator-{namespace}-{name}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "perilune_operator.main"),
+                    f"--namespace={namespace}",
+                    f"--own-namespace={namespace}",
+                    f"--identity={name}",
+                    f"--listen=127.0.0.1:{self.port}",
+                    f"--lease-seconds={LEASE_S}",
+                ],
+                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig("operator-token"))},
+                stdout=log,
+                stderr=log,
+            )
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(20)
+
+    async def text(self) -> str:
+        """Its metrics."""
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"http://127.0.0.1:{self.port}/metrics") as answer,
+        ):
+            return await answer.text()
+
+    async def metric(self, pattern: str) -> float:
+        """Sum of the samples that match; not a number while it does not listen."""
+        try:
+            text = await self.text()
+        except aiohttp.ClientError:
+            return nan
+        return sum(float(n) for n in re.findall(rf"^{pattern}(?:{{.*}})? (\S+)", text, re.M))
+
+    async def writes(self) -> float:
+        return await self.metric("perilune_operator_writes_total")
+
+    async def status(self, path: str) -> int:
+        try:
+            async with (
+                aiohttp.ClientSession() as http,
+                http.get(f"http://127.0.0.1:{self.port}{path}") as answer,
+            ):
+                return answer.status
+        except aiohttp.ClientError:
+            return 0
