@@ -82,15 +82,15 @@ def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
 
 class Chains:
     """`chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows of 64 hashes (each
-    about 700 bytes) are remembered, those used lately."""
+    up to 2.7 kB) are remembered, those used lately."""
 
     ROW = 64
 
-    def __init__(self, block_size: int, max_rows: int = 16_384) -> None:
+    def __init__(self, block_size: int, max_rows: int = 8_192) -> None:
         self._block_size = block_size
         self._max_rows = max_rows
-        self._rows: dict[int, array[int]] = {}
-        self._older: dict[int, array[int]] = {}
+        self._rows: dict[int, tuple[int, ...]] = {}
+        self._older: dict[int, tuple[int, ...]] = {}
 
     def chain(self, token_ids: Sequence[int], root: int) -> list[int]:
         """Equal to `blocks.chain`, which see. Cheapest for an array of unsigned ints."""
@@ -103,10 +103,8 @@ class Chains:
             name = xxh3(part, name)
             row = self._rows.get(name) or self._recall(name)
             if row is None:
-                row = array("Q")
-                for (block,) in iter_unpack(f"{size}s", part):
-                    previous = xxh3(block, previous) & mask
-                    row.append(previous)
+                cut = iter_unpack(f"{size}s", part)
+                row = tuple([previous := xxh3(block, previous) & mask for (block,) in cut])
                 self._remember(name, row)
             hashes.extend(row)
             previous = hashes[-1]
@@ -114,13 +112,13 @@ class Chains:
         hashes += [previous := xxh3(block, previous) & mask for (block,) in iter_unpack(f"{size}s", rest)]
         return hashes
 
-    def _recall(self, name: int) -> array[int] | None:
+    def _recall(self, name: int) -> tuple[int, ...] | None:
         row = self._older.get(name)
         if row is not None:
             self._remember(name, row)
         return row
 
-    def _remember(self, name: int, row: array[int]) -> None:
+    def _remember(self, name: int, row: tuple[int, ...]) -> None:
         if len(self._rows) >= self._max_rows:
             self._rows, self._older = {}, self._rows
         self._rows[name] = row

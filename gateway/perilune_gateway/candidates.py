@@ -19,8 +19,10 @@ from perilune_gateway.state.fleet import EndpointView
 
 MAX_REMEMBERED = 256
 """Sets of holders whose links are remembered."""
-Speed = tuple[EngineModel, float, float]
-"""Engine as fast as observed, seconds that a request decodes, observed / predicted seconds to first token."""
+Speed = tuple[EngineModel, float]
+"""Engine as fast as observed, observed / predicted seconds to the first token."""
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
 Links = dict[str, Mapping[str, Link]]
 
 
@@ -55,22 +57,20 @@ class Candidates:
         """`elsewhere`: of the endpoints that are not in `overlaps`."""
         self._forget()
         links = self._links_to(tuple(holder for holder, _ in prefix.locations), views, now)
-        speeds, prefills = self._speeds, dict[tuple[int, float], float]()
+        speeds, decodes_s = self._speeds, self._calibration.decodes_s
         found: list[Candidate] = []
+        before: tuple[Overlap, EngineModel] | None = None
+        prefill_s = 0.0
         for endpoint, load, moved_s, _ in views:
             address = endpoint.address
             overlap = overlaps.get(address, elsewhere)
-            engine, decode_s, ttft_ratio = speeds.get(address) or self._speed(address, now)
-            cached = overlap[0]
-            same = (cached, engine.scale)
-            prefill_s = prefills.get(same)
-            if prefill_s is None:
-                prefill_s = prefills[same] = engine.prefill_s(tokens - cached, cached)
-            found.append(
-                Candidate(
-                    endpoint, load, overlap, prefill_s, moved_s, links[address], engine, decode_s, ttft_ratio
-                )
-            )
+            engine, ttft_ratio = speeds.get(address) or self._speed(address, now)
+            if before is None or overlap is not before[0] or engine is not before[1]:
+                prefill_s = engine.prefill_s(tokens - overlap.device_tokens, overlap.device_tokens)
+                before = (overlap, engine)
+            decode_s = decodes_s.get(address, 0.0)
+            row = (endpoint, load, overlap, prefill_s, moved_s, links[address], engine, decode_s, ttft_ratio)
+            found.append(_new(Candidate, row))
         return found
 
     def engine_of(self, address: str, now: float) -> EngineModel:
@@ -89,7 +89,7 @@ class Candidates:
         engine = self._engines.get(ratio)
         if engine is None:
             engine = self._engines[ratio] = self._engine.scaled(ratio)
-        speed = (engine, calibration.decode_s(address), calibration.ttft_ratio(address, now))
+        speed = (engine, calibration.ttft_ratio(address, now))
         self._speeds[address] = speed
         return speed
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nlargest
+from operator import itemgetter
 
 from perilune_api.pool import Pool
 from perilune_gateway import admission, blocks
@@ -203,27 +203,21 @@ class Gatherer:
         return self._rows.engine_of(address, now)
 
     def _overlaps(self, matches: Matches, prompt: Prompt) -> dict[str, Overlap]:
-        """Of the endpoints that hold something themselves; made once for those that hold equally much."""
+        """Of the endpoints that hold something themselves."""
         limit, size = self.whole_blocks(prompt.tokens), self._block_size
-        made: dict[tuple[int, int, int], Overlap] = {}
-        overlaps = {}
-        device, host, reach = matches.device, matches.host, matches.reach
-        for address, most in reach.items():
-            held = (
-                (most, most, most)
-                if device is reach
-                else (device.get(address, 0), host.get(address, 0), most)
-            )
-            overlap = made.get(held)
-            if overlap is None:
-                overlap = made[held] = Overlap(*(min(n * size, limit) for n in held))
-            overlaps[address] = overlap
-        return overlaps
+        device, reach = matches.device, matches.reach
+        if device is reach:  # nothing but devices holds anything
+            tokens = {held: min(held * size, limit) for held in set(device.values())}
+            made = {held: Overlap(n, n, n) for held, n in tokens.items()}
+            return {address: made[held] for address, held in device.items()}
+        return {
+            address: Overlap(*(min(held * size, limit) for held in matches.of(address))) for address in reach
+        }
 
     def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
         """Nobody asks an engine to pull from another yet, so it is not pullable."""
         limit = self.whole_blocks(prompt.tokens)
-        longest = nlargest(MAX_LOCATIONS, matches.host.items(), key=lambda held: held[1])
+        longest = sorted(matches.host.items(), key=itemgetter(1), reverse=True)[:MAX_LOCATIONS]
         locations = (Location(a, min(held * self._block_size, limit)) for a, held in longest)
         return Prefix(
             tuple(location for location in locations if location.tokens),

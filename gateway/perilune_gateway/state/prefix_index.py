@@ -1,7 +1,7 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
 Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 64 blocks that follow each other) of any block, and the run
+it. A flat dict finds the run (`runs.Run`, up to 256 blocks that follow each other) of any block, and the run
 knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
 trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
 `find_matches` gives its answers (early exit too, see `state.edges`).
@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import islice, repeat
-from math import inf, sqrt
+from math import sqrt
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
@@ -115,7 +116,9 @@ class PrefixIndex:
         """The device bits of all holders."""
         self._hosts = 0
         """The device bits of those that ever announced something in their host's memory."""
-        self._next_expiry = inf
+        self._due: list[tuple[float, int, Holder, Claim]] = []
+        """A heap: claims by when they end, then in the order in which they were made."""
+        self._made = 0
         self._evicted = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
@@ -168,9 +171,13 @@ class PrefixIndex:
             return
         bit = holder.device if tier is Tier.DEVICE else holder.host
         gone: dict[Run, int] = {}
+        before, position, where = None, 0, self._where.get
         for block in blocks:
-            if run := self._where.get(block):
-                position = len(run.blocks) - 1 if run.blocks[-1] == block else run.blocks.index(block)
+            if run := where(block):
+                position = position - 1 if run is before else len(run.blocks) - 1  # tails go first
+                if position < 0 or run.blocks[position] != block:
+                    position = run.blocks.index(block)
+                before = run
                 gone[run] = gone.get(run, 0) | 1 << position
         for run, positions in gone.items():
             if taken := run.take(bit, positions):
@@ -222,15 +229,12 @@ class PrefixIndex:
 
     def expire(self, now: float) -> None:
         """Drop the claims whose time is over. Every writer does; call it when nothing is written for long."""
-        if now < self._next_expiry:
-            return
-        self._next_expiry = inf
-        for holder in (self._store, *self._holders.values()):
-            claims = holder.claims
-            while claims and claims[0].expiry_s <= now:
-                self._drop(holder, claims.popleft())
-            if claims:
-                self._next_expiry = min(self._next_expiry, claims[0].expiry_s)
+        due = self._due
+        while due and due[0][0] <= now:
+            _, _, holder, claim = heappop(due)
+            self._drop(holder, claim)
+            if holder.claims and holder.claims[0] is claim:  # else it was cleared meanwhile
+                holder.claims.popleft()
 
     def record_match(self, blocks: Sequence[int], matches: Matches, now: float) -> None:
         """This match was used: count it. O(1); with a window O(matched blocks)."""
@@ -376,6 +380,8 @@ class PrefixIndex:
             run = where.get(blocks[at])
             if run is not None:
                 first, end = run.path(blocks, at)
+                if end < len(run.blocks) and at + end - first < total:
+                    run = self._part(run, end)
             else:
                 run = before if before is not None and self._grows(before, holder) else Run(now)
                 first = len(run.blocks)
@@ -389,6 +395,14 @@ class PrefixIndex:
             yield run, (1 << end) - (1 << first)
         for run in reversed(made):  # a tail is colder than its head
             self._runs[run] = None
+
+    def _part(self, run: Run, at: int) -> Run:
+        """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
+        just used is the head: it becomes the newest, the rest stays as cold as it is.)"""
+        head = run.cut_off(at)
+        self._where.update(dict.fromkeys(head.blocks, head))
+        self._runs[head] = None
+        return head
 
     def _enter(self, row: Sequence[int], run: Run) -> Sequence[int]:
         """Note that the blocks of `row` are in `run`, up to the first that is in another; the first is in
@@ -468,7 +482,8 @@ class PrefixIndex:
                 self._live += (run.live ^ live).bit_count()
         if claim.runs:
             holder.claims.append(claim)
-            self._next_expiry = min(self._next_expiry, claim.expiry_s)
+            self._made += 1
+            heappush(self._due, (claim.expiry_s, self._made, holder, claim))
         if 2 * len(self._where) > self._max_blocks:
             for run, _ in reversed(laid):
                 self._runs.pop(run, None)

@@ -1,4 +1,4 @@
-"""Runs: up to 64 blocks that follow each other, and who holds which of them.
+"""Runs: up to 256 blocks that follow each other, and who holds which of them.
 
 Blocks are announced, claimed and asked for in long rows, so what is known is kept by row: a holder of all of
 a run is one bit of `full`; a holder of a part has a bitmask of positions in `part`; claims, which end by
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-MAX_BLOCKS = 64
+MAX_BLOCKS = 256
 STORE = 1
 """The bit under which claims are the shared store's."""
 
@@ -97,6 +97,28 @@ class Run:
             self.some |= self.full
             self.full = 0
         self.blocks += blocks
+
+    def cut_off(self, at: int) -> Run:
+        """The blocks before position `at` become a run of their own, held and claimed as they were here."""
+        head, low = Run(self.born_s), (1 << at) - 1
+        head.blocks, self.blocks = self.blocks[:at], self.blocks[at:]
+        head.full, head.live, self.live = self.full, self.live & low, self.live >> at
+        parts, self.part = self.part, {}
+        claims, self.claims = self.claims, {}
+        self.some = 0
+        for run, shift in ((head, 0), (self, at)):
+            every = run.every
+            for bit, positions in parts.items():
+                if mine := positions >> shift & every:
+                    run.add(bit, mine)
+            for bit, entries in claims.items():
+                if left := [(claim, mine) for claim, had in entries if (mine := had >> shift & every)]:
+                    run.claims[bit] = left
+                    run.some |= bit
+        for entries in head.claims.values():
+            for claim, _ in entries:
+                claim.runs.insert(claim.runs.index(self), head)
+        return head
 
     def add(self, bit: int, positions: int) -> int:
         if self.full & bit:
