@@ -43,6 +43,7 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.token_metrics import TokenMetrics
 from perilune_gateway.tokens import Tokenizer
 from perilune_gateway.transport import SERVERS, Transport
 from perilune_gateway.transport.service import Service
@@ -102,6 +103,7 @@ class Gateway:
         self.tokenizer = Tokenizer(
             spec.model, self._any_endpoint, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
         )
+        registry.register(TokenMetrics(self.tokenizer))
         self.router = Router(
             pool,
             self.fleet,

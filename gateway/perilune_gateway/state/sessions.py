@@ -5,7 +5,9 @@ time). Three things are learned on the way:
 
 - *bytes per token* of its bodies, so that a turn whose body is not read can be estimated from its length;
 - its *tail*: the last block of its chain that its host holds. KV events move it forward
-  (`blocks_stored`), also through turns that were never read, so the estimate corrects itself;
+  (`blocks_stored`), also through turns that were never read, so the estimate corrects itself; and its *fork*,
+  the end of its last prompt: templates may write an answer otherwise into the next prompt (without its
+  reasoning), which then goes on from there;
 - its *prompt tail*: the last full block of its last read prompt. A later prompt without a session id that
   contains this block and goes beyond continues the session (`infer`).
 
@@ -44,6 +46,11 @@ class Session:
     """Block hash; 0: unknown."""
     tail_tokens: int = 0
     """Tokens up to the tail's end."""
+    fork: int = 0
+    """Block hash; 0: unknown."""
+    fork_tokens: int = 0
+    unconfirmed: bool = False
+    """Its last turn was not read, and no KV event has continued its chain since."""
     prompt_tail: int = 0
     prompt_tokens: int = 0
     """Of the prompt that ends in `prompt_tail`."""
@@ -140,7 +147,7 @@ class Sessions:
         if session.host and session.host != host:
             session.moved_at = now
             session.moves += 1
-            self._set_tail(session, 0, 0)
+            self._set_tail(session, 0, 0, fork=True)
         self._leave(session)
         session.host = host
         self._arrive(session)
@@ -159,10 +166,12 @@ class Sessions:
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
         """A turn's body was not read; `tokens` is an estimate."""
         session.context_tokens, session.body_bytes = tokens, body_bytes
+        session.unconfirmed = True
 
     def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
-        """The host holds the session's chain up to block `tail`, `tail_tokens` from the start."""
-        self._set_tail(session, tail, tail_tokens)
+        """The host holds the session's prompt up to block `tail`, `tail_tokens` from the start."""
+        self._set_tail(session, tail, tail_tokens, fork=True)
+        session.unconfirmed = False
 
     def blocks_stored(
         self, host: str, parent: int, blocks: Sequence[int], block_size: int
@@ -173,8 +182,11 @@ class Sessions:
         if session is None or session.host != host or not blocks:
             return None
         grown = len(blocks) * block_size
-        self._set_tail(session, blocks[-1], session.tail_tokens + grown)
-        session.context_tokens = session.tail_tokens
+        reached = (session.tail_tokens if parent == session.tail else session.fork_tokens) + grown
+        # a prompt's blocks come first and mostly many at once, an answer's one by one
+        self._set_tail(session, blocks[-1], reached, fork=session.unconfirmed or len(blocks) > 1)
+        session.unconfirmed = False
+        session.context_tokens = reached
         return session, grown
 
     def hint(self, tenant: str, hint: str, host: str) -> None:
@@ -188,12 +200,12 @@ class Sessions:
         """The host is gone, or lost its cache: bindings stay, but nothing is held there."""
         for session in self._sessions.values():
             if session.host == host:
-                self._set_tail(session, 0, 0)
+                self._set_tail(session, 0, 0, fork=True)
 
     def free(self, key: SessionKey) -> None:
         """End a session; unknown keys are fine."""
         if session := self._sessions.pop(key, None):
-            self._set_tail(session, 0, 0)
+            self._set_tail(session, 0, 0, fork=True)
             self._drop_prompt_tail(session)
             self._leave(session)
 
@@ -211,10 +223,14 @@ class Sessions:
         if not self.bound[session.host]:
             del self.bound[session.host], self._at[session.host]
 
-    def _set_tail(self, session: Session, tail: int, tokens: int) -> None:
-        if self._by_tail.get(session.tail) is session:
-            del self._by_tail[session.tail]
+    def _set_tail(self, session: Session, tail: int, tokens: int, *, fork: bool) -> None:
+        """`fork`: a prompt ends there."""
+        for block in (session.tail, session.fork) if fork else (session.tail,):
+            if self._by_tail.get(block) is session and (fork or block != session.fork):
+                del self._by_tail[block]
         session.tail, session.tail_tokens = tail, tokens
+        if fork:
+            session.fork, session.fork_tokens = tail, tokens
         if tail:
             self._by_tail[tail] = session
 

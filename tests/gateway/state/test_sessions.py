@@ -80,6 +80,33 @@ def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: S
     assert sessions.blocks_stored("h", 3, [4], 16) is None
 
 
+def test_a_prompt_may_go_on_from_the_end_of_the_last_one(sessions: Sessions) -> None:
+    """The answer was written otherwise into the next prompt: without its reasoning."""
+    session = bound(sessions)
+    sessions.unread(session, 100, 400)
+    sessions.cached(session, 10, 16)
+    sessions.unread(session, 100, 400)
+    sessions.blocks_stored("h", 10, [11, 12], 16)  # its prompt
+    sessions.blocks_stored("h", 12, [13], 16)  # its answer, block by block
+    sessions.blocks_stored("h", 13, [14], 16)
+    assert (session.tail, session.tail_tokens, session.fork, session.fork_tokens) == (14, 80, 12, 48)
+    sessions.unread(session, 120, 480)
+    assert sessions.blocks_stored("h", 12, [23], 16) == (session, 16)
+    assert (session.tail, session.tail_tokens, session.fork) == (23, 64, 23)
+    assert sessions.blocks_stored("h", 14, [15], 16) is None, "the old answer is not its chain any more"
+    sessions.blocks_stored("h", 23, [24], 16)
+    assert (session.tail, session.fork, session.context_tokens) == (24, 23, 80)
+
+
+def test_a_forgotten_chain_is_not_followed(sessions: Sessions) -> None:
+    session = bound(sessions)
+    sessions.cached(session, 10, 16)
+    sessions.blocks_stored("h", 10, [11], 16)
+    sessions.forget_host("h")
+    assert sessions.blocks_stored("h", 10, [12], 16) is None
+    assert sessions.blocks_stored("h", 11, [12], 16) is None
+
+
 @pytest.mark.parametrize(
     ("body_bytes", "tokens"),
     [

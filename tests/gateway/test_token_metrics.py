@@ -1,0 +1,64 @@
+"""What the tokenizer did, as a scrape shows it."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import models, pre_tokenizers, trainers
+
+from perilune_api.pool import Model
+from perilune_gateway.openai import ParsedRequest, parse
+from perilune_gateway.token_metrics import TokenMetrics
+from perilune_gateway.tokens import Tokenizer
+
+
+def scrape(tokenizer: Tokenizer) -> str:
+    registry = CollectorRegistry()
+    registry.register(TokenMetrics(tokenizer))
+    return generate_latest(registry).decode()
+
+
+def completion(tokenizer: Tokenizer, text: str) -> None:
+    request = parse("/v1/completions", b'{"model": "m", "prompt": "%s"}' % text.encode())
+    assert isinstance(request, ParsedRequest)
+    assert tokenizer.now(request)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+async def test_a_local_tokenizer(folder):
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+    text = "hello<|im_end|>" * 400
+    completion(tokenizer, text)
+    completion(tokenizer, text + "hello")
+    completion(tokenizer, "hello")
+    page = scrape(tokenizer)
+    assert 'perilune_tokenizer_info{library="fastokens",why="",why_whole=""} 1.0' in page
+    assert 'perilune_tokenized_prompts_total{source="local"} 3.0' in page
+    assert 'perilune_encoded_texts_total{known="part"} 1.0' in page
+    assert 'perilune_encoded_texts_total{known="short"} 1.0' in page
+    assert 'perilune_encoded_texts_total{known="unknown"} 1.0' in page
+    assert "perilune_kept_tokens_total 799.0" in page, "all but the last <|im_end|>"
+    assert "perilune_encoded_tokens_total 803.0" in page
+    assert f"perilune_known_texts_bytes {float(tokenizer.local.held_bytes)}" in page
+    await tokenizer.close()
+
+
+async def test_no_local_tokenizer():
+    tokenizer = Tokenizer(Model("m", tokenize="estimate"))
+    completion(tokenizer, "hello")
+    page = scrape(tokenizer)
+    assert 'perilune_tokenized_prompts_total{source="estimate"} 1.0' in page
+    assert "perilune_tokenizer_info" not in page
+    await tokenizer.close()
