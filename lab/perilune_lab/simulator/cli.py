@@ -24,7 +24,7 @@ from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab import report
 from perilune_lab.simulator import faults as faults_of
-from perilune_lab.simulator import output
+from perilune_lab.simulator import output, scale
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
 from perilune_lab.simulator.harness import Load, Plan, find_rate, play, pooled
@@ -103,6 +103,8 @@ def run(options: Options, out: Console, err: Console) -> int:
         f" {time.perf_counter() - began:.1f} s in all",
         highlight=False,
     )
+    for line in scale.lines(rows):
+        out.print(line, highlight=False)
     document = report.Report(
         simulated=True,
         mode=plan.load.mode,

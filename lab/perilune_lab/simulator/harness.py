@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from math import inf, sqrt
+from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
 from perilune_api.pool import Limits, PolicyParams
@@ -21,7 +22,7 @@ from perilune_lab.report import Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.bisection import last_that
 from perilune_lab.simulator.faults import Faults
-from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.routing import Seen, Setting
 from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces import agentic
@@ -89,6 +90,9 @@ class Played(NamedTuple):
     simulated_s: float
     wall_s: float
     """Of one core, the simulation alone."""
+    seen: Seen
+    peak_bytes: int
+    """Of memory, of the process until then: this simulation and those that it played before."""
 
 
 def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
@@ -99,7 +103,8 @@ def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
     for policy in plan.policies:
         outcome = plan.play(policy, workload, seed)
         run = measure.run(outcome, workload, plan.params.cooldown_seconds)
-        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s))
+        peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
+        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
     return played
 
 
