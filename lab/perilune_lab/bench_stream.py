@@ -183,31 +183,38 @@ def _of_histogram(grown: Scrape, names: Sequence[str]) -> Quantiles | None:
 # -- telling ---------------------------------------------------------------------------------------------
 
 
-def table(bursts: Sequence[Measured], title: str) -> Table:
-    """A row per quantity, two columns per burst; the ratio of the first to the second where there are two."""
+def table(bursts: Sequence[Measured], title: str, published: bool) -> Table:
+    """A row per quantity, two columns per burst; the ratio of the first to the second where there are two,
+    and where asked for as published."""
     grid = Table(title=title, title_justify="left")
     grid.add_column("")
     for burst in bursts:
         for side in ("client", "engine"):
             grid.add_column(f"{burst.name} {side}".strip(), justify="right")
     if len(bursts) == 2:
-        for side in ("client", "engine", "published"):
+        for side in ("client", "engine", *(["published"] if published else [])):
             grid.add_column(f"ratio {side}", justify="right")
-    for label, cells in rows(bursts):
+    for label, cells in rows(bursts, published):
         grid.add_row(label, *cells)
     return grid
 
 
-def rows(bursts: Sequence[Measured]) -> list[tuple[str, list[str]]]:
+def rows(bursts: Sequence[Measured], published: bool) -> list[tuple[str, list[str]]]:
     found = []
     for field in ("submit", "ttft", "tpot", "itl", "latency"):
         for q in ("p50", "p95", "p99", "mean"):
             values = [_value(burst, side, field, q) for burst in bursts for side in ("client", "engine")]
             cells = ["" if value is None else f"{value * 1e3:,.1f} ms" for value in values]
             name = f"{field.upper() if field in ('ttft', 'tpot', 'itl') else field} {q}"
-            found.append((name, cells + _ratios(values, name)))
+            found.append((name, cells + _ratios(values, name if published else "")))
     rates: list[float | None] = [rate for burst in bursts for rate in (burst.tokens_per_s, None)]
-    found.append(("tokens/s", ["" if r is None else f"{r:,.0f}" for r in rates] + _ratios(rates, "tokens/s")))
+    found.append(
+        (
+            "tokens/s",
+            ["" if r is None else f"{r:,.0f}" for r in rates]
+            + _ratios(rates, "tokens/s" if published else ""),
+        )
+    )
     counts = [cell for b in bursts for cell in (f"{b.succeeded} of {b.requests}", "")]
     found.append(("succeeded", counts))
     cached = [cell for b in bursts for cell in (f"{b.cached_tokens:,} of {b.prompt_tokens:,}", "")]
@@ -236,11 +243,13 @@ is not known."""
 
 
 def _ratios(values: Sequence[float | None], name: str) -> list[str]:
-    """First burst / second, for each side; then as published."""
+    """First burst / second, for each side; then what was published under that name, if it has one."""
     if len(values) != 4:
         return []
     pairs = zip(values[:2], values[2:], strict=True)
     ratios = [f"{a / b:.2f}" if a is not None and b else "" for a, b in pairs]
+    if not name:
+        return ratios
     return [*ratios, f"{PUBLISHED[name]:.2f}" if name in PUBLISHED else ""]
 
 
@@ -284,7 +293,9 @@ def main(argv: Sequence[str]) -> int:
         return DOWN
     if args.simulated:
         title += " · simulated engine (H20 model)"
-    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table(found, title))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(
+        table(found, title, published=not burst.same)
+    )
     for wrong, count in errors.most_common(_ERRORS_SHOWN):
         print(f"{count} × {wrong}", file=sys.stderr)
     if args.json:
