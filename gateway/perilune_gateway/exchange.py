@@ -65,7 +65,7 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.openai import error_body
+from perilune_gateway.openai import error_body, with_priority
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Exchange:
 
     def _decide_body(self) -> _Next:
         body = b"".join(self._parts)
-        self._parts = [body] if self._duplex else []
+        self._parts = [body]
         return self._conclude(self._router.on_body(self._head, body))
 
     def _decide_tokens(self, event: tuple[Tokens | Refusal, float]) -> _Next:
@@ -306,18 +306,21 @@ class Exchange:
                 return State.REFUSED, self._refuse(verdict)
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long: keep no body
-                parts, self._parts = self._parts, []
-                return State.ROUTED, self._pick(verdict.destinations, b"".join(parts))
+                body, self._parts = b"".join(self._parts), []
+                changed = None if verdict.priority is None else with_priority(body, verdict.priority)
+                return State.ROUTED, self._pick(verdict.destinations, body, changed)
 
-    def _pick(self, destinations: tuple[str, ...], body: bytes) -> list[Effect]:
-        """Answers what is still unanswered: headers; a buffered body; in full duplex all that was held."""
+    def _pick(self, destinations: tuple[str, ...], body: bytes, changed: bytes | None) -> list[Effect]:
+        """Answers what is still unanswered: headers; a buffered body; in full duplex all that was held.
+        `changed`: goes on in the body's place."""
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
                 return [Send(Pick(Kind.REQUEST_HEADERS, destinations, KEEP_BODY))]
-            return [Send(Pick(Kind.REQUEST_BODY, destinations))]
+            return [Send(Pick(Kind.REQUEST_BODY, destinations, body=changed))]
         effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, destinations))]
         if self.state is not State.START and self._head.has_body:
-            effects += _echo(Kind.REQUEST_BODY, body, end_of_stream=not self._trailers)
+            whole = body if changed is None else changed
+            effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)
         if self._trailers:
             effects.append(Send(Continue(Kind.REQUEST_TRAILERS)))
         return effects

@@ -106,6 +106,8 @@ class Pick:
     to: Kind
     destinations: tuple[str, ...]
     override: Override | None = None
+    body: bytes | None = None
+    """In place of the (buffered) body; None: that stays."""
 
 
 @dataclass(frozen=True, slots=True)

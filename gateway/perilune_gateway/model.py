@@ -402,6 +402,8 @@ class Routed:
     request_id: str
     decision_header: str = ""
     """Value of the response header x-perilune-decision, where asked for."""
+    priority: int | None = None
+    """To be written into the body, for the engine; None: the body stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)

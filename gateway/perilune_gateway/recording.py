@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from perilune_api import names
+from perilune_gateway.admission import engine_priority
 from perilune_gateway.explain import DecisionRecord, Decisions, sentence
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import Identity
@@ -62,10 +64,12 @@ class Recorder:
         self.ordinal = 0
         """Of the next verdict."""
 
-    def configure(self, block_size: int, fallbacks: int) -> None:
-        """`fallbacks`: endpoints that Envoy is told beside the target."""
+    def configure(self, block_size: int, fallbacks: int, ageing_weight: float = 0.0) -> None:
+        """`fallbacks`: endpoints that Envoy is told beside the target. `ageing_weight`: of the engine's
+        priority; 0: none is told."""
         self._block_size = block_size
         self._fallbacks = fallbacks
+        self._ageing_weight = ageing_weight
 
     def request_id(self, head: RequestHead) -> str:
         return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self.ordinal}"
@@ -121,7 +125,11 @@ class Recorder:
             dice=asked.dice,
         )
         running.record = self._keep(record)
-        return self._answer(asked.head, ticket, record)
+        routed = self._answer(asked.head, ticket, record)
+        if self._ageing_weight:
+            priority = engine_priority(self._wall_clock(), prefill_s, self._ageing_weight)
+            routed = replace(routed, priority=priority)
+        return routed
 
     def unprompted(self, asked: Asked, order: Sequence[EndpointView], reason: Reason) -> Routed:
         """No policy was asked: the first of `order`."""

@@ -138,7 +138,9 @@ class Router:
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._gatherer.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
-        self._recorder.configure(spec.engine.block_size, spec.routing.fallbacks)
+        self._recorder.configure(
+            spec.engine.block_size, spec.routing.fallbacks, spec.routing.params.ageing_weight
+        )
         self.in_flight.configure(spec.engine.block_size)
         gone = self.fleet.set_endpoints(
             [
@@ -174,8 +176,8 @@ class Router:
         if for_model and not forced:
             if head.content_length > self._routing.limits.max_body_bytes:
                 return self._recorder.refused(head, self._too_large(head.content_length), laps)
-            if session is None or not session.host:
-                return NEED_BODY
+            if session is None or not session.host or self._routing.params.ageing_weight:
+                return NEED_BODY  # where the engine is told a priority, every body is rewritten
         asked = Asked(head, now, laps, identity, session)
         self._gatherer.eligible(asked)
         if not asked.eligible:

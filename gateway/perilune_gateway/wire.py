@@ -156,7 +156,10 @@ def _served(message: pb.ProcessingRequest) -> str:
 
 def encode(outbound: Outbound) -> bytes:
     """One ProcessingResponse. Answers without a body are few, and remembered."""
-    return _encode_again(outbound) if isinstance(outbound, Continue | Pick) else _encode(outbound)
+    match outbound:
+        case Continue() | Pick(body=None):
+            return _encode_again(outbound)
+    return _encode(outbound)
 
 
 @lru_cache(maxsize=4096)
@@ -170,13 +173,18 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override):
+        case Pick(to, destinations, override, body):
             value = ",".join(destinations)
-            common = _answer(message, to, [(DESTINATION_HEADER, value)])
+            told = [(DESTINATION_HEADER, value)]
+            if body is not None:  # Envoy refuses a new body whose length the headers do not tell
+                told.append(("content-length", str(len(body))))
+            common = _answer(message, to, told)
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value
             _override(message, override)
+            if body is not None:
+                common.body_mutation.body = body
         case Echo(to, chunk, end_of_stream):
             part = _answer(message, to).body_mutation.streamed_response
             part.body = chunk

@@ -42,6 +42,8 @@ ROUTE = "x-test-route"
 """Destinations, comma-separated."""
 PHASE = "x-test-phase"
 """headers (default), body or tokens: when ScriptedRouter decides."""
+PRIORITY = "x-test-priority"
+"""To be written into the body."""
 REFUSE = "x-test-refuse"
 """A RefuseReason instead of a route."""
 ILL = "x-test-ill"
@@ -108,7 +110,8 @@ class ScriptedRouter:
         self._ordinal += 1
         self.tickets[ticket] = head.headers.get(ID, "")
         destinations = tuple(head.headers.get(ROUTE, "").split(","))
-        return Routed(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted")
+        priority = int(head.headers[PRIORITY]) if PRIORITY in head.headers else None
+        return Routed(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted", priority)
 
 
 class StubEndpoint:

@@ -63,8 +63,10 @@ class Role(StrEnum):
 
 
 class Lora(_Struct, frozen=True):
+    """An adapter that the engines serve beside the model."""
+
     name: Name
-    """What a request writes in `model`."""
+    """What a request writes in `model` to get the adapter."""
     path: str = ""
     """vLLM's adapter path; part of its block hashes."""
 
@@ -73,7 +75,7 @@ class Model(_Struct, frozen=True):
     name: Name
     """What a request writes in `model`."""
     aliases: tuple[Name, ...] = ()
-    """Further names of it."""
+    """Further names that requests may write in `model`."""
     loras: tuple[Lora, ...] = ()
     """Adapters that the engines serve beside it."""
     tokenizer: str = ""
@@ -81,11 +83,11 @@ class Model(_Struct, frozen=True):
     tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
     """auto: local where `tokenizer` is set, else the engine's /tokenize, else estimate."""
     bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
-    """Starting value of the byte estimate; each session learns its own."""
+    """Bytes of text per token, to begin estimates with; each session learns its own."""
     context_tokens: Positive = 131_072
-    """Longest prompt and answer together."""
+    """Longest prompt and answer together, in tokens."""
     kv_bytes_per_token: Positive = 98_304
-    """Size of one token in the KV cache, all layers together."""
+    """Bytes of one token in the KV cache, all layers together."""
 
 
 class Hashing(_Struct, frozen=True):
@@ -98,6 +100,8 @@ class Hashing(_Struct, frozen=True):
 
 
 class Engine(_Struct, frozen=True):
+    """What a gateway must know of the engines."""
+
     block_size: Positive = 16
     """Tokens per KV block; must equal the engines' `--block-size`."""
     hashing: Hashing = Hashing()
@@ -113,7 +117,7 @@ class SessionKeys(_Struct, frozen=True):
     """How a request tells its session. Headers come first, so that it is the same without the body."""
 
     headers: tuple[Name, ...] = ()
-    """Asked before the well-known ones (names.SESSION_HEADERS)."""
+    """Headers that name the session, asked before the well-known ones (names.SESSION_HEADERS)."""
     cookie: str = ""
     """Name of a cookie that holds the session id; empty: none is read."""
     body_user: bool = False
@@ -123,9 +127,9 @@ class SessionKeys(_Struct, frozen=True):
     tenant_header: str = ""
     """Names the tenant; empty: a hash of the Authorization value. A binding is found under both."""
     idle_seconds: Seconds = 1800.0
-    """A session that was silent for so long is forgotten."""
+    """A session that was silent for so many seconds is forgotten."""
     max_sessions: Positive = 100_000
-    """The longest silent is forgotten first."""
+    """Sessions that a gateway remembers; the longest silent is forgotten first."""
 
 
 class ConductorArm(StrEnum):
@@ -175,19 +179,19 @@ class PolicyParams(_Struct, frozen=True):
     dynamo_v1_overlap_weight: Weight = 2.0
     """dynamo_v1: weight of the overlap against usage and waiting."""
     max_local_prefill_tokens: Positive = 1_000
-    """dynamo_disagg: a longer uncached prompt is prefilled remotely. Dynamo's max_local_prefill_length."""
+    """dynamo_disagg: a prompt with more uncached tokens is prefilled remotely. Dynamo's max_local_prefill_length."""
     max_prefill_queue: Positive = 2
-    """dynamo_disagg: unless the prefill queue is this long. Dynamo's max_prefill_queue_size."""
+    """dynamo_disagg: unless so many prompts wait there. Dynamo's max_prefill_queue_size."""
 
     kv_linear_hit_weight: Weight = 1.0
-    """kv_linear: a."""
+    """kv_linear: weight of the hit ratio, which counts for an endpoint."""
     kv_linear_load_weight: Weight = 1.0
-    """kv_linear: b."""
+    """kv_linear: weight of the normalised load, which counts against it."""
 
     migration_worth: Annotated[float, Meta(ge=1)] = 1.5
     """perilune, migration: a move must bring this many times its cost."""
     hot_pending_seconds: Weight = 1.5
-    """migration: queued prefill above which a host is hot."""
+    """migration: seconds of queued prefill above which a host is hot."""
     rack_pressure: Annotated[float, Meta(ge=1)] = 2.0
     """migration: mean queue of a rack / of the fleet, above which sessions leave the rack."""
     load_persistence: Share = 0.5
@@ -195,30 +199,31 @@ class PolicyParams(_Struct, frozen=True):
     max_remaining_turns: Weight = 20.0
     """perilune, migration: a session is never expected to have more turns left."""
     migrations_per_minute: Annotated[int, Meta(ge=0)] = 50
-    """migration: of the pool."""
+    """migration: most moves per minute in the whole pool; 0: none."""
     migration_link_bytes: Annotated[int, Meta(ge=0)] = 16_000_000_000
     """migration: most bytes on their way between two endpoints."""
     expected_output_tokens: Positive = 128
-    """perilune: of a request that sets no bound, or a higher one."""
+    """perilune: tokens that an answer is expected to have, unless the request sets a lower bound."""
     interference_weight: Weight = 0.3
-    """perilune: what a second of prefill costs each request that decodes beside it."""
+    """perilune: seconds that a second of prefill costs each request that decodes beside it."""
     turn_interval_seconds: Weight = 40.0
     """perilune: each session bound to an endpoint comes back so often and waits for a prefill that it meets;
     0: not counted."""
     least_gain_seconds: Weight = 8.0
-    """perilune: a move that brings less is not made. Lower where turns take less than a second."""
+    """perilune: a move that brings fewer seconds is not made. Lower where turns take less than a second."""
     ageing_weight: Weight = 0.0
     """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first
-    served."""
+    served. Above 0 the engines run with `--scheduling-policy priority` and the gateway writes `priority` into
+    every body, which it must then read: no decision is taken from headers alone."""
 
 
 class Limits(_Struct, frozen=True):
     """When a request is refused instead of routed."""
 
     max_body_bytes: Positive = 32 * 1024 * 1024
-    """A larger body is refused."""
+    """A request with a larger body is refused, in bytes."""
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Refuse with 429 when every endpoint has more queued prefill than this; 0: never."""
+    """Refuse with 429 when every endpoint has more seconds of queued prefill than this; 0: never."""
     ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
     """Refuse with 429 when no endpoint is predicted to give the first token in time; 0: none. A request may
     set its own (names.SLO_TTFT_HEADER)."""
@@ -228,7 +233,7 @@ class Limits(_Struct, frozen=True):
     """Priority level by the objective that a request names (names.OBJECTIVE_HEADERS): each level doubles the
     backlog at which it is refused, each below 0 halves it."""
     decision_seconds: Seconds = 1.5
-    """A slower tokenizer is given up for this request, which is then routed by estimate."""
+    """A tokenizer that takes more seconds is given up for this request, which is then routed by estimate."""
 
 
 class MoveTrigger(StrEnum):
@@ -250,13 +255,15 @@ class Migration(_Struct, frozen=True):
     offers is carried out by the next request concerned; how it weighs is in params."""
 
     triggers: tuple[MoveTrigger, ...] = (MoveTrigger.DRAIN,)
-    """Empty: it moves nothing, and sessions of a draining endpoint stay until their policy or its end moves
-    them."""
+    """What it acts on. Empty: it moves nothing, and sessions of a draining endpoint stay until their policy
+    or its end moves them."""
     interval_seconds: Seconds = 1.0
-    """Between two plans."""
+    """Seconds between two plans."""
 
 
 class Routing(_Struct, frozen=True):
+    """How endpoints are chosen."""
+
     policy: Name = "ear"
     params: PolicyParams = PolicyParams()
     migration: Migration = Migration()
@@ -287,13 +294,13 @@ class Bandwidth(_Struct, frozen=True):
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
 
     node: Annotated[float, Meta(gt=0)] = 200e9
-    """Within a node."""
+    """Within a node, in bytes per second."""
     rack: Annotated[float, Meta(gt=0)] = 9.7e9
-    """Within a rack."""
+    """Within a rack, in bytes per second."""
     spine: Annotated[float, Meta(gt=0)] = 9.7e9
-    """Between racks under one spine."""
+    """Between racks under one spine, in bytes per second."""
     fabric: Annotated[float, Meta(gt=0)] = 4.0e9
-    """Between spines."""
+    """Between spines, in bytes per second."""
 
 
 class Topology(_Struct, frozen=True):

@@ -132,3 +132,4 @@ def test_engine_priority_is_shortest_first_with_ageing() -> None:
     long = admission.engine_priority(100.0, 2.0, 3.0)
     assert admission.engine_priority(105.9, 0.0, 3.0) < long < admission.engine_priority(106.1, 0.0, 3.0)
     assert admission.engine_priority(100.0, 9.0, 0.0) < admission.engine_priority(100.1, 0.0, 0.0)
+    assert 0 <= admission.engine_priority(1.8e9, 60.0, 3.0) < 2**31, "Unix time fits"

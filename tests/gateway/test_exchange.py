@@ -1,6 +1,6 @@
 """The conversation of one stream, message by message; and in any order."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import pytest
@@ -322,6 +322,20 @@ def readable(said: list) -> list:
     return [
         [f"{m.status} {m.reason}" if isinstance(m, Immediate) else m for m in messages] for messages in said
     ]
+
+
+PRIORITISED = replace(ROUTED, priority=7)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after the tokens"])
+def test_a_priority_is_written_into_the_body(late):
+    body, changed = b'{"model":"m"}', b'{"model":"m","priority":7}'
+    router = FakeRouter(on_body_=encode_of() if late else PRIORITISED, on_tokens_=PRIORITISED)
+    tokens = (TOKENS_3,) if late else ()
+    said, _ = converse(router, request(), part(body, True), *tokens)
+    assert said[-1] == [Pick(Kind.REQUEST_BODY, (A, B), body=changed)]
+    said, _ = converse(router, request(DUPLEX), part(body, True), *tokens)
+    assert said[-1] == [PICK_DUPLEX, Echo(Kind.REQUEST_BODY, changed, True)]
 
 
 @pytest.mark.parametrize(

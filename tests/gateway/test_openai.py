@@ -16,6 +16,7 @@ from perilune_gateway.openai import (
     error_body,
     is_model_path,
     parse,
+    with_priority,
 )
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
@@ -52,6 +53,22 @@ def accepted(path, **body) -> ParsedRequest:
 )
 def test_model_paths(path, yes):
     assert is_model_path(path) is yes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"model": "m", "prompt": "}{"}', id="braces in a text"),
+        pytest.param(b'{"model":"m","prompt":"x","priority":-5}\n ', id="the client's own is overruled"),
+        pytest.param(b'{"model":"m","prompt":"x","metadata":{"a":{}}}', id="ends in an object"),
+    ],
+)
+def test_a_priority_is_all_that_changes(body: bytes):
+    changed = json.loads(with_priority(body, 41))
+    assert changed == json.loads(body) | {"priority": 41}
+    parsed = parse(COMPLETIONS, with_priority(body, 41))
+    assert isinstance(parsed, ParsedRequest)
+    assert parsed.priority == 41
 
 
 def test_chat_keeps_the_conversation_undecoded():

@@ -238,6 +238,13 @@ def test_pick_is_header_and_metadata_alike(kind):
     assert dict(message.dynamic_metadata) == {"envoy.lb": struct(x_gateway_destination_endpoint=f"{A},{B}")}
 
 
+def test_pick_may_replace_the_body():
+    replaced = encoded(Pick(Kind.REQUEST_BODY, (A,), body=b"new")).request_body.response
+    assert replaced.body_mutation.body == b"new"
+    assert set_by(replaced.header_mutation)["content-length"] == "3"
+    assert not encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response.HasField("body_mutation")
+
+
 @pytest.mark.parametrize("outbound", [Pick, Continue])
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.BUFFERED])
 def test_override_asks_for_response_headers_and_trailers(outbound, mode):

@@ -15,6 +15,7 @@ from perilune_api.names import (
     SUBSET_NAMESPACE,
 )
 from perilune_gateway.model import Outcome, RefuseReason, Tokens, TokenSource
+from perilune_lab.doubles import PRIORITY
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -64,6 +65,21 @@ async def test_body_arrives_as_it_was_sent(rig, size, mode, phase):
     assert rig.router.responses[test_id] == (200, rig.addresses[1], False)
     if phase == "body" and size:
         assert rig.router.bodies[test_id] == body
+
+
+@pytest.mark.parametrize("phase", ["body", "tokens"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [10, 70_000, 1_000_000])
+async def test_a_priority_is_written_into_the_body(rig, size, mode, phase):
+    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+    body = b'{"model":"m","prompt":"%b"}' % (b"x" * size)
+    headers = rig.headers(test_id, to=rig.addresses[1], phase=phase) | {PRIORITY: "1234567890"}
+    async with rig.http.post(f"{envoy.url}/v1/x", data=body, headers=headers) as reply:
+        assert reply.status == 200
+        received = await reply.json()
+    assert received["name"] == "b"
+    assert says(received) == sent(body[:-1] + b',"priority":1234567890}')
+    assert await rig.router.outcome(test_id) is Outcome.COMPLETED
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,49 @@
+"""Shortest-uncached-first by the engine's priority: gateway, real Envoy, simulated engines together."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from perilune_api import pool as spec
+from perilune_lab.stack import EngineOptions, Stack
+
+OPTIONS = EngineOptions(time_scale=4.0)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "ageing_weight", "order"),
+    [
+        pytest.param("priority", 3.0, ["first", "short", "long"], id="the short one overtakes"),
+        pytest.param("fcfs", 0.0, ["first", "long", "short"], id="first come, first served"),
+    ],
+)
+async def test_a_short_prompt_waits_for_no_long_one(scheduling, ageing_weight, order) -> None:
+    options = EngineOptions(time_scale=OPTIONS.time_scale, arguments=("--scheduling", scheduling))
+    routing = spec.Routing(
+        params=spec.PolicyParams(ageing_weight=ageing_weight), limits=spec.Limits(decision_seconds=30.0)
+    )
+    ended: list[str] = []
+    async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:
+
+        async def ask(name: str, words: int) -> None:
+            prompt = " ".join(f"{name}{i}" for i in range(words))
+            body = {"model": options.model, "prompt": prompt, "max_tokens": 1}
+            async with http.post(f"{stack.url}/v1/completions", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+            ended.append(name)
+
+        async def pending(requests: int) -> None:
+            async with asyncio.timeout(30.0):
+                while True:
+                    async with http.get(f"{stack.admin_url}/api/nodes/stats") as answer:
+                        (node,) = (await answer.json())["nodes"]
+                    if node["load"]["in_flight"] >= requests:
+                        return
+                    await asyncio.sleep(0.02)
+
+        async with asyncio.TaskGroup() as tasks:
+            for i, (name, words) in enumerate((("first", 2_000), ("long", 2_000), ("short", 50)), 1):
+                tasks.create_task(ask(name, words))
+                await pending(i)
+    assert ended == order
