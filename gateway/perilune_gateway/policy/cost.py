@@ -26,6 +26,10 @@ from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Cost, RequestView
 
 
+SAME_SHARE, SAME_S = 0.05, 0.01
+"""Costs that differ by no more than that share and seconds are not told apart."""
+
+
 class Source(StrEnum):
     """Where the cached part of a prompt comes from."""
 
@@ -51,6 +55,20 @@ def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random
     """The one with the lowest total; `costs` in the candidates' order."""
     totals = {cost.address: cost.total for cost in costs}
     return lowest(candidates, lambda c: totals[c.address], rng)
+
+
+def nearly_cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
+    """Of those whose cost in seconds is not told apart from the lowest, the one with the fewest sessions; a
+    draw among equals."""
+    limit = nearly(min(cost.total for cost in costs))
+    totals = {cost.address: cost.total for cost in costs}
+    equal = [c for c in candidates if totals[c.address] <= limit]
+    return lowest(equal, lambda c: c.load.sessions, rng)
+
+
+def nearly(cost_s: float) -> float:
+    """Up to here a cost is as good as this one: no prediction is that exact."""
+    return cost_s * (1.0 + SAME_SHARE) + SAME_S
 
 
 def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:

@@ -2,14 +2,16 @@
 
 1. Every endpoint's cost in seconds (cost.py): queue, fetching from the cheapest tier at learned speeds,
    prefill of the rest, decodes and sessions that it delays, company while decoding, missing KV room.
-2. No host (or it is gone): the lowest cost. A host that drains: the lowest cost of the others.
+2. No host (or it is gone): the lowest cost; of those that no prediction tells apart (cost.py, `nearly`) the
+   fewest sessions. A host that drains: the lowest cost of the others.
 3. A host: the session leaves it for the endpoint where that brings most, and only if benefit >
    `migration_worth` × cost, benefit > `least_gain_seconds`, and it last moved more than `cooldown_seconds`
    ago. Benefit = what the host's load costs more than the other's, now and over the turns it is expected to
    have left (each meets a share `load_persistence` of the difference before); cost = what its KV costs more
    there. If that cost is below 0, because the host has lost the prefix, it counts as benefit, once.
-4. Headers alone suffice while the session stays; what other endpoints hold of its prompt is then unknown and
-   taken as nothing, what the host itself holds comes from its tail.
+4. Headers alone suffice while the session stays and its host is known to hold its context (its tail tells);
+   what other endpoints hold is then taken as nothing. A host that has lost the tail, or a prompt that was
+   rewritten, means a long prefill: against that the body costs little, and it tells where what is left lies.
 
 Where links are slow a move costs more and happens less: nothing else has to be switched off. No promise past
 saturation, where nothing dominates.
@@ -29,7 +31,15 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import Seconds, cheapest, host_of, lasting_turns, lowest, seconds
+from perilune_gateway.policy.cost import (
+    Seconds,
+    cheapest,
+    host_of,
+    lasting_turns,
+    lowest,
+    nearly_cheapest,
+    seconds,
+)
 
 
 def perilune(
@@ -43,10 +53,15 @@ def perilune(
     if host is None or request.session is None:
         if request.phase is Phase.HEADERS:
             return NEED_BODY
-        target = cheapest(candidates, costs, rng)
+        target = nearly_cheapest(candidates, costs, rng)
         return _decision(target, Reason.COLD, here, costs)
     if not others:
         return _decision(host, Reason.HOST, here, costs)
+    if (
+        request.phase is Phase.HEADERS
+        and request.prompt_tokens > request.block_size > host.overlap.device_tokens
+    ):
+        return NEED_BODY
     turns = 1.0 if host.draining else lasting_turns(request.session.turns, params)
     best = lowest(others, lambda c: -gain(here[host.address], here[c.address], turns, params), rng)
     worth = host.draining or gain(here[host.address], here[best.address], turns, params) > 0
