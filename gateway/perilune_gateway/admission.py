@@ -179,7 +179,7 @@ def engine_priority(now: float, prefill_s: float, ageing_weight: float) -> int:
     """vLLM's `priority` (lower is served first) for shortest-uncached-first with ageing: the arrival in
     hundredths of a second, put back by `ageing_weight` for each of its own prefill. Later arrivals start
     higher, so nobody starves: a request is overtaken only by those that arrive within weight × its prefill.
-    `now`: of a clock that all gateways of a pool share, as Unix time is. The number has 31 bits; every 248 days
-    it begins anew, and who waits then is overtaken once.
+    `now`: of a clock that all gateways of a pool share, as Unix time is. The number has 31 bits; every 248
+    days it begins anew, and who waits then is overtaken once.
     A body field, so a pool that uses it reads and rewrites every body: the header-only path is lost."""
     return round(100.0 * (now + ageing_weight * prefill_s)) % 2**31

@@ -67,7 +67,7 @@ def _ended(one: Ended, now: float) -> dict[str, Any]:
 def families(stats: PlannerStats) -> Iterator[Metric]:
     """Series of every label exist from the start."""
     moves = CounterMetricFamily(
-        "perilune_moves", "Moves of the migration planner, by what became of them.", labels=("reason", "state")
+        "perilune_moves", "Moves that were planned, by what became of them.", labels=("reason", "state")
     )
     for reason in sorted(MOVING):
         for state in State:

@@ -26,10 +26,6 @@ from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Cost, RequestView
 
 
-SAME_SHARE, SAME_S = 0.05, 0.01
-"""Costs that differ by no more than that share and seconds are not told apart."""
-
-
 class Source(StrEnum):
     """Where the cached part of a prompt comes from."""
 
@@ -38,6 +34,10 @@ class Source(StrEnum):
     HOST = "host"
     STORE = "store"
     PEER = "peer"
+
+
+SAME_SHARE, SAME_S = 0.05, 0.01
+"""Costs that differ by no more than that share and seconds are not told apart."""
 
 
 # -- choosing --------------------------------------------------------------------------------------------
