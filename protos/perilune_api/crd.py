@@ -79,9 +79,9 @@ class EnvVar(_Struct, frozen=True):
     """An environment variable, as in a container."""
 
     name: Name
-    """Of the variable."""
+    """Name of the variable."""
     value: str = ""
-    """What it says."""
+    """Its value; or use valueFrom."""
     value_from: Raw | None = None
     """A reference to a Secret, ConfigMap or field, as in a container."""
 
@@ -90,9 +90,9 @@ class Resources(_Struct, frozen=True):
     """Requests and limits, as in a container."""
 
     requests: dict[str, int | str] = {}
-    """What a pod is sure to get."""
+    """What a pod is sure to get, by resource name (cpu, memory)."""
     limits: dict[str, int | str] = {}
-    """What it may use at most."""
+    """What a pod may use at most, by resource name."""
 
 
 class EngineSpec(pool.Engine, frozen=True, kw_only=True):
@@ -121,7 +121,7 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     rdma_resource: str = ""
     """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for."""
     startup_seconds: Positive = 1800
-    """How long loading the model may take before the engine is restarted."""
+    """How long loading the model may take before the engine is restarted, in seconds."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Merged over the pod template that the operator renders: metadata and spec, containers by name (the
     engine's is called engine)."""
@@ -135,14 +135,16 @@ class RoleSpec(_Struct, frozen=True):
     args: Arguments = ()
     """Further arguments of this role's engines, after the engine's own."""
     resources: Resources | None = None
-    """Instead of the engine's."""
+    """Requests and limits of this role's engines, instead of spec.engine.resources."""
 
 
 class Roles(_Struct, frozen=True):
     """Prefill and decode on endpoints of their own. Both are needed."""
 
     prefill: RoleSpec | None = None
+    """Endpoints that compute the KV of prompts."""
     decode: RoleSpec | None = None
+    """Endpoints that write the answers."""
 
 
 class Transfer(StrEnum):
@@ -188,7 +190,7 @@ class Master(_Struct, frozen=True):
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the pool in use from which blocks are evicted."""
     lease_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
-    """A block that was just read is not evicted for so long."""
+    """A block that was just read is not evicted for so long, in seconds."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
 
 
@@ -200,11 +202,11 @@ class Mooncake(_Struct, frozen=True):
     host memory that other engines may pull from (OffloadingConnector with its peer tier). none: a moved
     session's prefix comes from the store or is computed again."""
     protocol: Literal["rdma", "tcp"] = "tcp"
-    """What carries KV between hosts."""
+    """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""
     """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
     offload_size: Quantity = "64Gi"
-    """transfer: offload: host memory of each engine's tier."""
+    """Host memory of each engine's tier, with transfer: offload."""
     store: Store = Store()
     master: Master = Master()
 
@@ -222,6 +224,7 @@ class LevelSpec(_Struct, frozen=True):
     """One level of the fabric above the node."""
 
     name: LevelName
+    """Which level, from narrow (rack) to wide (region)."""
     labels: Annotated[tuple[LabelKey, ...], Meta(min_length=1, max_length=16)]
     """Node labels that name it; the first that a node carries counts."""
 
@@ -230,11 +233,12 @@ class Placement(_Struct, frozen=True):
     """Where engines go, by one level of the fabric."""
 
     level: Literal["node", "rack", "spine", "zone", "region"]
-    """Whose domains count."""
+    """Level of the fabric whose domains count: node, rack, spine, zone, region."""
     mode: Literal["pack", "spread"]
     """pack: near each other. spread: evenly over the level's domains."""
     required: bool = False
-    """false: as far as possible. true: a pod that cannot go where it should stays pending."""
+    """false: as far as possible. true: a pod that cannot go where it should stays pending. With spread, racks
+    whose nodes could never run an engine count too: then give a nodeSelector in engine.podTemplate."""
 
 
 # Sources: NVIDIA Topograph (docs.nvidia.com/topograph, labels of 1.x and before); node labels of Amazon EKS,
@@ -305,11 +309,11 @@ class ParentRef(_Struct, frozen=True):
     """The Gateway (gateway.networking.k8s.io) that takes the clients' requests."""
 
     name: Name
-    """Of the Gateway."""
+    """Name of the Gateway."""
     namespace: str = ""
-    """Empty: the pool's namespace."""
+    """Namespace of the Gateway; empty: the pool's."""
     section_name: str = ""
-    """One listener of it; empty: all."""
+    """One listener of the Gateway; empty: all."""
 
 
 class GatewaySpec(_Struct, frozen=True):
@@ -319,19 +323,19 @@ class GatewaySpec(_Struct, frozen=True):
     """auto: what the cluster has: Envoy Gateway's objects where its CRDs are, else an InferencePool of the
     Gateway API inference extension where those are, else neither. none: only the gateway itself."""
     parent: ParentRef | None = None
-    """Needed for a route; without it, the gateway runs and no route is made."""
+    """Gateway that the pool's route is attached to; without one the gateway runs and no route is made."""
     hostnames: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """Hosts whose requests belong to this pool; needed where two pools share a Gateway."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
-    """Each replica knows the sessions that it routed itself."""
+    """Gateway pods; each knows the sessions that it routed itself. 0: nobody decides, and failOpen counts."""
     fail_open: bool = True
     """true: without a gateway, requests go to any ready endpoint. false: they get 503."""
     image: Annotated[str, Meta(max_length=512)] = ""
-    """Empty: the operator's own."""
+    """Container image of the gateway; empty: the operator's own."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """When the image is pulled, as in a container."""
     log_level: str = "info"
-    """level[,module=level…]"""
+    """Log level, and levels of single modules: level[,module=level…]."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
     min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
     """With maxReplicas: fewest gateways."""
@@ -343,9 +347,9 @@ class Rollout(_Struct, frozen=True):
     """How a change reaches running engines."""
 
     max_unavailable: Share = 0
-    """Engines that may be missing meanwhile."""
+    """Engines that may be missing while new ones start: a number, or a percentage of replicas."""
     max_surge: Share = 1
-    """Engines that may be there in excess; 0 where there are no spare GPUs."""
+    """Engines that may be there in excess meanwhile, likewise; 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 30
     """How long an engine that is to go (scale-down) keeps its sessions, in seconds; it gets no new ones, and
     goes earlier once all have left."""
@@ -358,9 +362,9 @@ class Scaling(_Struct, frozen=True):
     adapter that serves the metric (prometheus-adapter, for example)."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
-    """Fewest endpoints."""
+    """Fewest endpoints that the autoscaler leaves."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
-    """Most endpoints."""
+    """Most endpoints that the autoscaler asks for."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
     """Metric of the gateway's Service, summed over its endpoints: the adapter serves it for that object."""
     target: Quantity = "2"
@@ -387,9 +391,13 @@ class StatusCondition(_Struct, frozen=True):
     """One fact about the pool, and since when it holds."""
 
     type: Condition
+    """What the condition is about."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     reason: str
+    """One word why; also the reason of the event that told of it."""
     message: str
+    """The same for people, with names and field paths."""
     last_transition_time: str
     """RFC 3339; when `status` last changed."""
     observed_generation: int
@@ -402,9 +410,11 @@ class FabricStatus(_Struct, frozen=True):
     nodes: int = 0
     """Nodes that have GPUs or run engines of this pool."""
     racks: int = 0
+    """Racks that these nodes name."""
     spines: int = 0
+    """Spines that these nodes name."""
     unlabelled: int = 0
-    """Of the nodes; they count as far from everything."""
+    """Nodes of these that name no rack; they count as far from everything."""
 
 
 class InferencePoolStatus(_Struct, frozen=True):
@@ -419,13 +429,14 @@ class InferencePoolStatus(_Struct, frozen=True):
     ready: str = ""
     """Ready / wanted endpoints."""
     selector: str = ""
-    """Of the endpoints' pods."""
+    """Label selector of the endpoints' pods."""
     sessions: int | None = None
     """Sessions bound to an endpoint, as the gateways say."""
     hit_ratio: str | None = None
     """Cached share of the prompt tokens of about the last minute, as the gateways say."""
     fabric: FabricStatus = FabricStatus()
     conditions: Annotated[tuple[StatusCondition, ...], Meta(max_length=16)] = ()
+    """Facts about the pool; Ready sums up those that requests depend on."""
 
 
 class Rule(NamedTuple):

@@ -12,6 +12,7 @@ their fields.
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from enum import Enum
@@ -117,16 +118,26 @@ def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
     for field in fields:
         made = _type(field.type)
         if text := _text(docs.get(field.name, "")):
-            made["description"] = text
+            known = f" {_members(made_of)}" if (made_of := _enum(field.type)) else ""
+            made["description"] = text + (known if ":" in known else "")
         default = _default(field, top)
         if default is not msgspec.NODEFAULT:
             made["default"] = default
+            made["description"] = _with_default(made.get("description", ""), default)
         properties[field.encode_name] = made
     if properties:
         schema["properties"] = properties
     if rules := crd.RULES.get(of):
         schema["x-kubernetes-validations"] = [_rule(rule) for rule in rules]
     return schema
+
+
+def _with_default(text: str, default: Any) -> str:
+    """`kubectl explain` shows no defaults, so the text says them; those of a group stand at its fields."""
+    if isinstance(default, dict):
+        return text
+    said = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n").strip()
+    return f"{text} Default: {said}."
 
 
 def _rule(rule: crd.Rule) -> Schema:
@@ -236,7 +247,7 @@ _MAKERS: dict[type, Callable[[Any], Schema]] = {
     mi.EnumType: lambda of: {
         "type": "string",
         "enum": [member.value for member in of.cls],
-        "description": _text(of.cls.__doc__ or ""),
+        "description": _members(of.cls),
     },
     mi.LiteralType: lambda of: {"type": "string", "enum": list(of.values)},
     mi.VarTupleType: _array,
@@ -250,22 +261,40 @@ def attribute_docs(of: type) -> dict[str, str]:
     """Field → the string that stands under it in the class's source, or in that of a base."""
     docs: dict[str, str] = {}
     for base in reversed(of.__mro__):
-        if not issubclass(base, msgspec.Struct) or not base.__module__.startswith("perilune_api"):
+        if not base.__module__.startswith("perilune_api"):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(body, ast.ClassDef)
         for field, after in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-                and isinstance(after.value.value, str)
-            ):
-                docs[field.target.id] = inspect.cleandoc(after.value.value)
+            match field, after:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    docs[name] = inspect.cleandoc(text)
     return docs
 
 
 def _text(doc: str) -> str:
-    """Lines joined, source markup dropped; an inherited docstring counts as none."""
-    return " ".join(doc.replace("`", "").split())
+    """Lines joined, source markup dropped, our own names replaced by what they stand for."""
+    return _NAME.sub(_value_of, " ".join(doc.replace("`", "").split()))
+
+
+def _value_of(found: re.Match[str]) -> str:
+    value = getattr(names, found[1])
+    return value if isinstance(value, str) else ", ".join(value)
+
+
+_NAME = re.compile(r"names\.([A-Z_]+)")
+
+
+def _enum(of: mi.Type) -> type[Enum] | None:
+    kind = of.type if isinstance(of, mi.Metadata) else of
+    return kind.cls if isinstance(kind, mi.EnumType) else None
+
+
+def _members(of: type[Enum]) -> str:
+    """What the values mean, of those that say so; else what the enum is."""
+    docs = attribute_docs(of)
+    said = [f"{member.value}: {_text(docs[member.name])}" for member in of if member.name in docs]
+    return " ".join(said) or _text(of.__doc__ or "")

@@ -179,7 +179,8 @@ class PolicyParams(_Struct, frozen=True):
     dynamo_v1_overlap_weight: Weight = 2.0
     """dynamo_v1: weight of the overlap against usage and waiting."""
     max_local_prefill_tokens: Positive = 1_000
-    """dynamo_disagg: a prompt with more uncached tokens is prefilled remotely. Dynamo's max_local_prefill_length."""
+    """dynamo_disagg: a prompt with more uncached tokens is prefilled remotely. Dynamo's
+    max_local_prefill_length."""
     max_prefill_queue: Positive = 2
     """dynamo_disagg: unless so many prompts wait there. Dynamo's max_prefill_queue_size."""
 
@@ -207,8 +208,8 @@ class PolicyParams(_Struct, frozen=True):
     interference_weight: Weight = 0.3
     """perilune: seconds that a second of prefill costs each request that decodes beside it."""
     turn_interval_seconds: Weight = 40.0
-    """perilune: each session bound to an endpoint comes back so often and waits for a prefill that it meets;
-    0: not counted."""
+    """perilune: each session bound to an endpoint comes back after so many seconds, and waits for a prefill
+    that it meets; 0: not counted."""
     least_gain_seconds: Weight = 8.0
     """perilune: a move that brings fewer seconds is not made. Lower where turns take less than a second."""
     ageing_weight: Weight = 0.0

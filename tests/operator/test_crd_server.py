@@ -1,10 +1,13 @@
 """The CRD at a real API server: what it refuses, with which words, and what it fills in."""
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from api_server import binaries
 
 from perilune_api import crd
 from perilune_api.kube import MERGE, ApiError, Client
@@ -44,6 +47,31 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
     spec = made["spec"]
     assert (spec["replicas"], spec["engine"]["blockSize"], spec["routing"]["policy"]) == (1, 16, "ear")
     assert crd.convert(spec) == crd.convert({"model": {"name": "m"}})
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        pytest.param("spec", "How KV moves between engines", id="spec"),
+        pytest.param("spec.routing", "Which endpoint gets a request", id="routing"),
+        pytest.param("spec.routing.limits", "Refuse with 429", id="limits"),
+        pytest.param("spec.topology.placement", "pack: near each other", id="list"),
+        pytest.param("status.conditions", "RFC 3339", id="status"),
+    ],
+)
+def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, words: str) -> None:
+    """Every field that it lists has a text."""
+    kubectl = binaries() / "kubectl"
+    if not kubectl.exists():
+        pytest.skip(f"NO KUBECTL: not in {kubectl.parent}")
+    command = [kubectl, f"--kubeconfig={api_server.kubeconfig()}", "explain", f"ipool.{path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "no description" not in done.stdout
+    fields = re.findall(r"^  (\w+)\t<.*\n(.*)$", done.stdout.partition("FIELDS:")[2], re.M)
+    assert fields
+    assert not [name for name, text in fields if not text.strip().strip("^")]
 
 
 BAD: list[Any] = [
