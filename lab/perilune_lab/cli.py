@@ -55,6 +55,16 @@ COMMANDS = {
         "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",
         "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
     ),
+    "crosscheck": Command(
+        "perilune_lab.crosscheck",
+        "one workload live and simulated, side by side: does the simulator tell the truth?",
+        "perilune crosscheck --policies ear,round_robin --seconds 20",
+    ),
+    "fastpath": Command(
+        "perilune_lab.fastpath",
+        "do decisions from headers alone equal those that know the body? every turn weighed twice",
+        "perilune fastpath --policies ear,perilune --turns 1000",
+    ),
     "evaluate": Command(
         "perilune_lab.evaluate.cli",
         "the whole evaluation on modelled H20s: every policy, bars, ten figures, tables, as files",

@@ -1,0 +1,142 @@
+"""Agentic sessions with what makes an unread body hard to guess.
+
+The generator's sessions (traces/agentic.py: growing prompts, compaction), and beside them:
+
+- *reasoning*: some sessions leave the first part of every answer out of later prompts, as templates do;
+- *sub-agents*: sessions of their own that name their parent; half of them begin with its whole context;
+- *side requests*: short prompts of another kind under the session's own id, while it goes on;
+- *id reuse*: a new session under the id of one that has ended.
+
+Text is token ids and a length in bytes, both drawn from the segment's key; bytes per token differ from
+segment to segment, as prose, code and JSON do. Equal (parameters, seed) give equal traffic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+from perilune_lab.traces.agentic import Agentic, sessions
+from perilune_lab.traces.model import Role, Segment, Turn
+
+MARKUP_TOKENS, MARKUP_BYTES = 5, 40
+"""Of a message in the prompt, and in the body."""
+BODY_BYTES = 300
+"""Of a body beside its messages."""
+BYTES_PER_TOKEN = (2.6, 5.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Shares of sessions or turns."""
+
+    reasoning_sessions: float = 0.3
+    reasoning_share: float = 0.6
+    """Of an answer."""
+    sub_agent_turns: float = 0.04
+    side_turns: float = 0.04
+    reused_ids: float = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One turn, ready to be sent."""
+
+    prompt: tuple[Segment, ...]
+    answer: Segment
+    gap_s: float = 0.0
+    """From the end of the one before."""
+    spawns: tuple[Conversation, ...] = ()
+    """What begins when this turn ends."""
+    side: Request | None = None
+    """Sent with it, under the same id."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its prompt's ids."""
+        ids: list[int] = []
+        for segment in self.prompt:
+            ids += ids_of(segment)
+        return ids
+
+    @property
+    def body_bytes(self) -> int:
+        return BODY_BYTES + sum(bytes_of(segment) for segment in self.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Requests one after the other."""
+
+    session_id: str
+    requests: tuple[Request, ...]
+    start_s: float = 0.0
+    parent_id: str = ""
+
+
+@lru_cache(maxsize=4096)
+def ids_of(segment: Segment) -> list[int]:
+    """Its message: markup, then as many ids as it has tokens. Never changed by who gets them."""
+    raw = hashlib.shake_128(segment.key.encode()).digest(2 * segment.tokens)
+    return [70_000 + len(segment.role), *range(70_100, 70_099 + MARKUP_TOKENS), *array("H", raw)]
+
+
+@lru_cache(maxsize=65_536)
+def bytes_of(segment: Segment) -> int:
+    """Its message in a body."""
+    low, high = BYTES_PER_TOKEN
+    return MARKUP_BYTES + int(segment.tokens * (low + (high - low) * Random(segment.key).random()))
+
+
+def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Conversation]:
+    """Without end, by start."""
+    rng = Random(seed)
+    ended: list[str] = []
+    for session in sessions(parameters, seed):
+        session_id = session.session_id
+        if ended and rng.random() < habits.reused_ids:
+            session_id = rng.choice(ended[-50:])
+        reasons = rng.random() < habits.reasoning_sessions
+        requests = []
+        for turn in session.turns:
+            prompt = _without_reasoning(turn, habits.reasoning_share) if reasons else turn.prompt
+            spawns: tuple[Conversation, ...] = ()
+            if rng.random() < habits.sub_agent_turns:
+                spawns = (_sub_agent(session_id, turn, prompt, rng),)
+            side = _side(turn, rng) if rng.random() < habits.side_turns else None
+            requests.append(Request(prompt, turn.answer, turn.gap_s, spawns, side))
+        ended.append(session_id)
+        yield Conversation(session_id, tuple(requests), session.start_s)
+
+
+def _without_reasoning(turn: Turn, share: float) -> tuple[Segment, ...]:
+    """Answers without their first part."""
+    return tuple(
+        Segment(f"{s.key}/said", max(1, int(s.tokens * (1 - share))), s.role)
+        if s.role is Role.ASSISTANT
+        else s
+        for s in turn.prompt
+    )
+
+
+def _sub_agent(parent: str, turn: Turn, prompt: tuple[Segment, ...], rng: Random) -> Conversation:
+    name = f"{parent}/agent{turn.number}"
+    task = Segment(f"{name}/task", rng.randrange(20, 600))
+    now = (*prompt, task) if rng.random() < 0.5 else (prompt[0], task)
+    requests = []
+    for number in range(rng.randrange(2, 7)):
+        answer = Segment(f"{name}/answer{number}", rng.randrange(5, 200), Role.ASSISTANT)
+        requests.append(Request(now, answer, rng.expovariate(0.5)))
+        now = (*now, answer, Segment(f"{name}/tool{number}", rng.randrange(20, 1500), Role.TOOL))
+    return Conversation(name, tuple(requests), parent_id=parent)
+
+
+def _side(turn: Turn, rng: Random) -> Request:
+    """A title, a summary: another system prompt, a part of the last message."""
+    name = f"{turn.session}/side{turn.number}"
+    prompt = (Segment("side/system", 120, Role.SYSTEM), Segment(name, rng.randrange(10, 800)))
+    return Request(prompt, Segment(f"{name}/answer", rng.randrange(3, 30), Role.ASSISTANT))
