@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,15 @@ def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, wo
     kubectl = binaries() / "kubectl"
     if not kubectl.exists():
         pytest.skip(f"NO KUBECTL: not in {kubectl.parent}")
-    command = [kubectl, f"--kubeconfig={api_server.kubeconfig()}", "explain", f"ipool.{path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    access = (f"--kubeconfig={api_server.kubeconfig()}", f"--cache-dir={api_server.folder / 'kubectl'}")
+    until = time.monotonic() + 30
+    while True:  # the server publishes a new kind's documentation some seconds after the kind
+        command = [kubectl, *access, "explain", f"ipool.{path}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            break
+        assert time.monotonic() < until, done.stderr
+        time.sleep(0.2)
     assert words in done.stdout
     assert "no description" not in done.stdout
     fields = re.findall(r"^  (\w+)\t<.*\n(.*)$", done.stdout.partition("FIELDS:")[2], re.M)
