@@ -4,6 +4,7 @@ Pods never run, so readiness is written by hand.
 """
 
 import asyncio
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -272,6 +273,47 @@ async def test_nothing_is_written_when_nothing_changes(
     assert await operator.writes() == writes
     after = await client.request("GET", pools(namespace, "/p"))
     assert after["status"] == before["status"]
+
+
+async def test_writes_are_as_many_as_changes(client: Client, namespace: str, operator: Operator) -> None:
+    """Of four pools one is scaled: its Deployment is written once, and nothing of the others."""
+    for name in "abcd":
+        await client.request("POST", pools(namespace), pool(name, replicas=1))
+    for name in "abcd":
+        await until(
+            lambda name=name: client.request("GET", deployments(namespace, f"/{name}-gateway")),
+            lambda d: d["status"].get("unavailableReplicas") == 1,
+        )
+    before = await quiet(operator)
+    scale = {"spec": {"replicas": 2}}
+    await client.request("PATCH", pools(namespace, "/a/scale"), scale, content_type=MERGE)
+    await until(
+        lambda: client.request("GET", deployments(namespace, "/a-engine")),
+        lambda d: d["status"].get("replicas") == 2,
+    )
+    after = await quiet(operator)
+    made = {kind: number - before.get(kind, 0) for kind, number in after.items()}
+    assert {kind for kind, number in made.items() if number} == {"Deployment", "InferencePool"}
+    assert made["Deployment"] == 1
+    assert made["InferencePool"] <= 3, "status: wanted number, rollout, its end"
+
+
+async def quiet(operator: Operator) -> dict[str, float]:
+    """Writes by kind, once a second has passed without any."""
+    end = time.monotonic() + PATIENCE_S
+    seen: dict[str, float] = {}
+    while True:
+        found = re.findall(
+            r'^perilune_operator_writes_total{kind="(\w+)",method="\w+"} (\S+)', await operator.text(), re.M
+        )
+        now: dict[str, float] = {}
+        for kind, number in found:
+            now[kind] = now.get(kind, 0.0) + float(number)
+        if now == seen:
+            return now
+        assert time.monotonic() < end, now
+        seen = now
+        await asyncio.sleep(1.0)  # not to synchronise: that nothing happens meanwhile is the point
 
 
 async def test_another_hand_is_undone(client: Client, namespace: str, operator: Operator) -> None:
