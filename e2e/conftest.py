@@ -87,6 +87,8 @@ def _shown(config: pytest.Config) -> AbstractContextManager[None]:
 @pytest.fixture(scope="session")
 def archives(pytestconfig: pytest.Config) -> list[Path]:
     """Images for the nodes. Skips, with the reason, where no cluster can be."""
+    if _EXISTING:
+        pytest.skip("needs a cluster of its own: it pulls cables and kills programs")
     if reason := impossible():
         pytest.skip(reason)
     built = pytestconfig.stash[_ARCHIVES]
@@ -96,22 +98,29 @@ def archives(pytestconfig: pytest.Config) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, archives: list[Path]) -> Iterator[Cluster]:
     """Eight nodes, and our images. What this session brings up, it takes down, and nothing is left."""
-    if _EXISTING:
-        pytest.skip("needs a cluster of its own: it pulls cables and restarts the API server")
-    archives: list[Path] = request.getfixturevalue("archives")
     cluster = Cluster(os.environ.get("PERILUNE_CLUSTER", "e2e"))
     mine = not cluster.is_up
-    if mine:
-        with _shown(request.config):
-            cluster.up(archives)
+    with _shown(request.config):
+        if mine:
+            _up(cluster, archives)
+        else:
+            print(f"cluster {cluster.name!r} is up already, with the images that it has", file=sys.stderr)
     until(lambda: cluster.control.ready, "the API server is ready", timeout_s=60)
     with cluster.control.machine.network():
         yield cluster
     if mine and not os.environ.get("PERILUNE_KEEP_CLUSTER"):
         cluster.down()
         assert cluster.remains() == []
+
+
+def _up(cluster: Cluster, archives: list[Path]) -> None:
+    try:
+        cluster.up(archives)
+    except BaseException:
+        cluster.down()
+        raise
 
 
 @pytest.fixture(scope="session")
