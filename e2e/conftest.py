@@ -70,7 +70,9 @@ def impossible() -> str:
 
 
 def _build() -> list[Path] | ClusterError:
+    """Also what is only fetched: from inside the cluster's network, nothing outside can be reached."""
     try:
+        programs.module(*programs.INFERENCE_EXTENSION)
         return build(perilune_archive, store_archive)
     except ClusterError as error:
         return error

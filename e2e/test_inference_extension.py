@@ -18,7 +18,7 @@ THEIRS = "inferencepools.inference.networking.k8s.io"
 @pytest.fixture(scope="module")
 def extension(kube):
     """Its CRDs, as its module has them; the cluster is without them afterwards."""
-    crds = str(programs.module("sigs.k8s.io/gateway-api-inference-extension", "v1.5.0") / "config/crd/bases")
+    crds = str(programs.module(*programs.INFERENCE_EXTENSION) / "config/crd/bases")
     kube.ctl("apply", "--server-side", "-f", crds)
     kube.wait("condition=Established", "-f", crds)
     yield

@@ -61,6 +61,7 @@ CLUSTER = (
     *("kubelet", "kube-proxy", "coredns", "helm", "envoy-gateway"),
 )
 CHART = GO_MODULES / "github.com/envoyproxy" / f"gateway@{ENVOY_GATEWAY}" / "charts" / "gateway-helm"
+INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.5.0")
 
 PACKAGES = {
     "containerd": "containerd",
