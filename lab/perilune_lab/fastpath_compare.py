@@ -23,6 +23,7 @@ from perilune_gateway.model import (
     Location,
     NeedBody,
     Overlap,
+    Phase,
     Prefix,
     Refusal,
     Verdict,
@@ -107,7 +108,7 @@ def cause_of(pair: Pair) -> Cause:
     tokens = full.prompt_tokens
 
     def equal(holds: Callable[[Candidate], Overlap], prefix: Prefix) -> bool:
-        told = replace(view, prompt_tokens=tokens, prefix=prefix)
+        told = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
         rows = [
             c._replace(overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
             for c in asked.candidates
