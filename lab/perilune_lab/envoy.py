@@ -162,6 +162,12 @@ def _named(name: str, type_: str, /, **fields: Any) -> Json:
     return {"name": name, "typed_config": {"@type": f"{EXTENSIONS}.{type_}", **fields}}
 
 
+_PREVIOUS_HOSTS = _named(
+    "envoy.retry_host_predicates.previous_hosts",
+    "retry.host.previous_hosts.v3.PreviousHostsPredicate",
+)
+
+
 def _address(address: str) -> Json:
     host, _, port = address.rpartition(":")
     return {"socket_address": {"address": host.strip("[]"), "port_value": int(port)}}
@@ -177,12 +183,7 @@ def _routes(retry_on: str) -> Json:
                 "retry_on": retry_on,
                 "num_retries": 2,
                 "host_selection_retry_max_attempts": 5,
-                "retry_host_predicate": [
-                    _named(
-                        "envoy.retry_host_predicates.previous_hosts",
-                        "retry.host.previous_hosts.v3.PreviousHostsPredicate",
-                    )
-                ],
+                "retry_host_predicate": [_PREVIOUS_HOSTS],
             },
         },
     }
@@ -221,6 +222,8 @@ def _ext_proc(
                 "retry_on": "connect-failure,refused-stream,reset,unavailable,cancelled",
                 "num_retries": grpc_retries,
                 "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.5s"},
+                "retry_host_predicate": [_PREVIOUS_HOSTS],  # a gateway that has just gone is not asked again
+                "host_selection_retry_max_attempts": 5,
             },
         },
         "failure_mode_allow": fail_open and not duplex,  # refused by Envoy Gateway in full duplex
