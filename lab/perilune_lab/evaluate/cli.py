@@ -30,13 +30,11 @@ from perilune_lab.evaluate.evaluation import evaluate
 from perilune_lab.evaluate.figures import FIGURES, Context
 from perilune_lab.evaluate.plan import NEEDS, Size
 from perilune_lab.evaluate.table import Table
+from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Progress, Work, default_folder
-from perilune_lab.traces.agentic import Agentic, generate
-from perilune_lab.traces.stats import stats
 
 WRONG_CALL = 2
 _EVERY_S = 10.0
-_TRACE_SESSIONS = 4_000
 
 _EPILOG = f"""\
 examples:
@@ -85,7 +83,7 @@ def run(options: Options, out: Console, err: Console) -> int:
     if "tables" in options.parts:
         for load in plan.LOADS:
             out.print(_grid(tables.end_to_end(findings, load)))
-    context = Context(findings, work)
+    context = Context(findings, traffic(options.size.seeds[0]))
     for name in [part for part in options.parts if part in FIGURES]:
         FIGURES[name].make(context, options.out, name)
         err.print(f"{name}: {options.out / name}.svg", highlight=False)
@@ -111,8 +109,8 @@ def _conclude(options: Options, context: Context, out: Console) -> None:
     (options.out / document.RESULTS).write_bytes(document.encode(made))
     if set(options.parts) >= set(NEEDS):
         (options.out / document.REPORT).write_bytes(report.encode(document.full_report(findings)))
-        trace = stats(generate(Agentic(), 1, _TRACE_SESSIONS))
-        page = readme.readme(findings, judged, made, trace, readme.notes_of(options.out))
+        notes = readme.notes_of(options.out)
+        page = readme.readme(findings, judged, made, context.traffic.stats, notes)
         (options.out / readme.README).write_text(page)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from msgspec import UNSET
@@ -40,6 +41,8 @@ class Findings:
         self._cells = cells
         self.at_r = at_r
         """The world at R."""
+        self._estimates: dict[tuple[Point, str], Estimate] = {}
+        self._ratios: dict[tuple[Point, Point, str, str], Estimate] = {}
         self._by_point: dict[Point, dict[int, Result]] = defaultdict(dict)
         for cell, result in cells.items():
             self._by_point[Point(cell.world, cell.arm)][cell.seed] = result
@@ -58,7 +61,7 @@ class Findings:
         """Sessions per second."""
         return self.at_r.rate
 
-    @property
+    @cached_property
     def side(self) -> Findings:
         """With the side studies' seeds alone, so that all of a study's points have the same."""
         seeds = set(self.size.side_seeds)
@@ -80,10 +83,18 @@ class Findings:
         return point in self._by_point and bool(self.values(point, metric))
 
     def estimate(self, point: Point, metric: str) -> Estimate:
-        return estimate(list(self.values(point, metric).values()))
+        if (point, metric) not in self._estimates:
+            self._estimates[point, metric] = estimate(list(self.values(point, metric).values()))
+        return self._estimates[point, metric]
 
     def ratio(self, ours: Point, theirs: Point, metric: str, their_metric: str = "") -> Estimate:
         """Of the means, over the seeds that both have."""
+        key = (ours, theirs, metric, their_metric)
+        if key not in self._ratios:
+            self._ratios[key] = self._ratio(*key)
+        return self._ratios[key]
+
+    def _ratio(self, ours: Point, theirs: Point, metric: str, their_metric: str) -> Estimate:
         mine, other = self.values(ours, metric), self.values(theirs, their_metric or metric)
         seeds = [seed for seed in mine if seed in other]
         return Estimate(*measure.ratio([mine[s] for s in seeds], [other[s] for s in seeds]))

@@ -44,7 +44,7 @@ _LAB = (
     "simulator",
     "traces",
     "quantiles.py",
-    "report.py",
+    "report",
     "evaluate/cells.py",
     "evaluate/extra.py",
     "evaluate/search.py",

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
-from perilune_lab.traces.agentic import Agentic, generate
-from perilune_lab.traces.stats import stats
 
-_SESSIONS = 4_000
 _SHOWN = 200
 
 
 def _draw(context: Context) -> Drawn:
-    trace = generate(Agentic(), context.findings.size.seeds[0], _SESSIONS)
-    found = stats(trace)
+    found, tokens = context.traffic
     assert found.reuse, "sessions of one turn only"
     shares = {
         "intra-session": found.reuse.intra_session,
         "cross-session": found.reuse.cross_session,
         "shared prefix": found.reuse.shared_prefix,
     }
-    tokens = sorted(sum(t.prompt_tokens for t in s.turns) for s in trace.sessions)
     total = sum(tokens)
     at, carried, curve = 0, 0, []
     for i, value in enumerate(tokens, 1):

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as Canvas
 
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import OURS, Point
-from perilune_lab.evaluate.work import Work
+from perilune_lab.evaluate.traffic import Traffic
 
 COLOURS = {
     "perilune": "#0057d9",
@@ -58,7 +58,7 @@ class Context:
     """What figures are made from."""
 
     findings: Findings
-    work: Work
+    traffic: Traffic
 
 
 class Drawn(NamedTuple):

@@ -1,0 +1,23 @@
+"""The generated traffic itself: how long its sessions are, what of it could be reused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from perilune_lab.traces.agentic import Agentic, generate
+from perilune_lab.traces.stats import Stats, stats
+
+SESSIONS = 4_000
+
+
+class Traffic(NamedTuple):
+    stats: Stats
+    session_tokens: list[int]
+    """Prompt tokens of all its turns, of each session, ascending."""
+
+
+def traffic(seed: int, sessions: int = SESSIONS) -> Traffic:
+    """Sessions played to their end, against an infinite cache. Costs a millisecond a session."""
+    trace = generate(Agentic(), seed, sessions)
+    tokens = sorted(sum(t.prompt_tokens for t in s.turns) for s in trace.sessions)
+    return Traffic(stats(trace), tokens)

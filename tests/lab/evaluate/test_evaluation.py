@@ -1,0 +1,178 @@
+"""A whole evaluation on a tiny world: bars, every figure, tables, documents, and the command around it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from perilune_lab import report
+from perilune_lab.evaluate import cli, document, plan, readme, tables
+from perilune_lab.evaluate.bars import METRICS, judge, rivals
+from perilune_lab.evaluate.cells import World
+from perilune_lab.evaluate.evaluation import evaluate
+from perilune_lab.evaluate.figures import FIGURES, Context
+from perilune_lab.evaluate.findings import Findings
+from perilune_lab.evaluate.plan import NEEDS
+from perilune_lab.evaluate.traffic import traffic
+from perilune_lab.evaluate.work import Work
+from perilune_lab.simulator import measure
+
+BASE = World(rate=0.4, endpoints=2, window_s=150.0, warmup_s=20.0)
+SIZE = plan.size(quick=True, seeds=2, first=1)
+BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def less_work() -> Iterator[None]:
+    """Coarser intervals and a shorter look at the traffic."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_RESAMPLES", 50)
+        patch.setattr(cli, "traffic", partial(traffic, sessions=200))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path) -> Context:
+    work = Work(folder, 1)
+    return Context(evaluate(work, NEEDS, SIZE, BASE), traffic(1, 200))
+
+
+@pytest.fixture(scope="module")
+def findings(made: Context) -> Findings:
+    return made.findings
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_with_its_data_and_its_label(name: str, made: Context, tmp_path: Path):
+    FIGURES[name].make(made, tmp_path, name)
+    data = json.loads((tmp_path / f"{name}.json").read_text())
+    assert (data["figure"], data["simulated"]) == (name, True)
+    svg = (tmp_path / f"{name}.svg").read_text()
+    assert "SIMULATED" in svg
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert max(f.stat().st_size for f in tmp_path.iterdir()) < 300_000
+
+
+def test_all_bars_are_judged(findings: Findings):
+    bars = judge(findings)
+    assert tuple(bar.name for bar in bars) == BARS
+    assert all(bar.checks for bar in bars)
+
+
+def test_a_value_lies_inside_its_interval(findings: Findings):
+    for bar in judge(findings):
+        for check in bar.checks:
+            assert check.low <= check.value <= check.high or check.low == check.high, check
+
+
+def test_rivals_are_the_best_of_the_others_and_static_pd_has_no_say_in_tpot(findings: Findings):
+    rows = rivals(findings, "R")
+    assert [row.metric for row in rows] == list(METRICS)
+    assert "perilune" not in {row.best for row in rows}
+    assert "static_pd" not in {row.best for row in rows if row.metric.name.startswith("TPOT")}
+    ttft = next(row for row in rows if row.metric.name == "TTFT p90")
+    runs = [findings.pooled(plan.Point(plan.world(findings.at_r), arm)) for arm in plan.EVERY]
+    others = {run.policy: run.ttft_s.p90 for run in runs if run.policy != "perilune"}
+    assert ttft.best == min(others, key=others.__getitem__)
+
+
+def test_the_side_view_has_the_side_seeds_only(findings: Findings):
+    point = plan.Point(plan.world(findings.at_r), plan.OURS)
+    assert list(findings.results(point)) == [1, 2]
+    assert list(findings.side.results(point)) == [1]
+
+
+def test_a_point_that_was_not_simulated_is_named(findings: Findings):
+    with pytest.raises(KeyError, match="perilune was not simulated"):
+        findings.results(plan.Point(replace(BASE, rate=9.0), plan.OURS))
+
+
+def test_the_end_to_end_table_has_every_policy_lowest_ttft_first(findings: Findings):
+    table = tables.end_to_end(findings, "R")
+    assert {row[0] for row in table.rows} == {arm.policy for arm in plan.EVERY}
+    p90 = [
+        findings.pooled(plan.Point(plan.world(findings.at_r), plan.Arm(row[0]))).ttft_s.p90
+        for row in table.rows
+    ]
+    assert p90 == sorted(p90)
+    assert all(len(row) == len(table.header) for row in table.rows)
+
+
+class Command:
+    """`perilune evaluate` on the tiny world."""
+
+    def __init__(self, work: Path, out: Path) -> None:
+        self.work = work
+        self.out = out
+
+    def __call__(self, *, first: int = 1, only: str | None = None) -> str:
+        argv = ["--quick", "--seeds", "2", "--seeds-from", str(first), "--jobs", "1"]
+        argv += ["--out", str(self.out), "--work", str(self.work)]
+        options = cli.parse(argv + (["--only", only] if only else []))
+        shown = Console(record=True, width=200, file=StringIO())
+        assert cli.run(replace(options, base=BASE), shown, Console(quiet=True)) == 0
+        return shown.export_text()
+
+
+def test_everything_is_written_and_read_again(folder: Path, tmp_path: Path):
+    (tmp_path / readme.NOTES).write_text("P9 was tried twice.")
+    shown = Command(folder, tmp_path)()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"README.md", "results.json", "report.json", *(f"{f}.svg" for f in FIGURES)}
+    page = (tmp_path / readme.README).read_text()
+    assert "**simulated**" in page
+    assert "P9 was tried twice." in page
+    assert all(f"![{name}, simulated]({name}.svg)" in page for name in FIGURES)
+    assert all(f"\n{name} " in shown for name in BARS)
+    runs = report.decode((tmp_path / document.REPORT).read_bytes()).runs
+    assert len(runs) == len(plan.EVERY) * len(plan.LOADS)
+    kept = document.read(tmp_path)
+    assert kept is not None
+    assert tuple(kept.verdicts) == BARS
+
+
+def test_other_seeds_say_whether_verdicts_agree(folder: Path, tmp_path: Path):
+    command = Command(folder, tmp_path)
+    assert "Verdicts" not in command(only="bars")
+    other = command(first=5, only="bars")
+    assert "seeds 1–2 (quick, R = " in other
+    again = command(first=5, only="bars")
+    assert "seeds 1–2 (quick, R = " in again  # equal seeds prove nothing: what was compared is kept
+
+
+@pytest.mark.parametrize(
+    ("mine", "says"),
+    [
+        pytest.param({"P1": "met", "P2": "missed"}, "All verdicts agree with those of seeds 1–8", id="all"),
+        pytest.param(
+            {"P1": "met", "P2": "met"}, "differ from those of seeds 1–8 (full, R = 1.2) for P2", id="one"
+        ),
+        pytest.param({"P1": "met"}, "for P2; all others agree", id="one is not there"),
+    ],
+)
+def test_agreement_in_words(mine: dict[str, str], says: str):
+    before = document.Compared("full", tuple(range(1, 9)), 1.2, {"P1": "met", "P2": "missed"})
+    assert says in before.agreement(mine)
+
+
+def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--only", "f99"]) == 2
+    assert "Unknown part 'f99'" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--quick", "--seeds-from", "--only", "goes on", *NEEDS))
