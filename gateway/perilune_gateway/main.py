@@ -269,8 +269,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Transport,
         choices=tuple(Transport),
         default=Transport.H2,
-        help="who serves ext_proc: h2, a lean HTTP/2 server for a trusted Envoy at a sixth of the CPU, or grpc's"
-        " own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
+        help="who serves ext_proc: h2, a lean HTTP/2 server for a trusted Envoy at a sixth of the CPU, or"
+        " grpc's own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",

@@ -4,9 +4,9 @@
              grpc_server, or h2         service: wire, exchange, tokenizer, counters
 
 `h2` is a single-purpose HTTP/2 server: about a sixth of the CPU of gRPC's own with headers only, a quarter
-with a 130 KB body (`docs/benchmarks.md`), for a trusted peer, which Envoy is. `grpc_server` is gRPC's own, which
-has met more peers than Envoy. Both pass the same tests of abuse, failures and stops under load, so the default
-is the one that costs less, `h2`. Neither does TLS.
+with a 130 KB body (`docs/benchmarks.md`), for a trusted peer, which Envoy is. `grpc_server` is gRPC's own,
+which has met more peers than Envoy. Both pass the same tests of abuse, failures and stops under load, so the
+default is the one that costs less, `h2`. Neither does TLS.
 """
 
 from collections.abc import Callable, Mapping
