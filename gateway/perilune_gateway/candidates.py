@@ -10,6 +10,7 @@ Costs about 0.8 µs an endpoint. Keeps nothing of a request.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from perilune_api.topology import Link
 from perilune_gateway.engine_model import EngineModel
@@ -31,8 +32,8 @@ class Candidates:
 
     def __init__(self, calibration: Calibration) -> None:
         self._calibration = calibration
-        self._engines: dict[float, EngineModel] = {}
-        """By observed / predicted."""
+        self._engines: dict[tuple[float, float], EngineModel] = {}
+        """By observed / predicted, of prefill and of the store."""
         self._speeds: dict[str, Speed] = {}
         self._links: dict[tuple[str, ...], Links] = {}
         """By holders: each endpoint's links to them."""
@@ -86,9 +87,12 @@ class Candidates:
     def _speed(self, address: str, now: float) -> Speed:
         calibration = self._calibration
         ratio = round(calibration.prefill_ratio(address, now), 2)
-        engine = self._engines.get(ratio)
+        store_ratio = round(calibration.store_ratio(address, now), 1)
+        engine = self._engines.get((ratio, store_ratio))
         if engine is None:
-            engine = self._engines[ratio] = self._engine.scaled(ratio)
+            slower = self._engine.store_bytes_per_s / store_ratio
+            engine = replace(self._engine.scaled(ratio), store_bytes_per_s=slower)
+            self._engines[ratio, store_ratio] = engine
         speed = (engine, calibration.ttft_ratio(address, now))
         self._speeds[address] = speed
         return speed

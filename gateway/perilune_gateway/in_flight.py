@@ -63,6 +63,11 @@ class Running:
     """The block whose store ends its prefill; 0: none is known."""
     prefill_s: float = 0.0
     """Of its prefill alone, predicted without correction."""
+    fetch_s: float = 0.0
+    """Of pulling or loading KV before it, predicted without correction; 0: nothing is fetched."""
+    peer: str = ""
+    """Whom it pulls from; empty: it loads from the shared store, if anything."""
+    overhead_s: float = 0.0
     ttft_s: float = 0.0
     """Queue and prefill, predicted."""
     prefilled_at: float = 0.0
@@ -199,7 +204,20 @@ class InFlight:
         it ran from the end of the one before, or from its own start."""
         before = self._prefilled_at.get(running.target, 0.0)
         running.prefilled_at = self._prefilled_at[running.target] = now
-        if running.prefill_s >= TELLING_PREFILL_S:
+        if running.fetch_s:
+            if before < running.started_at:  # else it may have fetched while others were prefilled
+                self._fetched(running, now)
+        elif running.prefill_s >= TELLING_PREFILL_S:
             alone_s = now - max(running.started_at, before)
             self._calibration.prefill(running.target, alone_s, running.prefill_s, now)
             self._calibration.ttft(running.target, now - running.started_at, running.ttft_s, now)
+
+    def _fetched(self, running: Running, now: float) -> None:
+        """What its prefill does not explain of the time until its blocks were there, fetching took."""
+        target, know = running.target, self._calibration
+        rest_s = running.prefill_s * know.prefill_ratio(target, now) + running.overhead_s
+        took_s = max(0.001, now - running.started_at - rest_s)
+        if running.peer:
+            know.transfer(running.peer, target, took_s, running.fetch_s, now)
+        else:
+            know.store(target, took_s, running.fetch_s, now)

@@ -243,6 +243,10 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("metrics_age_seconds", "Since its metrics were read; +Inf: never.", lambda n: n.load.metrics_age_s),
     ("ready", "1: may be chosen.", lambda n: n.endpoint.ready),
     ("draining", "1: known sessions only.", lambda n: n.endpoint.draining),
+    ("prefill_time_ratio", "Prefill, observed / predicted.", lambda n: n.calibration.prefill.ratio),
+    ("ttft_ratio", "Seconds to the first token, observed / predicted.", lambda n: n.calibration.ttft.ratio),
+    ("store_time_ratio", "Store reads, observed / predicted.", lambda n: n.calibration.store.ratio),
+    ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda n: n.calibration.sends.ratio),
 )  # fmt: skip
 """perilune_endpoint_<name>{endpoint, role}"""
 

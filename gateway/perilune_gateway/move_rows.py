@@ -1,6 +1,7 @@
 """The migration planner from outside: a page of plain values, and metric families. Values only."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -10,13 +11,15 @@ from perilune_gateway.explain import tenant_hash
 from perilune_gateway.identity import SessionKey
 from perilune_gateway.migration import MOVING, Move, MoveReason, Subject
 from perilune_gateway.planner import Ended, Lapse, Planner, PlannerStats, State
+from perilune_gateway.state.calibration import Calibration
 
 RECENT = 50
 """Ended moves that the page shows."""
 
 
-def page(planner: Planner, now: float) -> Mapping[str, Any]:
-    """What is offered, what stays where it is and why, what became of earlier offers, and the budget."""
+def page(planner: Planner, calibration: Calibration, now: float) -> Mapping[str, Any]:
+    """What is offered, what stays where it is and why, what became of earlier offers, the budget, and how
+    slow links are."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -31,6 +34,10 @@ def page(planner: Planner, now: float) -> Mapping[str, Any]:
         },
         "offers": [_row(move) for move in planner.offers],
         "stays": [_row(move) for move in planner.last.stays],
+        "links": [
+            {"source": source, "target": target, **asdict(ratio)}
+            for (source, target), ratio in calibration.links(now).items()
+        ],
         "ended": [_ended(one, now) for one in list(planner.ended)[: -RECENT - 1 : -1]],
     }
 

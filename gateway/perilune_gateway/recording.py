@@ -24,6 +24,7 @@ from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
+    Candidate,
     Decision,
     Phase,
     Reason,
@@ -78,7 +79,7 @@ class Recorder:
         """A policy has chosen."""
         prompt, identity, now, target = asked.prompt, asked.identity, asked.now, decision.target
         chosen = next(c for c in asked.candidates if c.address == target)
-        cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
+        cached, fetch_s = self._fetching(decision, chosen)
         new = prompt.tokens - cached
         session = self._bind(identity, target, prompt, now)
         last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
@@ -93,7 +94,10 @@ class Recorder:
             prompt.blocks,
             awaited,
             self._gatherer.engine.prefill_s(new, cached),
-            chosen.load.pending_prefill_s + prefill_s,
+            fetch_s,
+            decision.replicate_from,
+            self._gatherer.engine.request_overhead_s(prompt.tokens),
+            chosen.load.pending_prefill_s + fetch_s + prefill_s,
         )
         ticket = self._start(running, decision.move)
         self._fleet.start(
@@ -176,6 +180,20 @@ class Recorder:
         return refusal
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _fetching(self, decision: Decision, chosen: Candidate) -> tuple[int, float]:
+        """Prompt tokens that the target need not prefill, and the seconds, without correction, of fetching
+        those that its device does not hold: from the peer that the decision names, or else what the shared
+        store has, which an engine looks up by itself, whatever the policy thought of it."""
+        device, host, stored = chosen.overlap
+        here, peer = max(device, decision.cached_tokens), decision.replicate_from
+        engine = self._gatherer.engine
+        if peer and peer in chosen.links:
+            bandwidth = chosen.links[peer].bandwidth_bytes_per_s
+            return here, engine.transfer_s(here - device, bandwidth)
+        if stored > max(device, host):
+            return max(here, stored), engine.store_s(stored - device)
+        return max(here, host), 0.0
 
     def _bind(self, identity: Identity, target: str, prompt: Prompt, now: float) -> Session | None:
         if identity.key is None:

@@ -48,7 +48,7 @@ class Snapshots:
 
     def moves(self) -> Mapping[str, Any]:
         """The migration planner's page."""
-        return move_rows.page(self._router.planner, self._clock())
+        return move_rows.page(self._router.planner, self._router.calibration, self._clock())
 
     def nodes(self) -> tuple[NodeStats, ...]:
         now, router = self._clock(), self._router

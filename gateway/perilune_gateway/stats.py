@@ -68,6 +68,8 @@ class EndpointCalibration:
     """Seconds that a request decodes; 0: unknown."""
     sends: RatioStats = RatioStats()
     """Transfers that others pulled from it."""
+    store: RatioStats = RatioStats()
+    """What it loaded from the shared store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,6 +208,8 @@ class TestMirror:
             ("endpoint_kv_usage_ratio", {"endpoint": "a", "role": "prefill"}, 0.25),
             ("endpoint_sessions", {"endpoint": "a", "role": "prefill"}, 3),
             ("endpoint_draining", {"endpoint": "a", "role": "prefill"}, 1),
+            ("endpoint_prefill_time_ratio", {"endpoint": "b", "role": "both"}, 1.0),
+            ("endpoint_sending_time_ratio", {"endpoint": "b", "role": "both"}, 1.0),
             ("endpoint_ready", {"endpoint": "b", "role": "both"}, 1),
             ("endpoint_metrics_age_seconds", {"endpoint": "b", "role": "both"}, float("inf")),
             ("index_blocks", {"endpoint": "a", "tier": "device"}, 40),

@@ -1,6 +1,7 @@
 """What the router tells policies and learns on the way: prefix, links, speeds, SLOs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -24,7 +25,7 @@ from perilune_gateway import blocks
 from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Location, NeedBody, Outcome, Refusal, RefuseReason, Routed, Tier
+from perilune_gateway.model import Decision, Location, NeedBody, Outcome, Refusal, RefuseReason, Routed, Tier
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import Applied
@@ -143,6 +144,62 @@ def test_an_engine_slower_than_believed_is_found_out() -> None:
     assert known.decode_s == pytest.approx(5.0)
     chosen = next(c for c in record.candidates if c.address == record.target)
     assert chosen.engine.scale > 1.3
+
+
+def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill() -> None:
+    rig = Rig(policy="least_loaded")
+    engine = H20_30B
+    for n in range(1, 4):
+        start = n * 1_000_000
+        ids = range(start, start + 32_000)
+        rig.stored(C, ids[:24_000], Tier.STORE)
+        routed, record = rig.route(ids)
+        assert record.cached_tokens == 24_000
+        fetch_s = engine.store_s(24_000)
+        (load,) = [v.load for v in rig.router.fleet.view(rig.now) if v.endpoint.address == record.target]
+        assert load.pending_prefill_tokens == 8_000
+        rest_s = engine.prefill_s(8_000, 24_000) + engine.request_overhead_s(32_000)
+        rig.now += 3 * fetch_s + rest_s
+        rig.stored(record.target, ids)
+        rig.router.finished(routed.ticket, Outcome.COMPLETED)
+    known = [rig.router.calibration.of(a, rig.now) for a in (A, B, C)]
+    assert sum(k.store.observations for k in known) == 3
+    assert sum(k.prefill.observations for k in known) == 0
+    assert all(2.5 <= k.store.ratio < 3.0 for k in known), "who loaded nothing is as slow as the pool"
+    _, record = rig.route(range(9_000_000, 9_032_000))
+    slower = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
+    assert all(2.45 <= times < 3.0 for times in slower), "and so policies are told"
+
+
+def test_a_pull_teaches_the_link_it_came_over() -> None:
+    rig = Rig(policy="mooncake")
+    rig.stored(A, LONG)
+    pullable(rig)
+    rig.queue(99, A, 30.0)  # nobody wants to wait there
+    routed, record = rig.route(LONG)
+    decision = record.verdict
+    assert isinstance(decision, Decision)
+    assert decision.replicate_from == A
+    assert record.target != A
+    link = next(c for c in record.candidates if c.address == record.target).links[A]
+    rest_s = H20_30B.prefill_s(16, 31_984) + H20_30B.request_overhead_s(32_000)
+    rig.now += 4 * H20_30B.transfer_s(31_984, link.bandwidth_bytes_per_s) + rest_s
+    rig.stored(record.target, LONG)
+    rig.router.finished(routed.ticket, Outcome.COMPLETED)
+    assert rig.router.calibration.slowdown(A, record.target, rig.now) == pytest.approx(2.5, rel=0.01)
+    assert set(rig.router.calibration.links(rig.now)) == {(A, record.target)}
+
+
+def pullable(rig: Rig) -> None:
+    """As if the engines could pull from each other, which no gateway asks of them yet."""
+    exact = rig.router._gatherer.exact
+
+    def exact_and_pullable(asked):
+        matches = exact(asked)
+        asked.prefix = replace(asked.prefix, pullable=True)
+        return matches
+
+    rig.router._gatherer.exact = exact_and_pullable  # type: ignore[method-assign]
 
 
 def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:

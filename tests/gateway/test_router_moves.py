@@ -1,8 +1,8 @@
 """The migration planner over the router's real state: sessions leave, copies are made, the page tells."""
 
-from collections.abc import Sequence
-from math import inf
+from collections.abc import Mapping, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -91,6 +91,9 @@ class Rig:
         self.router.finished(routed.ticket, Outcome.COMPLETED)
         return self.record(routed)
 
+    def page(self) -> Mapping[str, Any]:
+        return move_rows.page(self.router.planner, self.router.calibration, self.now)
+
     def states(self) -> list[str]:
         return [one.state.value for one in self.router.planner.ended]
 
@@ -168,13 +171,16 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
     rig.router.configure(rig.pool(draining=host))
     rig.router.plan_moves()
     rig.now += 0.5
-    page = move_rows.page(rig.router.planner, rig.now)
+    page = rig.page()
     (offer,) = page["offers"]
     assert (offer["session_id"], offer["reason"], offer["source"]) == ("s", "drain", host)
     assert page["seconds_since_plan"] == 0.5
+    rig.router.calibration.transfer("x", "y", 3.0, 1.0, rig.now)
+    (link,) = rig.page()["links"]
+    assert link == {"source": "x", "target": "y", "ratio": 2.0, "observations": 1, "age_s": 0.0}
     assert page["budget"] == {"moves_left": 50, "link_bytes": 16_000_000_000, "in_flight": []}
     rig.turn("s", text(1, 480))
-    (ended,) = move_rows.page(rig.router.planner, rig.now)["ended"]
+    (ended,) = rig.page()["ended"]
     assert (ended["state"], ended["lapse"], ended["target"]) == ("completed", None, offer["target"])
     metrics = rig.router.metrics
     metrics.mirror(lambda: Snapshot(moves=rig.router.planner.stats(rig.now)))
@@ -187,5 +193,5 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
 
 
 def test_before_the_first_plan_the_page_is_empty() -> None:
-    page = move_rows.page(Rig().router.planner, inf)
+    page = Rig().page()
     assert (page["seconds_since_plan"], page["offers"], page["stays"], page["ended"]) == (None, [], [], [])

@@ -2,11 +2,11 @@
 
     observe(observed, predicted, now)  →  ratio(now): 1.0 = as predicted, 3.0 = three times slower
 
-One `Ratio` per endpoint for prefill and for the time to the first token, one per link for transfers. An
-endpoint's prior, what is assumed before anything is observed, is the pool's ratio, so one that was never used
-is believed to be like those that were, neither slower nor faster. A link of which nothing is known is as slow
-as its source's transfers are on the whole (they queue at its NIC), a source without any as the pool's. Every
-other prior is 1.0, as predicted.
+One `Ratio` per endpoint for prefill, for the time to the first token and for loading from the shared store,
+one per link for transfers. An endpoint's prior, what is assumed before anything is observed, is the pool's
+ratio, so one that was never used is believed to be like those that were, neither slower nor faster. A link of
+which nothing is known is as slow as its source's transfers are on the whole (they queue at its NIC), a source
+without any as the pool's. Every other prior is 1.0, as predicted.
 
 1. An observation is bounded to LOW … HIGH: one outlier moves an average by a bounded step.
 2. Averages are exponential with gain `GAIN`; the first observations weigh more, and the prior counts as one,
@@ -77,6 +77,7 @@ class _Endpoint:
     prefill: Ratio = field(default_factory=Ratio)
     ttft: Ratio = field(default_factory=Ratio)
     sends: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
+    store: Ratio = field(default_factory=lambda: Ratio(HALF_LIFE_S))
     decode_s: float = 0.0
     decodes: int = 0
 
@@ -129,6 +130,12 @@ class Calibration:
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
 
+    def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
+        """The endpoint loaded KV from the shared store."""
+        self.changes += 1
+        self._pool.store.observe(observed_s, predicted_s, now)
+        self._endpoint(address).store.observe(observed_s, predicted_s, now)
+
     def forget(self, address: str) -> None:
         """It left the pool: whoever comes back under its address starts anew."""
         self.changes += 1
@@ -144,6 +151,9 @@ class Calibration:
 
     def ttft_ratio(self, address: str, now: float) -> float:
         return self._known(address).ttft.at(now, self._pool.ttft.at(now))
+
+    def store_ratio(self, address: str, now: float) -> float:
+        return self._known(address).store.at(now, self._pool.store.at(now))
 
     def decode_s(self, address: str) -> float:
         return self._known(address).decode_s
@@ -161,6 +171,7 @@ class Calibration:
             known.ttft.stats(now, pool.ttft.at(now)),
             known.decode_s,
             known.sends.stats(now),
+            known.store.stats(now, pool.store.at(now)),
         )
 
     def links(self, now: float) -> Mapping[tuple[str, str], RatioStats]:
