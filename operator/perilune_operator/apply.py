@@ -4,6 +4,7 @@ Nothing is written when nothing changes: an object is skipped when its stored ha
 what we want and our field manager still owns exactly the fields that it owned after our last apply. The first
 catches a change of ours or a late write of another operator, the second anyone else's: who changes a field
 takes it from us. After a start every object is applied once, which the server finds to be the same.
+Before an object is made, its name is looked up: what is there and not the pool's is left alone.
 
 Objects of a pool are written side by side, in two waves: what others name (roles, accounts, configuration)
 goes first. Over all pools at most REQUESTS_AT_ONCE are on their way: a small API server answers a few fast
@@ -199,6 +200,8 @@ class Applier:
             stored = (live["metadata"].get("annotations") or {}).get(hash_name)
             if stored == stamped and self._ours.get(k) == (stamped, _owned(live, manager)):
                 return ""
+        if live is None and k not in self._ours and await self._is_anothers(pool, obj):
+            return f"{obj['kind']} {meta['name']} is there already and not this pool's: rename one of them"
         annotations = {**(meta.get("annotations") or {}), hash_name: stamped}
         body = {**obj, "metadata": {**meta, "annotations": annotations}}
         params = {"fieldManager": manager, "force": "true"}
@@ -216,6 +219,16 @@ class Applier:
             self._written[k] = (made, self._clock())
         self._ours[k] = (stamped, _owned(made, manager))
         return ""
+
+    async def _is_anothers(self, pool: Pool, obj: Object) -> bool:
+        """An object of that name that we do not watch: a user's own, or that of an earlier pool, going."""
+        if _is_shared(obj):
+            return False
+        try:
+            found = await self._client.request("GET", path(obj), timeout_s=kube.TIMEOUT_S)
+        except kube.ApiError:
+            return False  # not there; or an error that the write will meet too
+        return not _owned_by(pool, found)
 
     async def _delete(self, pool: Pool, live: Object) -> str:
         if "deletionTimestamp" in live["metadata"] or not _owned_by(pool, live):

@@ -38,7 +38,15 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|T
 Share = Annotated[int | str, Meta(extra_json_schema={"pattern": r"^[0-9]+%?$"})]
 """A number or a percentage."""
 Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
-LabelKey = Annotated[str, Meta(min_length=1, max_length=317)]
+LabelKey = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=317,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+    ),
+]
+"""Of a label or a resource: prefix/name."""
 Raw = dict[str, Any]
 """A piece of a Kubernetes object, passed on as it is."""
 
@@ -556,6 +564,12 @@ RULES: Mapping[type, Sequence[Rule]] = {
     ),
 }
 """By the struct at whose place they stand."""
+
+NAME_RULE = Rule(
+    "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')",
+    "a pool's name begins those of its Services and pods: a small letter, then at most 44 more, digits or -",
+)
+"""Of the whole object."""
 
 DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store"})}
 """Fields that the operator fills in: not part of what users write."""

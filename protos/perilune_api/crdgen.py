@@ -76,6 +76,7 @@ def custom_resource_definition() -> Schema:
                             "type": "object",
                             "description": "Endpoints that serve one model, and the gateway before them.",
                             "required": ["spec"],
+                            "x-kubernetes-validations": [_rule(crd.NAME_RULE)],
                             "properties": {"spec": spec, "status": status},
                         }
                     },

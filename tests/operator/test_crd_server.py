@@ -36,7 +36,11 @@ async def create(client: Client, namespace: str, body: Object) -> Object:
     return await client.request("POST", path(namespace), body, params={"fieldValidation": "Strict"})
 
 
-@pytest.mark.parametrize("name", ["smallest", "prefill-decode", "store", "topology"])
+EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml") if file.stem != "pool")
+"""All but the pool document of a gateway without Kubernetes."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 async def test_an_example_is_taken(client: Client, namespace: str, name: str) -> None:
     body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
     made = await create(client, namespace, body)
@@ -121,6 +125,10 @@ BAD: list[Any] = [
     pytest.param(
         {"topology": {"levels": [SPINE, RACK]}}, "levels go from narrow to wide", id="levels out of order"
     ),
+    pytest.param(
+        {"topology": {"levels": [{"name": "rack", "labels": ["bad key!"]}]}}, "labels[0]", id="no label key"
+    ),
+    pytest.param({"engine": {"gpuResource": "gpu of mine"}}, "spec.engine.gpuResource", id="no resource"),
     pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
     pytest.param(
         {"topology": {"bandwidth": {"rack": 1.0, "spine": 2.0}}},
@@ -145,6 +153,21 @@ async def test_a_bad_spec_is_refused_in_words(
         await create(client, namespace, pool(**spec))
     assert message in error.value.message
     assert error.value.status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("1p", id="a digit first: no Service may be called so"),
+        pytest.param("my.pool", id="a dot"),
+        pytest.param("p" * 46, id="too long for its pods' names"),
+    ],
+)
+async def test_a_name_that_children_could_not_bear_is_refused(
+    client: Client, namespace: str, name: str
+) -> None:
+    with pytest.raises(ApiError, match="a pool's name begins those of its Services"):
+        await create(client, namespace, pool(name))
 
 
 @pytest.mark.parametrize(

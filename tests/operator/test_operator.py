@@ -316,6 +316,26 @@ async def quiet(operator: Operator) -> dict[str, float]:
         await asyncio.sleep(1.0)  # not to synchronise: that nothing happens meanwhile is the point
 
 
+async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, operator: Operator) -> None:
+    """A user's Service has the name of the pool's: it stays as it is, and the status says so."""
+    services = f"/api/v1/namespaces/{namespace}/services"
+    mine = {"metadata": {"name": "p"}, "spec": {"selector": {"app": "mine"}, "ports": [{"port": 80}]}}
+    before = await client.request("POST", services, mine)
+    await client.request("POST", pools(namespace), pool())
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Progressing").get("reason") == "ApplyFailed",
+    )
+    assert "Service p is there already" in condition(body, "Progressing")["message"]
+    assert await client.request("GET", f"{services}/p") == before
+    assert await client.request("GET", deployments(namespace, "/p-engine"))
+    await client.request("DELETE", f"{services}/p")
+    await until(
+        lambda: client.request("GET", f"{services}/p"),
+        lambda s: s["spec"]["selector"].get("perilune.dev/pool") == "p",
+    )
+
+
 async def test_another_hand_is_undone(client: Client, namespace: str, operator: Operator) -> None:
     await client.request("POST", pools(namespace), pool())
     await until(lambda: client.request("GET", deployments(namespace, "/p-gateway")), bool)

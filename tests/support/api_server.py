@@ -143,21 +143,20 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                     "--secure-port=0",
                 ]
             )
-        if kwok:
-            stages = Path(__file__).with_name("kwok.yaml")
-            access = f"--kubeconfig={server.kubeconfig()}"
-            commands.append(
-                ["kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16"]
-            )
         running: list[subprocess.Popen[bytes]] = []
+
+        def start(name: str, *args: str) -> None:
+            with (folder / f"{name}.log").open("wb") as log:
+                running.append(subprocess.Popen([str(found / name), *args], stdout=log, stderr=log))
+
         try:
             for command in commands:
-                log = (folder / f"{command[0]}.log").open("wb")
-                with log:
-                    running.append(
-                        subprocess.Popen([str(found / command[0]), *command[1:]], stdout=log, stderr=log)
-                    )
+                start(*command)
             asyncio.run(_ready(server, running))
+            if kwok:  # it does not wait for the server
+                stages = Path(__file__).with_name("kwok.yaml")
+                access = f"--kubeconfig={server.kubeconfig()}"
+                start("kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16")
             yield server
         finally:
             for process in reversed(running):

@@ -12,7 +12,14 @@ import msgspec
 from perilune_api import crd, names
 from perilune_api.pool import dump
 from perilune_operator.observe import MANAGER, Object
-from perilune_operator.render.objects import POD_SECURITY, Context, container_security, resources
+from perilune_operator.render.objects import (
+    POD_SECURITY,
+    QUICK_EVICTION,
+    Context,
+    container_security,
+    disruption_budget,
+    resources,
+)
 
 EXT_PROC_PORT = 9_002
 ADMIN_PORT = 9_003
@@ -96,7 +103,7 @@ def gateway(pool: Context) -> Iterator[Object]:
             "PodDisruptionBudget",
             name,
             "gateway",
-            spec={"maxUnavailable": 1, "selector": {"matchLabels": labels}},
+            spec=disruption_budget(labels),
         )
     if scaled:
         cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
@@ -139,6 +146,16 @@ def _pod(pool: Context) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
         "securityContext": dict(POD_SECURITY),
+        "tolerations": list(QUICK_EVICTION),
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": pool.labels("gateway")},
+                "matchLabelKeys": ["pod-template-hash"],
+            }
+        ],
         "containers": [
             {
                 "name": "gateway",

@@ -9,7 +9,13 @@ import re
 from collections.abc import Iterator
 
 from perilune_operator.observe import Object
-from perilune_operator.render.objects import POD_SECURITY, Context, container_security, resources
+from perilune_operator.render.objects import (
+    POD_SECURITY,
+    QUICK_EVICTION,
+    Context,
+    container_security,
+    resources,
+)
 
 RPC_PORT = 50_051
 HTTP_PORT = 9_003
@@ -128,6 +134,7 @@ def _pod(pool: Context) -> Object:
         ],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         "securityContext": dict(POD_SECURITY),
+        "tolerations": list(QUICK_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 5,

@@ -1,6 +1,6 @@
 """What every rendered object shares: names, labels, owner, and how containers are locked down."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,19 @@ class Context:
         return kind in self.kinds
 
 
+EVICT_SECONDS = 10
+"""After which pods of a lost node are made elsewhere; Kubernetes' default is five minutes."""
+QUICK_EVICTION: Sequence[Object] = tuple(
+    {
+        "key": f"node.kubernetes.io/{why}",
+        "operator": "Exists",
+        "effect": "NoExecute",
+        "tolerationSeconds": EVICT_SECONDS,
+    }
+    for why in ("not-ready", "unreachable")
+)
+"""Tolerations of every pod that requests depend on."""
+
 POD_SECURITY: Mapping[str, Any] = {
     "runAsNonRoot": True,
     "runAsUser": USER,
@@ -82,6 +95,15 @@ POD_SECURITY: Mapping[str, Any] = {
     "fsGroup": USER,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
+
+
+def disruption_budget(labels: Mapping[str, str]) -> Object:
+    """One at a time; pods that do not work are nobody's to protect."""
+    return {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": dict(labels)},
+    }
 
 
 def container_security(*capabilities: str) -> Object:

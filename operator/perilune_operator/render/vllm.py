@@ -14,7 +14,15 @@ from perilune_api.pool import Role
 from perilune_operator import topology
 from perilune_operator.observe import Object
 from perilune_operator.render import mooncake
-from perilune_operator.render.objects import POD_SECURITY, Context, container_security, overlaid, resources
+from perilune_operator.render.objects import (
+    POD_SECURITY,
+    QUICK_EVICTION,
+    Context,
+    container_security,
+    disruption_budget,
+    overlaid,
+    resources,
+)
 
 EVENTS_PORT = 5557
 REPLAY_PORT = EVENTS_PORT + 1
@@ -26,8 +34,6 @@ ROUTE_SECONDS = 5
 """Until every Envoy and gateway knows that an endpoint leaves."""
 SPARE_SECONDS = 30
 """Between the end of draining and the kill."""
-EVICT_SECONDS = 10
-"""After which pods of a lost node are made elsewhere; Kubernetes' default is five minutes."""
 
 DRAIN = """\
 import re, sys, time, urllib.request
@@ -66,7 +72,7 @@ def engines(pool: Context) -> Iterator[Object]:
         "PodDisruptionBudget",
         workload_name(pool.name, Role.BOTH),
         "engine",
-        spec={"maxUnavailable": 1, "selector": {"matchLabels": pool.labels("engine")}},
+        spec=disruption_budget(pool.labels("engine")),
     )
     if pool.spec.scaling is not None:
         yield _autoscaler(pool)
@@ -194,15 +200,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
                 "terminationGracePeriodSeconds": drain + SPARE_SECONDS,
                 "tolerations": [
                     *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in more if here),
-                    *(
-                        {
-                            "key": f"node.kubernetes.io/{why}",
-                            "operator": "Exists",
-                            "effect": "NoExecute",
-                            "tolerationSeconds": EVICT_SECONDS,
-                        }
-                        for why in ("not-ready", "unreachable")
-                    ),
+                    *QUICK_EVICTION,
                 ],
                 **topology.affinity(pool.spec.topology.placement, pool.fabric.keys, labels),
             },
