@@ -61,6 +61,8 @@ class PodFacts:
     """Marked as the one that a ReplicaSet takes first."""
     group: int = -1
     """Of a LeaderWorkerSet's; -1: of none."""
+    trouble: str = ""
+    """Why it does not run, in Kubernetes' words; empty: it runs, or nobody says."""
 
     @property
     def serves(self) -> bool:
@@ -135,7 +137,21 @@ def pod(obj: Object) -> PodFacts:
         frozenset(gateway for gateway, answered in answers.items() if draining and answered == draining),
         annotations.get(names.DELETION_COST) == CHOSEN_COST,
         int(group) if group.isdigit() else -1,
+        _trouble(obj.get("status") or {}),
     )
+
+
+def _trouble(status: Object) -> str:
+    """Reasons only where the words change all the time (a back-off counts its seconds)."""
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
+    containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    for container in containers:
+        why = (container.get("state", {}).get("waiting") or {}).get("reason", "")
+        if why not in ("", "ContainerCreating", "PodInitializing"):
+            return f"{why} ({container.get('image', '')})"
+    return ""
 
 
 def _is(obj: Object, condition: str) -> bool:

@@ -51,7 +51,7 @@ def of_pool(
     scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
     facts = [Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid.")]
     facts.append(_topology(pool))
-    facts.append(_engines(pool, ready, wanted))
+    facts.append(_engines(pool, observed, ready, wanted))
     if pool.spec.mooncake.store.enabled:
         up = _available(pool, observed, mooncake.master_name(pool.name)) > 0
         facts.append(
@@ -159,14 +159,30 @@ def _gpus(pool: Context) -> str:
     return f" ({_names(list(products))})" if products else ""
 
 
-def _engines(pool: Context, ready: int, wanted: int) -> Fact:
-    del pool
+def _engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
+    """With what Kubernetes says of the first pod, or workload, that is in trouble."""
+    kind = Condition.ENGINES_READY
+    if not vllm.can_run(pool):
+        words = f"An endpoint of {vllm.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
+        return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
     if wanted == 0:
-        return Fact(Condition.ENGINES_READY, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
+        return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
     message = f"{ready} of {wanted} endpoints are ready."
     if ready >= wanted:
-        return Fact(Condition.ENGINES_READY, "True", Reason.AVAILABLE, message)
-    return Fact(Condition.ENGINES_READY, "False", Reason.WAITING_FOR_ENGINES, message)
+        return Fact(kind, "True", Reason.AVAILABLE, message)
+    engines = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
+    troubles = [f"{p.name}: {p.trouble}" for p in engines if p.trouble and not p.terminating]
+    troubles += [words for role, _ in vllm.roles(pool) if (words := _failure(pool, observed, role))]
+    return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
+
+
+def _failure(pool: Context, observed: Observed, role: Role) -> str:
+    """Why no pod is made: a quota, for example."""
+    workload = _workload(pool, observed, vllm.workload_name(pool.name, role)) or {}
+    for condition in (workload.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return str(condition.get("message", ""))[:200]
+    return ""
 
 
 def _gateway(pool: Context, observed: Observed) -> Fact:

@@ -38,6 +38,8 @@ class Reason(StrEnum):
     NO_NODES = "NoNodes"
     AVAILABLE = "Available"
     WAITING_FOR_ENGINES = "WaitingForEngines"
+    NO_WORKLOAD_API = "NoWorkloadApi"
+    """An endpoint spans nodes, and the cluster has no LeaderWorkerSet."""
     NO_ENGINES_WANTED = "NoEnginesWanted"
     WAITING_FOR_STORE = "WaitingForStore"
     WAITING_FOR_GATEWAY = "WaitingForGateway"

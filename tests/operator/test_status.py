@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -163,6 +164,27 @@ def test_what_is_wrong_has_a_reason(
     made = conditions(of(observed))
     assert made[condition] == (truth, reason)
     assert made["Ready"][0] == ready
+
+
+def test_an_endpoint_that_does_not_come_says_why() -> None:
+    stuck = replace(pod("b", ready=False), trouble="ImagePullBackOff (vllm:none)")
+    (said,) = [c for c in of(seen(pods=(pod("a"), stuck))).conditions if c.type is Condition.ENGINES_READY]
+    assert said.message == "1 of 2 endpoints are ready. b: ImagePullBackOff (vllm:none)"
+
+
+def test_pods_that_are_not_made_say_why() -> None:
+    failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}
+    key, body = deployment("p-engine", 2)
+    body["status"]["conditions"] = [failure]
+    (said,) = [c for c in of(seen((key, body), pods=())).conditions if c.type is Condition.ENGINES_READY]
+    assert said.message == "0 of 2 endpoints are ready. exceeded quota: gpus"
+
+
+def test_an_endpoint_that_spans_nodes_needs_leader_worker_set() -> None:
+    spec = SPEC | {"engine": {"tensorParallel": 16}}
+    made = plan("p", "ns", crd.convert(spec), seen(), NOW, Defaults())
+    assert conditions(made.status)["EnginesReady"] == ("False", "NoWorkloadApi")
+    assert "LeaderWorkerSet" not in {o["kind"] for o in made.objects or ()}
 
 
 def test_roles_and_store_are_waited_for() -> None:

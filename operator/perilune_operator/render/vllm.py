@@ -56,7 +56,8 @@ while time.monotonic() < until and idle < 2:
 def engines(pool: Context) -> Iterator[Object]:
     """All objects of the engines."""
     for role, spec in roles(pool):
-        yield _workload(pool, role, spec)
+        if can_run(pool):
+            yield _workload(pool, role, spec)
     yield pool.object(
         "v1",
         "Service",
@@ -96,6 +97,11 @@ def gpus(pool: Context) -> int:
 
 def nodes_per_endpoint(pool: Context) -> int:
     return max(1, -(-gpus(pool) // pool.spec.engine.gpus_per_node))
+
+
+def can_run(pool: Context) -> bool:
+    """Whether the cluster knows the kind of workload that runs an endpoint."""
+    return nodes_per_endpoint(pool) == 1 or pool.has("leaderworkerset.x-k8s.io/LeaderWorkerSet")
 
 
 def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:

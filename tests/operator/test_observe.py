@@ -1,0 +1,93 @@
+from typing import Any
+
+import pytest
+
+from perilune_operator import observe
+
+Object = dict[str, Any]
+
+
+def pod(meta: Object | None = None, status: Object | None = None) -> observe.PodFacts:
+    return observe.pod({"metadata": {"name": "a", **(meta or {})}, "status": status or {}})
+
+
+@pytest.mark.parametrize(
+    ("spec", "leaving"),
+    [
+        pytest.param({}, False, id="nothing"),
+        pytest.param({"unschedulable": True}, True, id="cordoned"),
+        pytest.param(
+            {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}, True, id="Karpenter"
+        ),
+        pytest.param({"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, False, id="GPU taint"),
+    ],
+)
+def test_a_node_that_is_being_emptied(spec: Object, leaving: bool) -> None:
+    assert observe.node({"metadata": {"name": "n"}, "spec": spec}).leaving is leaving
+
+
+@pytest.mark.parametrize(
+    ("annotations", "draining", "drained_by", "chosen"),
+    [
+        pytest.param({}, "", frozenset(), False, id="none"),
+        pytest.param({"perilune.dev/draining": "t"}, "t", frozenset(), False, id="draining"),
+        pytest.param(
+            {"perilune.dev/draining": "t", "drained.perilune.dev/g1": "t", "drained.perilune.dev/g2": "s"},
+            "t",
+            frozenset({"g1"}),
+            False,
+            id="an answer to an earlier mark counts for nothing",
+        ),
+        pytest.param({"drained.perilune.dev/g1": ""}, "", frozenset(), False, id="an answer to nothing"),
+        pytest.param(
+            {"controller.kubernetes.io/pod-deletion-cost": "-1"}, "", frozenset(), True, id="chosen"
+        ),
+        pytest.param(
+            {"controller.kubernetes.io/pod-deletion-cost": "-5"},
+            "",
+            frozenset(),
+            False,
+            id="a user's own cost",
+        ),
+    ],
+)
+def test_what_a_pod_carries(
+    annotations: Object, draining: str, drained_by: frozenset[str], chosen: bool
+) -> None:
+    facts = pod({"annotations": annotations})
+    assert (facts.draining, facts.drained_by, facts.chosen) == (draining, drained_by, chosen)
+
+
+@pytest.mark.parametrize(
+    ("status", "trouble"),
+    [
+        pytest.param({}, "", id="nobody says"),
+        pytest.param(
+            {
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "R", "message": "0/8 nodes"}
+                ]
+            },
+            "R: 0/8 nodes",
+            id="no node takes it",
+        ),
+        pytest.param(
+            {"containerStatuses": [{"image": "i:1", "state": {"waiting": {"reason": "ErrImagePull"}}}]},
+            "ErrImagePull (i:1)",
+            id="no image",
+        ),
+        pytest.param(
+            {"initContainerStatuses": [{"image": "i", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]},
+            "CrashLoopBackOff (i)",
+            id="crashes at once",
+        ),
+        pytest.param(
+            {"containerStatuses": [{"image": "i", "state": {"waiting": {"reason": "ContainerCreating"}}}]},
+            "",
+            id="on its way",
+        ),
+        pytest.param({"containerStatuses": [{"state": {"running": {}}}]}, "", id="it runs"),
+    ],
+)
+def test_why_a_pod_does_not_run(status: Object, trouble: str) -> None:
+    assert pod(status=status).trouble == trouble
