@@ -1,6 +1,7 @@
 """The planner by hand: per token 1 ms of prefill, 0.2 ms over a link; differences last 1.5 turns."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -314,3 +315,31 @@ def test_a_plan_never_exceeds_its_budget(nodes, sessions, prefixes, moves, link_
     assert min(room.values()) >= 0
     subjects = [m.subject for m in (*p.moves, *p.stays)]
     assert len(subjects) == len(set(subjects))
+
+
+@settings(max_examples=100)
+@given(nodes=nodes_strategy, sessions=sessions_strategy, prefixes=prefixes_strategy, moves=st.integers(0, 6))
+def test_renaming_endpoints_renames_the_plan(nodes, sessions, prefixes, moves) -> None:
+    def new(address: str) -> str:
+        return f"{chr(219 - ord(address))}!" if address else ""
+
+    def renamed(move: Move) -> Move:
+        return replace(move, source=new(move.source), target=new(move.target))
+
+    before = plan(sessions, nodes, Budget(moves, 30_000_000), prefixes=prefixes)
+    after = plan(
+        [replace(s, host=new(s.host)) for s in sessions],
+        [
+            c._replace(
+                endpoint=replace(c.endpoint, address=new(c.address)),
+                links={new(a): known for a, known in c.links.items()},
+            )
+            for c in nodes
+        ],
+        Budget(moves, 30_000_000),
+        prefixes=[
+            replace(p, locations=tuple(Location(new(a), tokens) for a, tokens in p.locations))
+            for p in prefixes
+        ],
+    )
+    assert after == Plan(tuple(map(renamed, before.moves)), tuple(map(renamed, before.stays)))
