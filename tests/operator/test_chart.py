@@ -14,6 +14,7 @@ from perilune_operator.main import LEASE, arguments
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
 RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
+CLUSTER_RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/cluster-rules.yaml").read_text())
 
 
 def may(group: str, resource: str) -> set[str]:
@@ -42,7 +43,7 @@ def test_the_operator_may_make_every_kind_that_it_renders_and_no_more() -> None:
 
 
 def test_no_rule_is_about_secrets_or_everything() -> None:
-    for rule in RULES:
+    for rule in [*RULES, *CLUSTER_RULES]:
         assert not {"*", "secrets"} & {*rule["resources"], *rule["verbs"], *rule["apiGroups"]}
 
 
@@ -73,7 +74,20 @@ def test_the_deployment_starts_an_operator(template: Callable[..., dict[str, Any
     args = arguments(container["args"])
     assert (args.namespace, args.image, args.master_image) == ("team", "ghcr.io/perilune/perilune:v7", "m:1")
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
-    assert made["ClusterRole/perilune-operator"]["rules"] == RULES
+
+
+def test_an_operator_of_one_namespace_has_its_rights_there_only(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    made = template("watchNamespace=team")
+    assert made["ClusterRole/perilune-operator"]["rules"] == CLUSTER_RULES
+    role = made["Role/perilune-operator-pools"]
+    assert (role["metadata"]["namespace"], role["rules"]) == ("team", RULES)
+    binding = made["RoleBinding/perilune-operator-pools"]
+    assert binding["subjects"][0]["namespace"] == "sys"
+    everywhere = template()
+    assert everywhere["ClusterRole/perilune-operator"]["rules"] == CLUSTER_RULES + RULES
+    assert "Role/perilune-operator-pools" not in everywhere
 
 
 def test_the_operator_is_scraped_where_prometheus_operator_is(

@@ -13,6 +13,8 @@ from random import Random
 from typing import Any
 
 import pytest
+import yaml
+from api_server import CHART, NARROW, NARROW_TOKEN, grant
 from operator_process import Operator
 
 from perilune_api.kube import APPLY, MERGE, ApiError, Client
@@ -334,6 +336,26 @@ async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, op
         lambda: client.request("GET", f"{services}/p"),
         lambda s: s["spec"]["selector"].get("perilune.dev/pool") == "p",
     )
+
+
+async def test_rights_in_one_namespace_are_enough_for_its_pools(
+    client: Client, namespace: str, api_server: Any
+) -> None:
+    def rules(name: str) -> list[Object]:
+        return list(yaml.safe_load((CHART / f"files/{name}-rules.yaml").read_text()))
+
+    await grant(client, namespace, "Role", rules("operator") + rules("lease"), NARROW)
+    await grant(client, "", "ClusterRole", rules("cluster"), NARROW)
+    operator = Operator(api_server, namespace, token=NARROW_TOKEN)
+    try:
+        await client.request("POST", pools(namespace), pool())
+        body = await until(
+            lambda: client.request("GET", pools(namespace, "/p")), lambda p: bool(condition(p, "Ready"))
+        )
+        assert condition(body, "Progressing")["reason"] != "ApplyFailed"
+        assert await client.request("GET", deployments(namespace, "/p-engine"))
+    finally:
+        operator.stop(signal.SIGKILL)
 
 
 async def test_another_hand_is_undone(client: Client, namespace: str, operator: Operator) -> None:

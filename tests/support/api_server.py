@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "admin-token"
 OPERATOR_TOKEN = "operator-token"
 OPERATOR = "perilune-operator"
+NARROW_TOKEN, NARROW = "narrow-token", "narrow-operator"
+"""An operator of one namespace, without rights anywhere else."""
 CHART = ROOT / "charts/perilune"
 Object = dict[str, Any]
 
@@ -88,6 +90,7 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
         (folder / "tokens.csv").write_text(
             f'{TOKEN},admin,1,"system:masters"\n{OPERATOR_TOKEN},{OPERATOR},2,"system:authenticated"\n'
+            f'{NARROW_TOKEN},{NARROW},3,"system:authenticated"\n'
         )
         etcd, peer, port = free_port(), free_port(), free_port()
         client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
@@ -181,7 +184,8 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
             except (OSError, kube.ApiError):
                 await asyncio.sleep(0.2)
         await client.request("POST", crds, crd)
-        rules = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
+        files = (CHART / "files/cluster-rules.yaml", CHART / "files/operator-rules.yaml")
+        rules = [rule for file in files for rule in yaml.safe_load(file.read_text())]
         await grant(client, "", "ClusterRole", rules)
         while True:
             try:
@@ -195,15 +199,17 @@ async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> N
         await client.close()
 
 
-async def grant(client: kube.Client, namespace: str, kind: str, rules: list[Object]) -> None:
+async def grant(
+    client: kube.Client, namespace: str, kind: str, rules: list[Object], user: str = OPERATOR
+) -> None:
     """Give the operator's user a role, as the chart gives it to its service account."""
     api = "rbac.authorization.k8s.io"
     scope = f"/namespaces/{namespace}" if namespace else ""
-    where, named = f"/apis/{api}/v1{scope}/{kind.lower()}", {"metadata": {"name": OPERATOR}}
+    where, named = f"/apis/{api}/v1{scope}/{kind.lower()}", {"metadata": {"name": user}}
     binding = {
         **named,
-        "roleRef": {"apiGroup": api, "kind": kind, "name": OPERATOR},
-        "subjects": [{"apiGroup": api, "kind": "User", "name": OPERATOR}],
+        "roleRef": {"apiGroup": api, "kind": kind, "name": user},
+        "subjects": [{"apiGroup": api, "kind": "User", "name": user}],
     }
     await client.request("POST", f"{where}s", {**named, "rules": rules})
     await client.request("POST", f"{where}bindings", binding)

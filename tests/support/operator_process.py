@@ -17,7 +17,9 @@ LEASE_S = 3
 class Operator:
     """One process."""
 
-    def __init__(self, api_server: Any, namespace: str, name: str = "one") -> None:
+    def __init__(
+        self, api_server: Any, namespace: str, name: str = "one", token: str = "operator-token"
+    ) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = int(sock.getsockname()[1])
@@ -33,7 +35,7 @@ class Operator:
                     f"--listen=127.0.0.1:{self.port}",
                     f"--lease-seconds={LEASE_S}",
                 ],
-                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig("operator-token"))},
+                env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig(token))},
                 stdout=log,
                 stderr=log,
             )
