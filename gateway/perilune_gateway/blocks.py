@@ -76,28 +76,38 @@ def chain(
 
 def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
     """Chained hashes of `block_bytes` bytes each, for prompts of unknown tokens. Never meets `chain`."""
-    previous = _xxh3(b"text", root)
+    previous = _text_root(root)
     return [previous := _xxh3(block, previous) & _60_BITS for (block,) in _cut(text, block_bytes)]
 
 
+def _text_root(root: int) -> int:
+    return _xxh3(b"text", root)
+
+
 class Chains:
-    """`chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows of 64 hashes (each
-    up to 2.7 kB) are remembered, those used lately."""
+    """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows of
+    64 hashes (each up to 2.7 kB) are remembered, those used lately."""
 
     ROW = 64
 
-    def __init__(self, block_size: int, max_rows: int = 8_192) -> None:
-        self._block_size = block_size
+    def __init__(self, max_rows: int = 8_192) -> None:
         self._max_rows = max_rows
         self._rows: dict[int, tuple[int, ...]] = {}
         self._older: dict[int, tuple[int, ...]] = {}
 
-    def chain(self, token_ids: Sequence[int], root: int) -> list[int]:
-        """Equal to `blocks.chain`, which see. Cheapest for an array of unsigned ints."""
-        size, data = 4 * self._block_size, memoryview(_little_endian(token_ids))
+    def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
+        """Equal to `chain`, which see. Cheapest for an array of unsigned ints."""
+        return self._chain(_little_endian(token_ids), 4 * block_size, root)
+
+    def text(self, text: bytes, block_bytes: int, root: int) -> list[int]:
+        """Equal to `text_chain`."""
+        return self._chain(text, block_bytes, _text_root(root))
+
+    def _chain(self, prompt: bytes, size: int, root: int) -> list[int]:
+        data = memoryview(prompt)
         row_bytes, mask, xxh3 = self.ROW * size, _60_BITS, _xxh3
         hashes: list[int] = []
-        name = previous = root
+        name, previous = root ^ size, root
         for at in range(0, len(data) - row_bytes + 1, row_bytes):
             part = data[at : at + row_bytes]
             name = xxh3(part, name)
