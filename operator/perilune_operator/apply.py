@@ -130,15 +130,17 @@ class Applier:
         errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
         return Applied(tuple(filter(None, errors)), not any(k in self._written for k in keep))
 
-    async def mark(self, pool: Pool, mark: Mark) -> None:
-        """Annotate a pod. Through its status, which is all that the right to do so then covers."""
+    async def mark(self, pool: Pool, mark: Mark) -> str:
+        """Annotate a pod. Through its status, which is all that the right to do so then covers. Returns what
+        the API server refused, in words; empty: nothing."""
         body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
         where = f"/api/v1/namespaces/{pool.namespace}/pods/{mark.pod}/status"
         try:
             await self._send("PATCH", where, "Pod", body, content_type=kube.MERGE)
         except kube.ApiError as error:
             if error.status not in (404, 409):  # gone, or another one of that name by now
-                raise
+                return f"Pod {mark.pod}: {error.message}"
+        return ""
 
     async def scale(self, pool: Pool, replicas: int) -> None:
         """Write the pool's own replicas: once, when an autoscaler takes over."""

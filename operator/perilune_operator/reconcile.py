@@ -188,11 +188,10 @@ class Reconciler:
             if made.scale_to is not None:
                 log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
                 await self._applier.scale(pool, made.scale_to)
-            for mark in made.marks:
-                await self._applier.mark(pool, mark)
+            marked = await asyncio.gather(*(self._applier.mark(pool, mark) for mark in made.marks))
             applied = await self._applier.apply(pool, made.objects, observed.children)
-            if applied.errors:
-                said = status.with_failure(said, "; ".join(applied.errors)[:1000], observed, now)
+            if errors := [*filter(None, marked), *applied.errors]:
+                said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)
             else:
                 worker.failures = 0
