@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from kubernetes.aio.client.configuration import Configuration
@@ -153,10 +154,13 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                 running.append(subprocess.Popen([str(found / name), *args], stdout=log, stderr=log))
 
         try:
-            for command in commands:
+            for command in commands[:2]:
                 start(*command)
-            asyncio.run(_ready(server, running))
-            if kwok:  # it does not wait for the server
+            asyncio.run(_healthy(server, running))  # the others give up on a server that takes long
+            for command in commands[2:]:
+                start(*command)
+            asyncio.run(_install_ours(server))
+            if kwok:
                 stages = Path(__file__).with_name("kwok.yaml")
                 access = f"--kubeconfig={server.kubeconfig()}"
                 start("kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16")
@@ -167,23 +171,31 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                 process.wait()
 
 
-async def _ready(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
-    """Until it serves our CRD. Its start takes about 5 s."""
-    client = kube.Client(server.access)
+async def _healthy(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
+    """Until it says so, which takes about 5 s."""
     until = time.monotonic() + 90
-    crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
-    crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    try:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession(headers=headers) as http:
         while True:
             if any(process.poll() is not None for process in running) or time.monotonic() > until:
                 logs = "\n".join(file.read_text()[-2000:] for file in server.folder.glob("*.log"))
                 raise RuntimeError(f"the API server did not start: {logs}")
             try:
-                await client.request("GET", "/api/v1/namespaces/default")
-                break
-            except (OSError, kube.ApiError):
-                await asyncio.sleep(0.2)
-        await client.request("POST", crds, crd)
+                async with http.get(f"{server.url}/readyz", ssl=False) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+
+
+async def _install_ours(server: ApiServer) -> None:
+    """Our CRD, until it is served, and the operator's ClusterRole."""
+    client = kube.Client(server.access)
+    until = time.monotonic() + 60
+    crd = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    try:
+        await client.request("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
         files = (CHART / "files/cluster-rules.yaml", CHART / "files/operator-rules.yaml")
         rules = [rule for file in files for rule in yaml.safe_load(file.read_text())]
         await grant(client, "", "ClusterRole", rules)
