@@ -21,8 +21,10 @@
    frequency; this one weighs what a copy saves.)
 
 A plan only offers: a binding switches with the session's next request, the target pulls, a pull that fails is
-a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it. Cost:
-O(endpoints), and O(sessions × TARGETS) at about 10 µs each. Who drives it: planner.py.
+a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it.
+
+Cost: O(endpoints + sessions × TARGETS); 32 sessions of hot hosts take 5 ms among 64 endpoints, 15 ms among
+1,000, and nothing presses most of the time. Who drives it: planner.py.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -56,7 +58,7 @@ class MoveReason(StrEnum):
     BUDGET_BYTES = "budget_bytes"
 
 
-SHORTLIST, TARGETS = 64, 16
+SHORTLIST, TARGETS = 64, 8
 """Endpoints that a plan may move something to, and those that one session is weighed against: the shortest
 queues."""
 ALL_TRIGGERS = frozenset(MoveTrigger)

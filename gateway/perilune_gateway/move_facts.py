@@ -36,6 +36,7 @@ class MoveFacts:
         self._gatherer = gatherer
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
+        near = near if self.pullable else ()
         return [
             Candidate(
                 view.endpoint,
