@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import Cost
 from perilune_gateway.policy.cost import (
     Source,
     lasting_turns,
     least_pending,
     lowest,
+    nearly_cheapest,
     remaining_turns,
     seconds,
     tpot_s,
@@ -155,6 +157,23 @@ def test_a_session_has_as_many_turns_left_as_it_has_had(turns: int, left: float)
 )
 def test_how_many_turns_a_difference_lasts(share: float, turns: float) -> None:
     assert lasting_turns(1, PolicyParams(load_persistence=share)) == turns
+
+
+@pytest.mark.parametrize(
+    ("total_s", "sessions", "chosen"),
+    [
+        pytest.param((1.0, 1.05), (2, 1), "b", id="5 % apart: the fewest sessions"),
+        pytest.param((1.0, 1.07), (2, 1), "a", id="7 % apart: the cheapest"),
+        pytest.param((0.0, 0.01), (2, 1), "b", id="10 ms apart"),
+        pytest.param((0.0, 0.02), (2, 1), "a", id="20 ms apart"),
+        pytest.param((1.05, 1.0), (0, 0), "ab", id="as many sessions: a draw"),
+    ],
+)
+def test_costs_that_no_prediction_tells_apart(total_s, sessions, chosen) -> None:
+    nodes = [candidate(a, sessions=n) for a, n in zip("ab", sessions, strict=True)]
+    costs = [Cost(a, total, {}) for a, total in zip("ab", total_s, strict=True)]
+    drawn = {nearly_cheapest(nodes, costs, Random(seed)).address for seed in range(20)}
+    assert drawn == set(chosen)
 
 
 def test_equal_endpoints_share_the_work() -> None:
