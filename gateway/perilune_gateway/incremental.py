@@ -56,15 +56,11 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids of a text, and what they have in common with earlier ones. Equal names: equal leading ids."""
+    """Ids of a text, and what of them was known."""
 
     ids: Ids
     kept_tokens: int = 0
     """Leading ids that are those of an earlier text."""
-    kept_name: int = 0
-    """Names them; 0: none are."""
-    name: int = 0
-    """Names leading ids that a later text may keep; 0: none."""
     encoded_bytes: int = 0
     """Of UTF-8, that the encoder had to read."""
 
@@ -140,9 +136,7 @@ class IncrementalEncoder:
         kept = known.tokens if known else 0
         self._count(kept, len(ids) - kept)
         encoded_bytes = len(data) - (known.cut if known else 0)
-        if before or last is None:  # names stand for ids from the start
-            return Encoded(ids, encoded_bytes=encoded_bytes)
-        return Encoded(ids, kept, known.name if known else 0, last.name, encoded_bytes)
+        return Encoded(ids, len(before) + kept if kept else 0, encoded_bytes)
 
     def _why_not(self, data: bytes, special: bool) -> Why | None:
         if len(data) < self._grid:

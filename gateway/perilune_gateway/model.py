@@ -168,12 +168,6 @@ class Tokens:
     source: TokenSource
     ids: Sequence[int] | None = None
     """None with TokenSource.ESTIMATE."""
-    kept_tokens: int = 0
-    """Leading ids that are those of an earlier prompt."""
-    kept_name: int = 0
-    """Names these ids: they are the first of every prompt of that `name`. 0: none are kept."""
-    name: int = 0
-    """Names leading ids that a later prompt may keep; 0: none. Equal names mean equal ids."""
 
 
 @dataclass(frozen=True, slots=True)

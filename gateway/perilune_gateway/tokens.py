@@ -213,14 +213,8 @@ class Tokenizer:
         if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement; the mean does not mind
             us_per_char = (self._stopwatch() - started) * 1e6 / chars
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
-        return Tokens(
-            len(first.ids) + sum(len(other.ids) for other in others),
-            TokenSource.LOCAL,
-            first.ids,
-            first.kept_tokens,
-            first.kept_name,
-            first.name,
-        )
+        count = len(first.ids) + sum(len(other.ids) for other in others)
+        return Tokens(count, TokenSource.LOCAL, first.ids)
 
     def _render(self, request: ParsedRequest, chat: ChatPrompt) -> str:
         if chat.own_template:
