@@ -19,7 +19,7 @@ def pod(name, node, **container):
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, "namespace": "default"},
+        "metadata": {"name": name, "namespace": "default", "labels": {"of": "test-cluster"}},
         "spec": {
             "nodeName": node,
             "terminationGracePeriodSeconds": 0,
@@ -52,7 +52,7 @@ def test_the_scheduler_counts_gpus(kube):
     try:
 
         def one_waits():
-            pods = kube.get("pod", "-l", "", "-n", "default")
+            pods = kube.get("pod", "-l", "of=test-cluster", "-n", "default")
             assert sorted(p["status"]["phase"] for p in pods) == [
                 *(9 - fit) * ["Pending"],
                 *fit * ["Running"],
@@ -62,14 +62,14 @@ def test_the_scheduler_counts_gpus(kube):
 
         eventually(one_waits, timeout_s=60)
     finally:
-        kube.ctl("delete", "pod", "--all", "-n", "default", "--wait")
+        kube.ctl("delete", "pod", "-l", "of=test-cluster", "-n", "default", "--wait")
 
 
 def test_logs_exec_and_names_work(kube):
     """A kubelet runs the pod; it answers by its Service's name through kube-proxy and CoreDNS."""
     talk = "echo started; exec python3 -m http.server 8080 -d /"
     served = pod("served", "node-7", image=NAME, command=["sh", "-c", talk])
-    served["metadata"]["labels"] = {"app": "served"}
+    served["metadata"]["labels"]["app"] = "served"
     service = {
         "apiVersion": "v1",
         "kind": "Service",
