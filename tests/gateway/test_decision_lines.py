@@ -13,6 +13,8 @@ from perilune_gateway.deciding import decide
 from perilune_gateway.decision_lines import SCHEMA, Cut, Ended, Logged, Writer, read
 from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord, Ending, tenant_hash
+from perilune_gateway.identity import SessionKey
+from perilune_gateway.migration import Move, MoveReason
 from perilune_gateway.model import (
     Candidate,
     Cost,
@@ -80,6 +82,15 @@ class TestRoundTrip:
         lines = written(refused)
         assert b"client said" not in b"".join(lines)
         assert decided(lines).record.verdict == Refusal(RefuseReason.OVERLOADED, "", 2.5)
+
+    def test_a_planned_move_says_its_reason_and_names_no_tenant(self):
+        move = Move(SessionKey("secret tenant", "s"), MoveReason.DRAIN, "a", "b", benefit_s=2.5)
+        planned = replace(RECORD, verdict=Decision("b", Reason.PLANNED, moved_from="a", move=move))
+        lines = written(planned)
+        assert b"secret" not in b"".join(lines)
+        said = json.loads(lines[-1])["verdict"]["move"]
+        assert (said["reason"], said["target"], said["benefit_s"]) == ("drain", "b", 2.5)
+        assert decided(lines).record.moved_from == "a"
 
     def test_a_request_that_no_policy_saw(self):
         plain = DecisionRecord(RequestView("r", 0, 0, Phase.HEADERS), Decision("a", Reason.PASS_THROUGH), "")
