@@ -26,8 +26,10 @@ from perilune_gateway import blocks
 from perilune_gateway.deciding import decide
 from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.gather import Prompt
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import (
+    Decision,
     Encode,
     NeedBody,
     Outcome,
@@ -186,6 +188,37 @@ def test_an_unread_turn_after_an_eviction_counts_as_uncached(rig: Rig) -> None:
     rig.router.index.removed(host, Tier.DEVICE, blocks.chain(range(40), BLOCK, 0)[-2:])
     rig.now += 60.0
     assert rig.record(rig.route(h=h)).cached_tokens == 0
+
+
+def test_a_body_that_shrank_was_rewritten_and_counts_as_uncached(rig: Rig) -> None:
+    """Where it differs from the last one, its length does not say."""
+    routed = rig.route(range(400), head("/v1/completions", x_session_id="s"))
+    rig.stored(routed.destinations[0], range(400))
+    rig.router.finished(routed.ticket, Outcome.COMPLETED)
+    length = len(completion(range(400))) - 200
+    shorter = head("/v1/completions", x_session_id="s", content_length=str(length))
+    record = rig.record(rig.route(h=shorter))
+    assert record.token_source is TokenSource.ESTIMATE
+    assert record.cached_tokens == 0
+    assert 0 < record.prompt_tokens < 400
+
+
+@pytest.mark.parametrize("by", ["headers", "prompt"])
+def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
+    routed = rig.route(range(40), head("/v1/completions", x_session_id="s"))
+    rig.stored(routed.destinations[0], range(40))
+    rig.router.finished(routed.ticket, Outcome.COMPLETED)
+    h = head("/v1/completions", x_session_id="s", content_length="400")
+    prompt = Prompt(48, TokenSource.LOCAL, blocks.chain(range(48), BLOCK, 0), "m")
+    session = rig.router.sessions.matching("s")[0]
+    before = (repr(session), rig.pending(), len(rig.router.decisions))
+    _, view, verdict = rig.router.weigh(h, None if by == "headers" else prompt, 1)
+    assert isinstance(verdict, Decision)
+    assert verdict.target == routed.destinations[0]
+    assert view.phase is (Phase.HEADERS if by == "headers" else Phase.BODY)
+    assert (repr(session), rig.pending(), len(rig.router.decisions)) == before
+    with pytest.raises(KeyError):
+        rig.router.weigh(head("/v1/completions", x_session_id="new"), None, 1)
 
 
 def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:

@@ -123,6 +123,14 @@ def test_a_long_prefill_goes_where_few_sessions_come_back(tokens: int, target: s
     assert run(request(tokens=tokens), nodes).target == target
 
 
+def test_a_host_that_lost_the_context_is_a_case_for_the_body() -> None:
+    r = request(tokens=1000, of=session("a"), phase=Phase.HEADERS, prefix=prefix(pullable=False))
+    nodes = [node("a"), node("b", pending_s=0.1)]
+    assert perilune(r, nodes, PARAMS, Random(0)) is NEED_BODY
+    short = request(tokens=10, of=session("a"), phase=Phase.HEADERS, prefix=prefix(pullable=False))
+    assert run(short, nodes).target == "a", "no whole block: nothing is lost"
+
+
 @pytest.mark.parametrize(
     ("queue_s", "host", "decides"),
     [(0.1, "a", True), (5.0, "a", False), (0.0, "", False), (0.0, "gone", False)],
