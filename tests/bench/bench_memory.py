@@ -17,6 +17,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from bars import DOCUMENT, write_section
 
 from perilune_api import pool as spec
 from perilune_gateway.transport import Transport
@@ -25,7 +26,6 @@ from perilune_lab.child import start
 
 REQUESTS = 200_000
 PARTS = Path(__file__).with_name("transport_parts.py")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 LUA = """
 local at, slice = 0, 0
@@ -95,7 +95,17 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
         total = 0
         while total < REQUESTS:
             wrk = await asyncio.create_subprocess_exec(
-                *("wrk", "-t1", "-c20", "-d5s", "-s", str(folder / "load.lua"), front.url),
+                *(
+                    "wrk",
+                    "-t1",
+                    "-c20",
+                    "-d5s",
+                    "--timeout",
+                    "30s",
+                    "-s",
+                    str(folder / "load.lua"),
+                    front.url,
+                ),
                 *("--", str(len(counts))),
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -130,7 +140,5 @@ async def test_memory(tmp_path, request, transport):
     line = f"- {transport}: resident MB of the gateway after requests: {figures} → {verdict}\n"
     print(f"\n{line}")
     if request.config.getoption("--write"):
-        from bench_transport import write_section
-
         write_section(DOCUMENT, f"memory-{transport}", line)
     assert is_flat(mbytes), line
