@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo test check e2e bench bench-long generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -44,8 +44,12 @@ cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
-bench: $(STAMP) ## benchmarks: ratios against a baseline of the same run
-	$(BIN)/python -m pytest tests/bench -m bench -s $(ARGS)
+BENCHES := transport decision index tokens parse
+bench: $(STAMP) ## what the gateway costs, against its bars, into docs/benchmarks.md; minutes (needs wrk)
+	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
+
+bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests, simulator, operator
+	$(BIN)/python -m pytest tests/bench $(BENCHES:%=--ignore=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
 generate: $(STAMP) ## regenerate what is generated (protobuf code)
 	$(BIN)/python -m protos.generate

@@ -1,19 +1,24 @@
-"""The prefix index against one set of blocks per endpoint; also `python tests/bench/bench_index.py`.
+"""The prefix index: finding prompts, taking events, memory; also against one set of blocks per endpoint.
 
-A fleet of 64 endpoints, prompts of 2,100 blocks whose head everybody shares; each endpoint holds a part.
-Prints microseconds and ratios of the same run, so that a slow machine does not matter.
+A fleet of 64 endpoints, prompts of 2,100 blocks. *Find* is compared with a set per endpoint in the same run,
+so that a slow machine does not matter. *Events* are whole batches as engines send them: decoded, named,
+hashed, indexed. *Memory* counts everything that a known block needs: the index (dict, runs, hashes) and the
+engines' names of it; each block is held by two endpoints.
 """
 
 import gc
 import random
 import tracemalloc
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
+import bars
+import msgspec
 import pytest
+from bars import Bar
 
 from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import BlockRemoved, BlockStored
+from perilune_gateway.feeds.kv_events import BlockRemoved, BlockStored, decode
 from perilune_gateway.model import Tier
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -21,7 +26,9 @@ from perilune_gateway.state.prefix_index import PrefixIndex
 ENDPOINTS = [f"10.0.0.{n}:8000" for n in range(64)]
 BLOCKS = 2_100
 BLOCK_SIZE = 16
-ROUNDS = 30
+PER_EVENT = 100
+HELD = 500_000
+"""Blocks of the measurement of memory."""
 
 
 def naive(sets: dict[str, set[int]], prompt: list[int]) -> dict[str, int]:
@@ -38,7 +45,7 @@ def naive(sets: dict[str, set[int]], prompt: list[int]) -> dict[str, int]:
     return found
 
 
-def us(work, rounds: int = ROUNDS) -> float:
+def us(work, rounds: int = 30) -> float:
     """Median microseconds of one call."""
     times = []
     for _ in range(rounds):
@@ -48,68 +55,116 @@ def us(work, rounds: int = ROUNDS) -> float:
     return median(times) * 1e6
 
 
-def find(title: str, prompt: list[int], lengths: list[int]) -> None:
+def find(title: str, prompt: list[int], lengths: list[int]) -> str:
     index = PrefixIndex(1_000_000, 10.0)
     sets = {endpoint: set(prompt[:n]) for endpoint, n in zip(ENDPOINTS, lengths, strict=True)}
     for endpoint, n in zip(ENDPOINTS, lengths, strict=True):
         index.stored(endpoint, Tier.DEVICE, prompt[:n], 0.0)
     assert index.find_matches(prompt, 0.0).device == naive(sets, prompt)
     ours, theirs = us(lambda: index.find_matches(prompt, 0.0)), us(lambda: naive(sets, prompt), 3)
-    print(f"find, {title}: {ours:.0f} µs, one set per endpoint {theirs:.0f} µs, ratio {theirs / ours:.0f}")
+    return f"| {title} | {ours:.0f} | {theirs:,.0f} | {theirs / ours:.0f} |"
+
+
+def batches(dice: random.Random, count: int) -> list[bytes]:
+    """Payloads of one event each: prompts of 20 events of PER_EVENT blocks."""
+    payloads, parent = [], None
+    for n in range(count):
+        hashes = [dice.getrandbits(64) for _ in range(PER_EVENT)]
+        event = {
+            "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent if n % 20 else None,
+            "token_ids": [dice.randrange(150_000) for _ in range(PER_EVENT * BLOCK_SIZE)],
+            "block_size": BLOCK_SIZE, "medium": "GPU", "group_idx": 0,
+        }  # fmt: skip
+        parent = hashes[-1]
+        payloads.append(msgspec.msgpack.encode([0.0, [event], 0]))
+    return payloads
+
+
+def per_s(payloads: list[bytes]) -> tuple[float, float]:
+    """(stored, removed) blocks per second of one core, the best of some rounds."""
+    stores, removals = [], []
+    for _ in range(6):
+        names = EngineBlocks(PrefixIndex(1_000_000, 10.0), BLOCK_SIZE, store=False)
+        kept, spent = [], 0.0
+        for payload in payloads:
+            started = process_time()
+            batch = decode(payload)
+            for event in batch.events:
+                names.apply("a", event, 0.0)
+            spent += process_time() - started
+            kept += [e.block_hashes for e in batch.events if isinstance(e, BlockStored)]
+        stores.append(len(payloads) * PER_EVENT / spent)
+        gone = [
+            msgspec.msgpack.encode(
+                [0.0, [{"type": "BlockRemoved", "block_hashes": h[::-1], "medium": "GPU"}], 0]
+            )
+            for h in reversed(kept)
+        ]
+        started = process_time()
+        for payload in gone:
+            for event in decode(payload).events:
+                assert isinstance(event, BlockRemoved)
+                names.apply("a", event, 0.0)
+        removals.append(len(payloads) * PER_EVENT / (process_time() - started))
+    return max(stores), max(removals)
+
+
+def bytes_per_block(dice: random.Random) -> float:
+    """Blocks held by two endpoints each, as tracemalloc counts; their names are those of one."""
+    gc.collect()
+    tracemalloc.start()
+    names = EngineBlocks(PrefixIndex(10_000_000, 10.0), BLOCK_SIZE, store=False, max_names=20_000_000)
+    for n in range(HELD // (20 * PER_EVENT)):
+        for payload in batches(dice, 20):
+            for event in decode(payload).events:
+                for endpoint in (ENDPOINTS[n % 64], ENDPOINTS[(n + 1) % 64]):
+                    names.apply(endpoint, event, 0.0)
+        del payload, event
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return used / HELD
 
 
 @pytest.mark.bench
-def test_index() -> None:
+@pytest.mark.timeout(300)
+def test_index(request) -> None:
     dice = random.Random(1)
     tokens = [dice.randrange(150_000) for _ in range(BLOCKS * BLOCK_SIZE)]
     prompt = blocks.chain(tokens, BLOCK_SIZE, 0)
-    hashing = us(lambda: blocks.chain(tokens, BLOCK_SIZE, 0))
-    print(f"hash {BLOCKS} blocks of {BLOCK_SIZE} tokens: {hashing:.0f} µs")
-
-    find("everybody holds all", prompt, [BLOCKS] * 64)
-    find("each holds another part", prompt, [BLOCKS * (n + 1) // 64 for n in range(64)])
-    find("one holds all, the others a tenth", prompt, [BLOCKS] + [BLOCKS // 10] * 63)
-    find("nobody holds anything", prompt, [0] * 64)
-
+    rows = [
+        find("everybody holds all", prompt, [BLOCKS] * 64),
+        find("each holds another part", prompt, [BLOCKS * (n + 1) // 64 for n in range(64)]),
+        find("one holds all, the others a tenth", prompt, [BLOCKS] + [BLOCKS // 10] * 63),
+        find("nobody holds anything", prompt, [0] * 64),
+    ]
     index = PrefixIndex(1_000_000, 10.0)
-    fresh = iter([blocks.chain([n, *tokens[16:]], BLOCK_SIZE, n) for n in range(ROUNDS)])
-    print(f"speculate, {BLOCKS - 1} new blocks: {us(lambda: index.speculate('a', next(fresh), 0.0)):.0f} µs")
-    index = PrefixIndex(1_000_000, 10.0)
+    fresh = iter([blocks.chain([n, *tokens[16:]], BLOCK_SIZE, n) for n in range(30)])
+    new = us(lambda: index.speculate("a", next(fresh), 0.0))
     index.stored("a", Tier.DEVICE, prompt, 0.0)
-    print(f"speculate, all cached: {us(lambda: index.speculate('a', prompt, 0.0)):.0f} µs")
-    matches = index.find_matches(prompt, 0.0)
-    print(f"record a match: {us(lambda: index.record_match(prompt, matches, 0.0)):.1f} µs")
+    cached = us(lambda: index.speculate("a", prompt, 0.0))
+    stored, removed = per_s(batches(dice, 1_000))
+    found = [
+        Bar("stored blocks/s/core, decode to index", stored, 500_000, "", least=True),
+        Bar("bytes a block, index and names", bytes_per_block(dice), 120, "B"),
+    ]
+    table = "\n".join(rows)
+    bars.publish(
+        request,
+        "index",
+        f"""## Prefix index
 
-    index = PrefixIndex(1_000_000, 10.0)
-    names = EngineBlocks(index, BLOCK_SIZE, store=False)
-    numbers = iter(range(10**9))
+{bars.machine()}. 64 endpoints, prompts of {BLOCKS:,} blocks, {PER_EVENT} blocks of {BLOCK_SIZE} tokens an
+event.
 
-    def event() -> BlockStored:
-        n = next(numbers)
-        hashes = tuple(range(n * 10_000, n * 10_000 + 100))
-        return BlockStored(hashes, None, (n, *tokens[:1_599]), BLOCK_SIZE, medium="GPU")
+{bars.table(found)}
 
-    stores = [event() for _ in range(200)]
-    started = perf_counter()
-    for e in stores:
-        names.apply("a", e, 0.0)
-    spent = perf_counter() - started
-    print(f"apply stores of 100 blocks: {20_000 / spent:,.0f} blocks/s")
-    started = perf_counter()
-    for e in stores:
-        names.apply("a", BlockRemoved(e.block_hashes, "GPU"), 0.0)
-    print(f"apply removals of 100 blocks: {20_000 / (perf_counter() - started):,.0f} blocks/s")
+Bytes count the dict of blocks, the hashes, the runs and the engines' names, {HELD:,} blocks held by two
+endpoints each; a dict just after it has grown takes 20 bytes more. Removed blocks: {removed:,.0f}/s. A new
+prompt's claim costs {new:.0f} µs, that of a cached one {cached:.0f} µs.
 
-    gc.collect()
-    tracemalloc.start()
-    index = PrefixIndex(1_000_000, 10.0)
-    held = 100_000
-    for n in range(held // 100):
-        chain = blocks.chain([n, *tokens[:1_599]], BLOCK_SIZE, n)
-        for endpoint in ENDPOINTS[n % 64 : n % 64 + 2]:
-            index.stored(endpoint, Tier.DEVICE, chain, float(n))
-    print(f"memory: {tracemalloc.get_traced_memory()[0] / held:.0f} bytes a block held by two endpoints")
-
-
-if __name__ == "__main__":
-    test_index()
+| finding a prompt of which | µs | one set per endpoint, µs | ratio |
+|---|---:|---:|---:|
+{table}
+""",
+    )

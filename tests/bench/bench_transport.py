@@ -13,19 +13,24 @@ gateway adds: (gateway + Envoy − Envoy alone) / Envoy alone.
 import asyncio
 import json
 import os
-import platform
 import random
 import re
 import shutil
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
+from time import process_time
 
 import aiohttp
+import bars
 import pytest
+from bars import Bar
 
 from perilune_api import pool as spec
+from perilune_gateway import wire
+from perilune_gateway.messages import Continue, Kind, Pick
 from perilune_gateway.transport import Transport
 from perilune_lab import envoy
 from perilune_lab.child import Child, start
@@ -35,8 +40,6 @@ BODIES = 64
 SIZES = {"1 KB": 1_000, "130 KB": 130_000, "220 KB": 220_000}
 ENDPOINTS = 8
 PARTS = Path(__file__).with_name("transport_parts.py")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-COMMAND = "make bench ARGS='-k transport --write'"
 
 BARS: dict[tuple[str, str, str], float] = {
     ("h2", "cold", "1 KB"): 2.5,
@@ -249,53 +252,74 @@ def table(found: dict[tuple[str, ...], Measured]) -> list[str]:
     return lines
 
 
+def encode_us() -> float:
+    """What answering costs of the codec: a pick and the answer's head, as a request with headers only has."""
+    picks = [Pick(Kind.REQUEST_HEADERS, (f"10.0.0.{n}:80", "10.0.1.1:80")) for n in range(ENDPOINTS)]
+    best_s = inf
+    for _ in range(20):
+        started = process_time()
+        for pick in picks * 50:
+            wire.encode(pick)
+            wire.encode(Continue(Kind.RESPONSE_HEADERS))
+        best_s = min(best_s, process_time() - started)
+    return best_s / (50 * ENDPOINTS) * 1e6
+
+
+PHASES = ("parse", "tokenize", "hash", "index", "policy")
+
+
 def steps_table(found: dict[tuple[str, ...], Measured]) -> list[str]:
-    rows = [(key, m) for key, m in found.items() if m.steps_us]
-    names = [name for name in rows[0][1].steps_us if name != "total"]
+    encode = encode_us()
     lines = [
-        "| body | transport | decision on | " + " | ".join(names) + " | decision in all | the rest |",
-        "|---|---|---|" + "---:|" * (len(names) + 2),
+        "| body | transport | decision on | transport | " + " | ".join(PHASES) + " | record | encode |",
+        "|---|---|---|" + "---:|" * (len(PHASES) + 3),
     ]
-    for (size, transport, _, warmth), m in rows:
-        values = " | ".join(f"{m.steps_us.get(name, 0.0):.0f}" for name in names)
-        total = m.steps_us["total"]
-        on = "body" if warmth == "cold" else "headers"
-        lines.append(f"| {size} | {transport} | {on} | {values} | {total:.0f} | {m.gateway_us - total:.0f} |")
+    for (size, transport, _, warmth), m in ((key, m) for key, m in found.items() if m.steps_us):
+        steps = [m.steps_us.get(name, 0.0) for name in PHASES]
+        bare = found[size, transport, "none", warmth].gateway_us - encode
+        values = " | ".join(f"{us:.0f}" for us in (bare, *steps, m.steps_us["total"] - sum(steps), encode))
+        lines.append(f"| {size} | {transport} | {'body' if warmth == 'cold' else 'headers'} | {values} |")
     return lines
 
 
+def verdicts(found: dict[tuple[str, ...], Measured]) -> str:
+    """Every bar, with the real router."""
+    return bars.table(
+        [
+            Bar(
+                f"{transport}, {size}, {warmth}",
+                found[size, transport, "real", warmth].added(found[size,]),
+                bar,
+                "×",
+            )
+            for (transport, warmth, size), bar in BARS.items()
+        ]
+    )
+
+
 def document(found: dict[tuple[str, ...], Measured], rounds: int, seconds: int) -> str:
-    machine = f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"
-    machine += f", load average {os.getloadavg()[2]:.1f}"
     return "\n".join(
         [
             "## Transport",
             "",
-            f"`{COMMAND}` · {machine}, Envoy with one",
+            f"{bars.machine()}. Envoy with one",
             f"worker, wrk with {CONNECTIONS} connections over {BODIES} bodies, {ENDPOINTS} endpoints; the",
             f"cheaper of {rounds} interleaved rounds of {seconds} s. Clients, Envoy and gateway share the",
             "machine: compare ratios, not rates. CPU µs per request; *total ×* = (gateway + Envoy) / Envoy",
             "alone; *added ×* = the same − 1, which the bars are about. Router *none* decides nothing,",
             "*real* is the gateway with its default policy, tokens estimated from bytes.",
             "",
+            verdicts(found),
+            "",
             *table(found),
             "",
-            "Steps of the real router, µs per request by its own (wall) clock; *the rest* is transport,",
-            "protobuf, exchange and metrics:",
+            "By phase, µs per request: *transport* is the CPU of the gateway with router *none* (HTTP/2,",
+            "protobuf, exchange); the others are the real router's own account, by its wall clock:",
             "",
             *steps_table(found),
             "",
         ]
     )
-
-
-def write_section(file: Path, name: str, text: str) -> None:
-    """Replace what stands between the marks of that name, or append it with them."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    old = file.read_text() if file.exists() else "# Benchmarks\n\nFigures of one machine; ratios travel.\n"
-    before, found, rest = old.partition(begin)
-    after = rest.partition(end)[2] if found else "\n"
-    file.write_text(f"{before.rstrip()}\n\n{begin}\n{text}{end}{after}")
 
 
 @pytest.mark.bench
@@ -306,9 +330,7 @@ async def test_transport(tmp_path, request):
     rounds, seconds = request.config.getoption("--rounds"), request.config.getoption("--seconds")
     found = await measure(tmp_path, rounds, seconds)
     text = document(found, rounds, seconds)
-    print(f"\n{text}")
-    if request.config.getoption("--write"):
-        write_section(DOCUMENT, "transport", text)
+    bars.publish(request, "transport", text)
     for size, n_bytes in SIZES.items():
         for transport in Transport:
             assert found[size, transport, "real", "warm"].bodies_bytes < 0.02 * n_bytes

@@ -1,5 +1,10 @@
 """`--write`: benchmarks that document their result write it to docs/benchmarks.md."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # benchmarks share modules: bars, decision_rig
+
 
 def pytest_addoption(parser):
     parser.addoption("--write", action="store_true", help="write results to docs/benchmarks.md")

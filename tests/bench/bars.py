@@ -1,0 +1,55 @@
+"""What benchmarks promise, and how they say whether it holds: a row per bar, `met` or `MISSED`."""
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`measured` has to be at most `limit`, or with `least` at least."""
+
+    name: str
+    measured: float
+    limit: float
+    unit: str = ""
+    least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.limit if self.least else self.measured <= self.limit
+
+    def row(self) -> str:
+        sign, verdict = "≥" if self.least else "≤", "met" if self.met else "MISSED"
+        form = ",.0f" if self.limit >= 100 else ".2f"
+        return f"| {self.name} | {self.measured:{form}} {self.unit} | {sign} {self.limit:,g} | {verdict} |"
+
+
+def table(bars: list[Bar]) -> str:
+    return "\n".join(["| figure | measured | bar | |", "|---|---:|---:|---|", *(bar.row() for bar in bars)])
+
+
+def machine() -> str:
+    """In one line."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return f"{os.cpu_count()} CPUs, {platform.machine()}, Python {python}, load {os.getloadavg()[0]:.1f}"
+
+
+def write_section(file: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of that name, or append it with them."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    old = file.read_text() if file.exists() else "# Benchmarks\n\nFigures of one machine; ratios travel.\n"
+    before, found, rest = old.partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    file.write_text(f"{before.rstrip()}\n\n{begin}\n{text.strip()}\n{end}{after}")
+
+
+def publish(request, name: str, text: str) -> None:
+    """Print it, and with `--write` document it."""
+    print(f"\n{text}")
+    if request.config.getoption("--write"):
+        write_section(DOCUMENT, name, text)
