@@ -511,6 +511,46 @@ async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
     await tokenizer.close()
 
 
+async def test_a_template_that_wants_what_we_do_not_know_is_estimated(folder, tmp_path, caplog):
+    """It compiles, and only fails on what it is given: the engine may know more."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ newest_function(messages) }}")
+    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)))
+    for _ in range(2):
+        assert tokenizer.now(request(CHAT, messages=HI)).source is TokenSource.ESTIMATE
+    assert tokenizer.causes == {Cause.TEMPLATE: 2}
+    assert caplog.text.count("'newest_function' is undefined") == 1, "said once"
+    await tokenizer.close()
+
+
+async def test_a_panic_of_the_library_costs_one_request_its_tokens(folder, monkeypatch):
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+
+    def panic(text, special=False):
+        raise BaseException("panicked at src/lib.rs")
+
+    monkeypatch.setattr(tokenizer.local, "encode", panic)
+    assert tokenizer.now(request(CHAT, messages=HI)).source is TokenSource.ESTIMATE
+    assert (await tokenizer.encode(request(CHAT, messages=HI))).source is TokenSource.ESTIMATE
+    assert tokenizer.causes == {Cause.TOKENIZER: 2}
+    monkeypatch.undo()
+    assert tokenizer.now(request(CHAT, messages=HI)).source is TokenSource.LOCAL
+    await tokenizer.close()
+
+
+async def test_a_conversation_that_goes_on_is_encoded_from_there(tokenizer, reference):
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "the user said " * 40} for i in range(20)
+    ]
+    for n in range(1, 20):
+        tokens = await tokenizer.encode(request(CHAT, messages=turns[:n]))
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in turns[:n])
+        text += "<|im_start|>assistant\n"
+        assert list(tokens.ids) == reference.encode(text, add_special_tokens=False).ids
+    assert tokenizer.local.hits >= 10
+    assert tokenizer.local.kept_tokens > 2 * tokenizer.local.encoded_tokens
+
+
 # Construction
 
 
@@ -525,9 +565,22 @@ def bad_template(path, folder):
     return path
 
 
+def unknown_filter(path, folder):
+    (path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (path / "chat_template.jinja").write_text("{{ messages | newest_filter }}")
+    return path
+
+
+def not_text(path):
+    (path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        pytest.param(unknown_filter, "TemplateAssertionError: No filter named 'newest_filter'", id="filter"),
+        pytest.param(lambda path, _: not_text(path), "does not load: .*codec can't decode", id="no text"),
         pytest.param(
             lambda path, _: path / "nowhere", "There is no .*nowhere/tokenizer.json: name the", id="no folder"
         ),
