@@ -196,16 +196,16 @@ class Reconciler:
             else:
                 worker.failures = 0
                 again_in = again_in if applied.settled else min(again_in, SETTLE_S)
-        written = await self._applier.status(pool, observed.status, said)
-        if written is not None:  # or the next round might find the old status, and tell it all again
-            worker.body = _newest(worker.body, written)
         stamp = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         news = status.changed(observed.status, said)
         for condition in news:
             log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
-        await asyncio.gather(
-            *(self._applier.event(pool, c, stamp, int(now * 1e6) + i) for i, c in enumerate(news))
+        written, *_ = await asyncio.gather(
+            self._applier.status(pool, observed.status, said),
+            *(self._applier.event(pool, c, stamp, int(now * 1e6) + i) for i, c in enumerate(news)),
         )
+        if written is not None:  # or the next round might find the old status, and tell it all again
+            worker.body = _newest(worker.body, written)
         return again_in
 
     def _observe(self, name: PoolName, worker: _Worker) -> Observed:

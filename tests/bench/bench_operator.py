@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ IDLE_S = 35.0
 
 
 def quantile(text: str, name: str, share: float) -> float:
-    """Seconds, from a histogram's buckets, linear within one."""
+    """Seconds, from a histogram's buckets, linear within one; at most the last edge."""
     found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)', text, re.M)
     buckets = [(float(edge), float(count)) for edge, count in found]
     wanted, below, edge = share * buckets[-1][1], 0.0, 0.0
     for upper, count in buckets:
+        if count >= wanted and upper == inf:
+            return edge
         if count >= wanted:
             return edge + (upper - edge) * (wanted - below) / max(1.0, count - below)
         below, edge = count, upper
