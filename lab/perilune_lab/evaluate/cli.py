@@ -76,10 +76,10 @@ def main(argv: Sequence[str]) -> int:
 def run(options: Options, out: Console, err: Console) -> int:
     """Simulates, prints, writes. Raises SpecError."""
     began = time.perf_counter()
-    work = Work(options.work, options.jobs, _progress(err))
+    work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
+    _folder(options.out, "--out")
     findings = evaluate(work, options.parts, options.size, options.base)
     out.print(f"SIMULATED · R = {findings.r:g} sessions/s · {len(options.size.seeds)} seeds", highlight=False)
-    options.out.mkdir(parents=True, exist_ok=True)
     if "tables" in options.parts:
         for load in plan.LOADS:
             out.print(_grid(tables.end_to_end(findings, load)))
@@ -94,6 +94,14 @@ def run(options: Options, out: Console, err: Console) -> int:
         highlight=False,
     )
     return 0
+
+
+def _folder(path: Path, option: str) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"{path}: {error.strerror} - at `{option}`") from None
+    return path
 
 
 def _conclude(options: Options, context: Context, out: Console) -> None:

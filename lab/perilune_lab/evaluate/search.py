@@ -26,14 +26,19 @@ class Search:
         return f"capacity at {SLO.ttft_p90_s:g} s, stretch {SLO.stretch:g}: {cell.key}"
 
 
+LEAST = 0.01
+"""Sessions per second, for an arm that keeps the promises at no rate that is tried: a ratio to it is then at
+least what it says."""
+
+
 class Found(msgspec.Struct, frozen=True):
     rate: float
-    """Sessions per second."""
+    """Sessions per second, at least LEAST."""
 
 
 def find(searches: Sequence[Search]) -> list[tuple[Search, Found]]:
     found = []
     for search in searches:
         (capacity,) = slo_capacity(search.world.plan(search.arm), [search.seed], slo=SLO)
-        found.append((search, Found(capacity.rate)))
+        found.append((search, Found(max(LEAST, capacity.rate))))
     return found

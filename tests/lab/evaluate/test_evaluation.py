@@ -6,8 +6,11 @@ from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
+from msgspec import UNSET
 from rich.console import Console
 
 from perilune_lab import report
@@ -15,15 +18,16 @@ from perilune_lab.evaluate import cli, document, plan, readme, tables
 from perilune_lab.evaluate.bars import METRICS, judge, rivals
 from perilune_lab.evaluate.cells import World
 from perilune_lab.evaluate.evaluation import evaluate
-from perilune_lab.evaluate.figures import FIGURES, Context
+from perilune_lab.evaluate.figures import FIGURES
 from perilune_lab.evaluate.findings import Findings
 from perilune_lab.evaluate.plan import NEEDS
 from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Work
 from perilune_lab.simulator import measure
 
-BASE = World(rate=0.4, endpoints=2, window_s=150.0, warmup_s=20.0)
+BASE = World(rate=0.4, endpoints=2, window_s=90.0, warmup_s=10.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
+pytestmark = pytest.mark.timeout(600)
 BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
 
 
@@ -42,25 +46,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(folder: Path) -> Context:
-    work = Work(folder, 1)
-    return Context(evaluate(work, NEEDS, SIZE, BASE), traffic(1, 200))
+def findings(folder: Path) -> Findings:
+    return evaluate(Work(folder, 1), NEEDS, SIZE, BASE)
+
+
+class Written(NamedTuple):
+    out: Path
+    shown: str
+
+
+def play(work: Path, out: Path, *more: str) -> str:
+    """`perilune evaluate` on the tiny world; what it prints."""
+    argv = ["--quick", "--seeds", "2", "--jobs", "1", "--out", str(out), "--work", str(work), *more]
+    shown = Console(record=True, width=200, file=StringIO())
+    assert cli.run(replace(cli.parse(argv), base=BASE), shown, Console(quiet=True)) == 0
+    return shown.export_text()
 
 
 @pytest.fixture(scope="module")
-def findings(made: Context) -> Findings:
-    return made.findings
+def written(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    out = tmp_path_factory.mktemp("out")
+    (out / readme.NOTES).write_text("P9 was tried twice.")
+    return Written(out, play(folder, out))
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_is_drawn_with_its_data_and_its_label(name: str, made: Context, tmp_path: Path):
-    FIGURES[name].make(made, tmp_path, name)
-    data = json.loads((tmp_path / f"{name}.json").read_text())
+def test_every_figure_is_drawn_with_its_data_and_its_label(name: str, written: Written):
+    data = json.loads((written.out / f"{name}.json").read_text())
     assert (data["figure"], data["simulated"]) == (name, True)
-    svg = (tmp_path / f"{name}.svg").read_text()
-    assert "SIMULATED" in svg
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert max(f.stat().st_size for f in tmp_path.iterdir()) < 300_000
+    assert "SIMULATED" in (written.out / f"{name}.svg").read_text()
+    assert (written.out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    sizes = {end: (written.out / f"{name}.{end}").stat().st_size for end in ("svg", "png", "json")}
+    assert max(sizes.values()) < 300_000, sizes
 
 
 def test_all_bars_are_judged(findings: Findings):
@@ -108,46 +125,37 @@ def test_the_end_to_end_table_has_every_policy_lowest_ttft_first(findings: Findi
     assert all(len(row) == len(table.header) for row in table.rows)
 
 
-class Command:
-    """`perilune evaluate` on the tiny world."""
-
-    def __init__(self, work: Path, out: Path) -> None:
-        self.work = work
-        self.out = out
-
-    def __call__(self, *, first: int = 1, only: str | None = None) -> str:
-        argv = ["--quick", "--seeds", "2", "--seeds-from", str(first), "--jobs", "1"]
-        argv += ["--out", str(self.out), "--work", str(self.work)]
-        options = cli.parse(argv + (["--only", only] if only else []))
-        shown = Console(record=True, width=200, file=StringIO())
-        assert cli.run(replace(options, base=BASE), shown, Console(quiet=True)) == 0
-        return shown.export_text()
-
-
-def test_everything_is_written_and_read_again(folder: Path, tmp_path: Path):
-    (tmp_path / readme.NOTES).write_text("P9 was tried twice.")
-    shown = Command(folder, tmp_path)()
-    names = {path.name for path in tmp_path.iterdir()}
+def test_everything_is_written_and_read_again(written: Written):
+    out = written.out
+    names = {path.name for path in out.iterdir()}
     assert names >= {"README.md", "results.json", "report.json", *(f"{f}.svg" for f in FIGURES)}
-    page = (tmp_path / readme.README).read_text()
+    page = (out / readme.README).read_text()
     assert "**simulated**" in page
     assert "P9 was tried twice." in page
     assert all(f"![{name}, simulated]({name}.svg)" in page for name in FIGURES)
-    assert all(f"\n{name} " in shown for name in BARS)
-    runs = report.decode((tmp_path / document.REPORT).read_bytes()).runs
+    assert all(f"\n{name} " in written.shown for name in BARS)
+    assert "agree with those of" not in written.shown  # there was nothing to compare with
+    runs = report.decode((out / document.REPORT).read_bytes()).runs
     assert len(runs) == len(plan.EVERY) * len(plan.LOADS)
-    kept = document.read(tmp_path)
+    kept = document.read(out)
     assert kept is not None
     assert tuple(kept.verdicts) == BARS
 
 
-def test_other_seeds_say_whether_verdicts_agree(folder: Path, tmp_path: Path):
-    command = Command(folder, tmp_path)
-    assert "Verdicts" not in command(only="bars")
-    other = command(first=5, only="bars")
-    assert "seeds 1–2 (quick, R = " in other
-    again = command(first=5, only="bars")
-    assert "seeds 1–2 (quick, R = " in again  # equal seeds prove nothing: what was compared is kept
+def test_other_seeds_say_whether_verdicts_agree(written: Written, findings: Findings):
+    before = document.read(written.out)
+    assert before is not None
+    assert before.compared is UNSET
+    other = msgspec.structs.replace(before, seeds=(11, 12))
+    made = document.document(findings, before.bars, other)
+    assert made.compared == document.Compared("quick", (11, 12), other.r, other.verdicts)
+    again = document.document(findings, before.bars, made)
+    assert again.compared == made.compared  # equal seeds prove nothing: what was compared is kept
+
+
+def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
+    play(folder, tmp_path, "--only", "f5")
+    assert {path.name for path in tmp_path.iterdir()} == {"f5.svg", "f5.png", "f5.json"}
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,12 @@ def test_agreement_in_words(mine: dict[str, str], says: str):
 def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--only", "f99"]) == 2
     assert "Unknown part 'f99'" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    assert cli.main(["--out", str(tmp_path / "file" / "out"), "--work", str(tmp_path)]) == 2
+    assert "at `--out`" in capsys.readouterr().err
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]):
