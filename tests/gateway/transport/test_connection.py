@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_gateway.transport.h2 import connection as h2
-from perilune_gateway.transport.h2 import frames
-from perilune_gateway.transport.h2.connection import Connection, Ended, Message, Opened, Reset, Status
+from perilune_gateway.transport.h2 import frames, replies
+from perilune_gateway.transport.h2.connection import Connection
+from perilune_gateway.transport.h2.events import Ended, Message, Opened, Reset
 from perilune_gateway.transport.h2.frames import (
     ACK,
     END_HEADERS,
@@ -27,6 +28,7 @@ from perilune_gateway.transport.h2.frames import (
     literal,
     number,
 )
+from perilune_gateway.transport.h2.replies import Status
 
 BLOCK = b"\x83" + literal(b":path", b"/p")
 GREETING = PREFACE + frames.settings({})
@@ -98,11 +100,15 @@ def test_conversation():
     assert events == [Opened(1, "/p"), Message(1, b"hello"), Message(1, b"")]
     connection.send(1, b"answer")
     headers, *answer = sent(connection)
-    assert (headers.type, headers.flags, headers.payload) == (Type.HEADERS, END_HEADERS, h2.RESPONSE_HEADERS)
+    assert (headers.type, headers.flags, headers.payload) == (
+        Type.HEADERS,
+        END_HEADERS,
+        replies.RESPONSE_HEADERS,
+    )
     assert answer == [Frame(Type.DATA, 0, 1, grpc(b"answer"))]
     assert connection.receive(data(1, b"", END_STREAM)) == [Ended(1)]
     connection.finish(1)
-    assert sent(connection) == [Frame(Type.HEADERS, END_HEADERS | END_STREAM, 1, h2.TRAILERS_OK)]
+    assert sent(connection) == [Frame(Type.HEADERS, END_HEADERS | END_STREAM, 1, replies.TRAILERS_OK)]
     assert connection.streams == {}
     assert connection.buffered_bytes == 0
 
@@ -113,7 +119,7 @@ def test_stream_that_we_end_first_is_told_to_stop():
     connection.finish(1, Status.INTERNAL, "50 % bad")
     trailers, reset = sent(connection)
     assert literal(b"grpc-status", b"13") + literal(b"grpc-message", b"50 %25 bad") in trailers.payload
-    assert trailers.payload.startswith(h2.RESPONSE_HEADERS)
+    assert trailers.payload.startswith(replies.RESPONSE_HEADERS)
     assert (reset.type, reset.number) == (Type.RST_STREAM, Code.NO_ERROR)
     assert connection.receive(data(1, b"late") + number(Type.WINDOW_UPDATE, 1, 5)) == []
     assert connection.receive(number(Type.RST_STREAM, 1, Code.CANCEL)) == []

@@ -31,10 +31,9 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
 from perilune_gateway.transport.h2 import frames
+from perilune_gateway.transport.h2.events import Ended, Event, Message, Opened, Reset
 from perilune_gateway.transport.h2.frames import (
     ACK,
     END_HEADERS,
@@ -44,7 +43,6 @@ from perilune_gateway.transport.h2.frames import (
     MAX_STREAM,
     MAX_WINDOW,
     PADDED,
-    PRIORITY,
     RULES,
     UNKNOWN,
     Code,
@@ -52,12 +50,12 @@ from perilune_gateway.transport.h2.frames import (
     Setting,
     Type,
     frame,
-    literal,
     number,
     unpadded,
 )
-from perilune_gateway.transport.h2.hpack import Decoder
+from perilune_gateway.transport.h2.header_blocks import HeaderBlocks
 from perilune_gateway.transport.h2.inbox import PREFIX_BYTES, CompressedError, Inbox, MessageError
+from perilune_gateway.transport.h2.replies import RESPONSE_HEADERS, Status, prefix, trailers
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest gRPC message."""
@@ -66,8 +64,6 @@ CONNECTION_WINDOW = 1 << 30
 BUFFERED_BYTES = 256 * 1024 * 1024
 PENDING_BYTES = 256 * 1024 * 1024
 MAX_STREAMS = 65_536
-MAX_MEMO = 128
-"""Header blocks whose meaning is remembered."""
 DATA = int(Type.DATA)
 DRAIN_PING = b"draining"
 
@@ -82,47 +78,6 @@ SETTINGS = frames.settings(
 )
 GREETING = SETTINGS + number(Type.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
-STATUS_200 = b"\x88"
-CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
-RESPONSE_HEADERS = STATUS_200 + CONTENT_TYPE
-TRAILERS_OK = literal(b"grpc-status", b"0")
-
-
-class Status(IntEnum):
-    """gRPC's, those that we say."""
-
-    OK = 0
-    NOT_FOUND = 5
-    RESOURCE_EXHAUSTED = 8
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
-
-
-class Opened(NamedTuple):
-    stream: int
-    path: str
-
-
-class Message(NamedTuple):
-    """A whole gRPC message. Call `handled` with its length when it is done with."""
-
-    stream: int
-    payload: bytes
-
-
-class Ended(NamedTuple):
-    """The peer sends nothing more on this stream, and awaits its end: `finish`."""
-
-    stream: int
-
-
-class Reset(NamedTuple):
-    """The stream is over on both sides; nothing more can be sent."""
-
-    stream: int
-
-
-Event = Opened | Message | Ended | Reset
 
 
 @dataclass(slots=True)
@@ -167,12 +122,7 @@ class Connection:
         self._data_stream = 0
         self._data_flags = 0
         self._last_stream = 0
-        self._block: list[bytes] | None = None  # of a HEADERS frame whose CONTINUATIONs are awaited
-        self._block_bytes = 0
-        self._block_stream = 0
-        self._block_ends_stream = False
-        self._hpack = Decoder()
-        self._memo: dict[bytes, str] = {}
+        self._blocks = HeaderBlocks()
         self._window = CONNECTION_WINDOW
         self._send_window = frames.DEFAULT_WINDOW
         self._peer_stream_window = frames.DEFAULT_WINDOW
@@ -226,13 +176,13 @@ class Connection:
             stream.send_window -= size
             self._send_window -= size
             self._out.append(frames.header(size, Type.DATA, 0, stream_id))
-            self._out.append(_prefix(payload))
+            self._out.append(prefix(payload))
             self._out.append(payload)
             return
         if stream.pending is None:
             stream.pending = bytearray()
             self._blocked[stream_id] = None
-        stream.pending += _prefix(payload)
+        stream.pending += prefix(payload)
         stream.pending += payload
         self.pending_bytes += size
         self._flush(stream_id, stream)
@@ -244,7 +194,7 @@ class Connection:
         stream = self.streams.get(stream_id)
         if stream is None or stream.trailers:
             return
-        fields = TRAILERS_OK if status is Status.OK else _trailers(status, message)
+        fields = trailers(status, message)
         if not stream.answered:
             fields = RESPONSE_HEADERS + fields
         stream.trailers = frame(Type.HEADERS, END_HEADERS | END_STREAM, stream_id, fields)
@@ -315,7 +265,7 @@ class Connection:
             if kind != Type.SETTINGS or flags & ACK:
                 raise FrameError(Code.PROTOCOL_ERROR, "the first frame has to be SETTINGS")
             self._greeted = True
-        if self._block is not None and (kind != Type.CONTINUATION or stream_id != self._block_stream):
+        if self._blocks.open and (kind != Type.CONTINUATION or stream_id != self._blocks.stream):
             raise FrameError(Code.PROTOCOL_ERROR, "a header block is interrupted")
 
     def _hold(self, data: bytes, wanted_bytes: int) -> None:
@@ -389,34 +339,20 @@ class Connection:
         self._events.append(Ended(stream_id))
 
     def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
-        block = unpadded(flags, payload)
-        if flags & PRIORITY:
-            if len(block) < 5:
-                raise FrameError(Code.FRAME_SIZE_ERROR, "HEADERS without its priority")
-            block = block[5:]
-        self._block_stream, self._block_ends_stream = stream_id, bool(flags & END_STREAM)
-        if flags & END_HEADERS:
-            return self._headers(block)
-        self._block, self._block_bytes = [block], len(block)
+        path = self._blocks.begin(flags, stream_id, payload)
+        if path is not None:
+            self._headers(path)
 
     def _on_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
-        if self._block is None:
-            raise FrameError(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
-        self._block.append(payload)
-        self._block_bytes += len(payload) + HEADER_BYTES
-        if self._block_bytes > frames.BLOCK_BYTES:
-            raise FrameError(Code.ENHANCE_YOUR_CALM, "a header block is too long")
-        if flags & END_HEADERS:
-            block, self._block = b"".join(self._block), None
-            self._headers(block)
+        path = self._blocks.go_on(flags, payload)
+        if path is not None:
+            self._headers(path)
 
-    def _headers(self, block: bytes) -> None:
-        path = self._memo.get(block)
-        if path is None:
-            path = self._decode(block)
-        stream_id = self._block_stream
+    def _headers(self, path: str) -> None:
+        """A whole header block: of a new stream, or the trailers of a request."""
+        stream_id, ends_stream = self._blocks.stream, self._blocks.ends_stream
         if stream_id in self.streams:  # the request's trailers
-            if not self._block_ends_stream or self.streams[stream_id].half_closed:
+            if not ends_stream or self.streams[stream_id].half_closed:
                 raise FrameError(Code.PROTOCOL_ERROR, "headers within a stream")
             return self._half_close(stream_id)
         if stream_id <= self._last_stream:
@@ -429,17 +365,8 @@ class Connection:
             return
         self.streams[stream_id] = Stream(STREAM_WINDOW, self._peer_stream_window, Inbox(MESSAGE_BYTES))
         self._events.append(Opened(stream_id, path))
-        if self._block_ends_stream:
+        if ends_stream:
             self._half_close(stream_id)
-
-    def _decode(self, block: bytes) -> str:
-        fields, stateless = self._hpack.decode(block)
-        path = next((value for name, value in fields if name == ":path"), "")
-        if not stateless or len(self._memo) >= MAX_MEMO:
-            self._memo.clear()
-        if stateless:
-            self._memo[block] = path
-        return path
 
     def _on_rst_stream(self, flags: int, stream_id: int, payload: bytes) -> None:
         stream = self.streams.get(stream_id)
@@ -568,14 +495,6 @@ class Connection:
         self._out.append(frames.goaway(self._last_stream, code, why))
         for stream_id, stream in list(self.streams.items()):
             self._remove(stream_id, stream)
-        self._held, self._block = [], None
+        self._held = []
+        self._blocks.drop()
         self.ended = True
-
-
-def _prefix(payload: bytes) -> bytes:
-    return b"\0" + len(payload).to_bytes(4, "big")
-
-
-def _trailers(status: Status, message: str) -> bytes:
-    said = "".join(c if " " <= c <= "~" and c != "%" else f"%{ord(c):02X}" for c in message)[:100]
-    return literal(b"grpc-status", str(status.value).encode()) + literal(b"grpc-message", said.encode())

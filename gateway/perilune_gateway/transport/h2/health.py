@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from perilune_api.names import HEALTH_SERVICES, LIVENESS
-from perilune_gateway.transport.h2.connection import Status
+from perilune_gateway.transport.h2.replies import Status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

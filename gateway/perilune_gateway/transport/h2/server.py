@@ -28,16 +28,10 @@ from typing import Protocol, cast
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_gateway.exchange import Abort, Wait
 from perilune_gateway.model import Encode
-from perilune_gateway.transport.h2.connection import (
-    Connection,
-    Ended,
-    Event,
-    Message,
-    Opened,
-    Reset,
-    Status,
-)
+from perilune_gateway.transport.h2.connection import Connection
+from perilune_gateway.transport.h2.events import Ended, Event, Message, Opened, Reset
 from perilune_gateway.transport.h2.health import Health, HealthCheck, HealthWatch
+from perilune_gateway.transport.h2.replies import Status
 from perilune_gateway.transport.service import Service, Step
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,33 @@
+"""What we say in gRPC: response headers, message prefixes, statuses in trailers. All of it literal HPACK."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from perilune_gateway.transport.h2.frames import literal
+
+STATUS_200 = b"\x88"
+CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
+RESPONSE_HEADERS = STATUS_200 + CONTENT_TYPE
+TRAILERS_OK = literal(b"grpc-status", b"0")
+
+
+class Status(IntEnum):
+    """gRPC's, those that we say."""
+
+    OK = 0
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+
+
+def prefix(payload: bytes) -> bytes:
+    return b"\0" + len(payload).to_bytes(4, "big")
+
+
+def trailers(status: Status, message: str) -> bytes:
+    if status is Status.OK:
+        return TRAILERS_OK
+    said = "".join(c if " " <= c <= "~" and c != "%" else f"%{ord(c):02X}" for c in message)[:100]
+    return literal(b"grpc-status", str(status.value).encode()) + literal(b"grpc-message", said.encode())
