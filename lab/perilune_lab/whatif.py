@@ -46,7 +46,7 @@ columns:
   same       as recorded
   TTFT cost  predicted for the chosen endpoint, mean; the change is against the recorded choice
   cached     of the prompts, where they were sent
-  moves      the policy moved the session
+  moves      the policy moved the session: how often, of how many sessions
   off host   the session's host could be chosen, and another was
   no body    recorded from the headers alone; this policy would have read the body: its choice is not known
   busiest    uncached prompt tokens at the busiest endpoint / the mean endpoint's

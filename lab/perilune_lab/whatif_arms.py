@@ -53,6 +53,8 @@ class Arm:
     refused: int = 0
     needs_body: int = 0
     moves: int = 0
+    moved: set[str] = field(default_factory=set)
+    """Sessions that it moved at least once."""
     had_host: int = 0
     """Of its choices, those whose session had a host that could be chosen."""
     off_host: int = 0
@@ -78,7 +80,9 @@ class Arm:
             self.same += isinstance(record.verdict, Refusal)
             return
         self.same += verdict.target == record.target
-        self.moves += bool(verdict.moved_from)
+        if verdict.moved_from:
+            self.moves += 1
+            self.moved.add(record.session_id)
         host = record.view.session.host if record.view.session else ""
         if any(c.address == host for c in record.candidates):
             self.had_host += 1

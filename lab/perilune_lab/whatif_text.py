@@ -81,7 +81,7 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
         f"{mean(choice.cost_s for choice in arm.choices):.3f}",
         f"{mean(arm.cost_changes_s):+.3f}" if is_other and arm.cost_changes_s else "",
         f"{sum(choice.cached_tokens for choice in arm.choices) / prompts:.1%}" if prompts else "",
-        str(arm.moves),
+        f"{arm.moves} of {len(arm.moved)}" if arm.moves else "",
         f"{arm.off_host / arm.had_host:.1%}" if arm.had_host else "",
         str(arm.refused or ""),
         str(arm.needs_body or ""),
@@ -141,6 +141,7 @@ def _arm(arm: Arm) -> dict[str, object]:
         "refused": arm.refused,
         "needs_body": arm.needs_body,
         "moves": arm.moves,
+        "sessions_moved": len(arm.moved),
         "had_host": arm.had_host,
         "off_host": arm.off_host,
         "ttft_s": {

@@ -63,6 +63,7 @@ class TestArms:
         assert seen(hot, policies=("ear",)).arms["ear"].moves == 0
         moved = seen(hot, policies=("ear",), hot_pending_tokens="100")
         assert (moved.arms["ear"].moves, moved.recorded.moves) == (1, 0)
+        assert moved.arms["ear"].moved == {"s"}
         assert moved.arms["ear"].reasons == {"moved": 1}
 
     def test_what_needs_the_body_is_not_guessed(self):
