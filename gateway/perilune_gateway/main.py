@@ -185,7 +185,11 @@ class Gateway:
         yield self.source.run(self.on_pool)
         if isinstance(self.source, KubernetesPool):
             name = os.environ.get("POD_NAME") or socket.gethostname()
-            yield drained.run(self.source, name, self.is_idle)
+            yield drained.run(
+                self.source,
+                name,
+                lambda address: drained.is_idle(self.fleet, self.sessions, address, self._clock()),
+            )
         yield engine_metrics.run(
             self.fleet.addresses,
             self.on_metrics,
@@ -216,13 +220,6 @@ class Gateway:
         self.service.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy)
         self.events.follow(self.fleet.endpoints())
-
-    def is_idle(self, address: str) -> bool:
-        """Nothing of ours runs there, and no session that is bound there has been heard of lately."""
-        now = self._clock()
-        running = (v.load.in_flight for v in self.fleet.view(now) if v.endpoint.address == address)
-        latest = self.sessions.at(address, 1, now)
-        return not any(running) and all(now - s.seen_at > drained.SILENT_S for s in latest)
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """A scrape ended."""

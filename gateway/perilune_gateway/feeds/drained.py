@@ -15,6 +15,8 @@ from typing import Any
 
 from perilune_api import kube, names
 from perilune_gateway.feeds.kubernetes import KubernetesPool, endpoint
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,13 @@ Object = dict[str, Any]
 CHECK_S = 1.0
 SILENT_S = 60.0
 """A session that has been silent for so long is taken to have left: p90 of an agent's pauses is 44 s."""
+
+
+def is_idle(fleet: Fleet, sessions: Sessions, address: str, now: float) -> bool:
+    """Nothing of ours runs there, and no session that is bound there has been heard of lately."""
+    running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.address == address)
+    latest = sessions.at(address, 1, now)
+    return not any(running) and all(now - session.seen_at > SILENT_S for session in latest)
 
 
 def answers(pods: Iterable[Object], gateway: str, is_idle: Callable[[str], bool]) -> list[tuple[str, Object]]:

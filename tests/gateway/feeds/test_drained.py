@@ -2,7 +2,12 @@ from typing import Any
 
 import pytest
 
-from perilune_gateway.feeds.drained import answers
+from perilune_api.pool import Topology
+from perilune_gateway.feeds.drained import SILENT_S, answers, is_idle
+from perilune_gateway.identity import SessionKey
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.testing import endpoint
 
 Object = dict[str, Any]
 DRAINING, DRAINED = "perilune.dev/draining", "drained.perilune.dev/gw-1"
@@ -46,6 +51,25 @@ ANSWER = ("a", {"metadata": {"uid": "u", "annotations": {DRAINED: "t1"}}})
 )
 def test_answers_that_are_due(given: Object, busy: tuple[str, ...], expected: list[Any]) -> None:
     assert answers([given], "gw-1", lambda address: address not in busy) == expected
+
+
+def test_idle_is_nothing_in_flight_and_no_session_of_late() -> None:
+    fleet, sessions = Fleet(10_000), Sessions(max_sessions=10, idle_s=1800.0)
+    fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
+
+    def idle(now: float) -> bool:
+        return is_idle(fleet, sessions, "a", now)
+
+    assert idle(0.0)
+    fleet.start(1, "a", uncached_tokens=10, prefill_s=0.1, context_tokens=10)
+    assert not idle(0.0)
+    fleet.finish(1)
+    sessions.bind(sessions.touch(SessionKey("t", "old"), 0.0), "a", 0.0)
+    sessions.bind(sessions.touch(SessionKey("t", "new"), 10.0), "a", 10.0)
+    assert not idle(10.0 + SILENT_S)
+    assert idle(10.1 + SILENT_S)
+    sessions.bind(sessions.touch(SessionKey("t", "new"), 80.0), "b", 80.0)
+    assert idle(81.0)
 
 
 def test_a_pod_that_is_being_deleted_needs_no_answer() -> None:
