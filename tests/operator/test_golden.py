@@ -79,6 +79,8 @@ def shown(plan: Plan, only: list[str]) -> str:
     names = [f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects]
     conditions = [f"{c.type}={c.status} {c.reason}: {c.message}" for c in plan.status.conditions]
     text = {"objects": names, "ready": plan.status.ready, "conditions": conditions, "shown": kept}
+    if plan.marks:
+        text["marks"] = [{mark.pod: dict(mark.annotations)} for mark in plan.marks]
     return yaml.dump(text, Dumper=Dumper, sort_keys=False, width=4000)
 
 

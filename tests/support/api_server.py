@@ -5,9 +5,12 @@ makes ReplicaSets, pods and garbage collection real too; but pods never run.
 """
 
 import asyncio
+import ctypes
 import os
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -151,7 +154,11 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
 
         def start(name: str, *args: str) -> None:
             with (folder / f"{name}.log").open("wb") as log:
-                running.append(subprocess.Popen([str(found / name), *args], stdout=log, stderr=log))
+                running.append(
+                    subprocess.Popen(
+                        [str(found / name), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
+                    )
+                )
 
         try:
             for command in commands[:2]:
@@ -169,6 +176,12 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
             for process in reversed(running):
                 process.kill()
                 process.wait()
+
+
+def _die_with_parent() -> None:
+    """So that a test run that is killed leaves nothing behind; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 async def _healthy(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
