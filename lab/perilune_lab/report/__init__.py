@@ -9,6 +9,8 @@ for readers of the JSON. All seconds are engine seconds: wall seconds × `time_s
 
 from perilune_lab.report.columns import table
 from perilune_lab.report.document import (
+    GOODPUT_TPOT_S,
+    GOODPUT_TTFT_S,
     SCHEMA,
     Ceiling,
     Hotspot,
@@ -25,6 +27,8 @@ from perilune_lab.report.document import (
 from perilune_lab.report.measured import SUCCESSOR_TURNS, Measured, run
 
 __all__ = [
+    "GOODPUT_TPOT_S",
+    "GOODPUT_TTFT_S",
     "SCHEMA",
     "SUCCESSOR_TURNS",
     "Ceiling",

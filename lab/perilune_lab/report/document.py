@@ -13,6 +13,10 @@ from perilune_lab.quantiles import mean, quantile
 SCHEMA: Literal["perilune.report/v1"] = "perilune.report/v1"
 
 
+GOODPUT_TTFT_S, GOODPUT_TPOT_S = 5.0, 0.1
+"""SLOs of goodput."""
+
+
 class Quantiles(msgspec.Struct, frozen=True):
     """Of times in engine seconds, or of a ratio."""
 
@@ -113,6 +117,9 @@ class Run(msgspec.Struct, frozen=True):
     wall_clock_factor: float | UnsetType = UNSET
     """Makespan / ideal makespan (every turn alone, perfect intra-session cache, recorded gaps); absent when
     the run was cut by time or played open loop."""
+    goodput_per_s: float | UnsetType = UNSET
+    """Requests per second that had their first token within GOODPUT_TTFT_S and further ones within
+    GOODPUT_TPOT_S each, on average."""
     wall_clock_factor_legacy: float | UnsetType = UNSET
     """Makespan / the trace's own span."""
     stretch: Quantiles | UnsetType = UNSET

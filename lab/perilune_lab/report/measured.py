@@ -15,6 +15,8 @@ from perilune_gateway.model import MOVING, Reason
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report.document import (
+    GOODPUT_TPOT_S,
+    GOODPUT_TTFT_S,
     Ceiling,
     Hotspot,
     Migrations,
@@ -81,6 +83,7 @@ def run(measured: Measured) -> Run:
         e2e_s=quantiles(scale * r.e2e_s for r in good if r.e2e_s is not None),
         turn_s=quantiles(scale * (r.finished_at_s - r.due_at_s) for r in good),
         output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
+        goodput_per_s=sum(_inside(r, scale) for r in good) / span_s if span_s else UNSET,
         migrations=_migrations(m, good, span_s),
         hotspot=_hotspot(good, scale),
         interference=ideals.interference(good) if ideals else UNSET,
@@ -106,6 +109,12 @@ def _turns(m: Measured) -> dict[Key, Turn]:
 
 def _reuse(turns: Mapping[Key, Turn]) -> dict[Key, Reuse]:
     return dict(zip(turns, reuse(list(turns.values())), strict=True))
+
+
+def _inside(r: Result, scale: float) -> bool:
+    """Both SLOs of goodput."""
+    in_time = r.ttft_s is not None and scale * r.ttft_s <= GOODPUT_TTFT_S
+    return in_time and (r.tpot_s is None or scale * r.tpot_s <= GOODPUT_TPOT_S)
 
 
 def _apc(good: Sequence[Result]) -> float | UnsetType:

@@ -20,6 +20,7 @@ Cost: some 5 events of 10 µs per request. Not modelled: blocks' rounding, specu
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Callable
 from math import ceil, inf, sqrt
 
@@ -158,6 +159,7 @@ class Engine:
         on_first_token: OnSequence,
         on_finish: OnSequence,
         store: Store | None = None,
+        measured_from_s: float = 0.0,
     ) -> None:
         self.number = number
         self.hardware = hardware
@@ -189,6 +191,11 @@ class Engine:
         self._mixed = False
         self._version = 0
         self._store_free_s = 0.0
+        self._measured_from_s = measured_from_s
+        self.gap_s = array("d")
+        """Seconds between two tokens of a sequence, one entry per stretch of steps …"""
+        self.gaps = array("q")
+        """… and how many such gaps there were, over all sequences."""
         self._step_cost: dict[int, float] = {}
 
     # -- reading -----------------------------------------------------------------------------------
@@ -254,6 +261,9 @@ class Engine:
         if n:
             self._step += n
             grown = n * len(decoding)
+            if self._began_s >= self._measured_from_s:
+                self.gap_s.append((now - self._began_s) / n)
+                self.gaps.append(grown)
             self._context_tokens += grown
             self._generated_tokens += grown
             while decoding and decoding[0][0] <= self._step:

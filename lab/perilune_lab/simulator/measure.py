@@ -6,9 +6,10 @@ requests. `pooled` joins runs over seeds: means, and 95 % intervals by bootstrap
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from random import Random
 from statistics import median
@@ -21,11 +22,14 @@ from perilune_gateway.model import MOVING
 from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
+    GOODPUT_TPOT_S,
+    GOODPUT_TTFT_S,
     SUCCESSOR_TURNS,
     Ceiling,
     Hotspot,
     Migrations,
     PerEndpoint,
+    Quantiles,
     Run,
     quantiles,
 )
@@ -62,6 +66,7 @@ def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
         else UNSET,
         ttft_s=measured,
         tpot_s=quantiles(t for _, t in tpot),
+        itl_s=_weighted(outcome.gaps),
         e2e_s=quantiles(s.finished_s - s.submitted_s for s in good),
         turn_s=quantiles(s.finished_s - s.due_s for s in good),
         output_tokens_per_s=sum(s.output_tokens for s in good) / span_s if span_s else UNSET,
@@ -71,7 +76,9 @@ def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
         if tpot
         else UNSET,
         node_load_variance=mean(outcome.queue_variance) if outcome.queue_variance else UNSET,
+        goodput_per_s=sum(_inside(s) for s in good) / span_s if span_s else UNSET,
         wall_clock_factor=outcome.simulated_s / ideal_makespan_s(workload) if closed and good else UNSET,
+        wall_clock_factor_legacy=_legacy_factor(outcome, workload) if good else UNSET,
         stretch=quantiles(_stretches(good, workload)) if closed else UNSET,
         per_endpoint=_per_endpoint(outcome, good),
         floor_ttft_s=quantiles(floor),
@@ -84,6 +91,30 @@ def ideal_makespan_s(workload: Workload) -> float:
     """Every turn alone with its session's prefix cached, the recorded gaps between them."""
     ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
+
+
+def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
+    """Makespan / the trace's span: from its first turn to its last, as recorded; of generated traffic, as an
+    unloaded system would record it."""
+    at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
+    span_s = max(at_s) - min(at_s)
+    return outcome.simulated_s / span_s if span_s else UNSET
+
+
+def _inside(s: Request) -> bool:
+    """Both SLOs of goodput."""
+    in_time = s.first_token_s - s.submitted_s <= GOODPUT_TTFT_S
+    return in_time and (s.output_tokens < 2 or _tpot_s(s) <= GOODPUT_TPOT_S)
+
+
+def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
+    """Of values that each occurred so many times."""
+    ordered = sorted(gap for gap in gaps if gap[1])
+    if not ordered:
+        return UNSET
+    upto = list(accumulate(count for _, count in ordered))
+    at = [ordered[bisect_left(upto, q * upto[-1])][0] for q in (0.5, 0.9, 0.95, 0.99)]
+    return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
 
 
 def results(outcome: Outcome, workload: Workload) -> list[Result]:

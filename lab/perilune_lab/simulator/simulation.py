@@ -62,6 +62,8 @@ class Outcome:
     transfer_s: list[float] = field(default_factory=list)
     queue_variance: list[float] = field(default_factory=list)
     """Over endpoints, of the queue length, sampled evenly in time."""
+    gaps: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds between two tokens of one request, and how many such gaps, after the warm-up."""
     seen: Seen = field(default_factory=Seen)
     preemptions: int = 0
     simulated_s: float = 0.0
@@ -159,6 +161,7 @@ class _Simulation:
             on_first_token=self._first_token,
             on_finish=self._finished,
             store=self.store,
+            measured_from_s=self.workload.warmup_s,
         )
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
@@ -218,6 +221,7 @@ class _Simulation:
             self.fabric.bytes,
             self.fabric.seconds,
             self.variances,
+            [gap for engine in self.engines for gap in zip(engine.gap_s, engine.gaps, strict=True)],
             self.gateway.seen,
             sum(s.preemptions for s in self.done),
             max(ends) - min(starts) if ends else 0.0,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -87,3 +89,46 @@ def test_r_is_where_the_reference_is_five_times_above_the_floor():
     rate = find_rate(plan, [1], "round_robin")
     regret = [piece(Plan(("round_robin",), plan.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)]
     assert regret[0] < 5.0 < regret[1] * 1.2
+
+
+def test_gaps_between_tokens_are_pooled_over_sequences():
+    trace = generate(Agentic(sessions_per_s=2.0, gap_scale=0.05), 3, 40)
+    workload = prepare(trace, H20.engine)
+    outcome = simulate(workload, Setting("ear"))
+    run = measure.run(outcome, workload)
+    tokens = sum(s.output_tokens - 1 for s in outcome.sequences)
+    assert sum(count for _, count in outcome.gaps) == tokens
+    lasted_s = sum(s.finished_s - s.first_token_s for s in outcome.sequences)
+    assert run.itl_s.mean * tokens == pytest.approx(lasted_s, rel=1e-6)
+    assert H20.engine.decode_floor_s <= run.itl_s.p50 <= run.itl_s.p90 <= run.itl_s.p99
+    assert max(outcome.gaps)[0] > 5 * run.itl_s.p50, "somebody's prefill"
+
+
+def test_weighted_quantiles():
+    found = measure._weighted([(2.0, 90), (1.0, 5), (9.0, 5)])
+    assert (found.p50, found.p90, found.p95, found.p99) == (2.0, 2.0, 2.0, 9.0)
+    assert found.mean == pytest.approx(2.3)
+    assert measure._weighted([]) is msgspec.UNSET
+
+
+def test_goodput_counts_who_was_in_time_twice():
+    load = replace(SMALL, window_s=60.0, warmup_s=0.0)
+    (row,) = piece(Plan(("round_robin",), load), (1.5, 1))
+    workload = load.workload(1.5, 1, Plan(()).fleet)
+    outcome = Plan(("round_robin",), load).play("round_robin", workload, 1)
+    good = [
+        s
+        for s in outcome.sequences
+        if s.first_token_s - s.submitted_s <= 5.0
+        and (s.finished_s - s.first_token_s) <= 0.1 * (s.output_tokens - 1)
+    ]
+    assert 0 < len(good) < len(outcome.sequences)
+    assert row.run.goodput_per_s == pytest.approx(len(good) / outcome.simulated_s)
+
+
+def test_the_legacy_factor_is_over_the_traces_own_span():
+    (row,) = piece(Plan(("sticky",), SMALL), (1.0, 5))
+    workload = SMALL.workload(1.0, 5, Plan(()).fleet)
+    at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
+    assert row.run.wall_clock_factor_legacy == pytest.approx(row.simulated_s / (max(at_s) - min(at_s)))
+    assert row.run.wall_clock_factor_legacy > row.run.wall_clock_factor
