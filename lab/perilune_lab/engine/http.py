@@ -17,7 +17,7 @@ from aiohttp.typedefs import Middleware
 
 from perilune_lab.engine.answers import error_body, form_for
 from perilune_lab.engine.hashing import BASE, Namespace
-from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, parse
+from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, not_the_form, parse
 from perilune_lab.engine.scheduler import Request
 from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, Service
 from perilune_lab.engine.words import key_of
@@ -207,7 +207,7 @@ class Server:
             else:
                 tokens = completion_prompt(fields.prompt, text)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BadRequestError(f"the conversation has not the API's form: {error!r}") from None
+            raise BadRequestError(not_the_form(error)) from None
         answer = {
             "count": len(tokens),
             "max_model_len": self._served.max_model_len,

@@ -120,7 +120,7 @@ def parse(api: Api, body: bytes, text: Text) -> Inbound:
     try:
         prompt, max_tokens = _prompt(api, fields, text)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadRequestError(f"the conversation has not the API's form: {error!r}") from None
+        raise BadRequestError(not_the_form(error)) from None
     if not prompt:
         raise BadRequestError("the prompt is empty", param="prompt")
     xargs = fields.vllm_xargs or {}
@@ -139,6 +139,18 @@ def parse(api: Api, body: bytes, text: Text) -> Inbound:
         return_token_ids=bool(fields.return_token_ids),
         report_full=xargs.get("kv_cache_report_mode") == "full",
     )
+
+
+def not_the_form(error: Exception) -> str:
+    """What is wrong with a conversation, in words."""
+    match error:
+        case KeyError():
+            what = f"`{error.args[0]}` is missing"
+        case ValueError():
+            what = str(error)
+        case _:
+            what = "a text, an object or a list stands where the API has something else"
+    return f"the conversation has not the API's form: {what}"
 
 
 def _prompt(api: Api, fields: Any, text: Text) -> tuple[list[int], int | None]:
@@ -177,7 +189,7 @@ def _required(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         raise BadRequestError("a conversation needs at least one message", param="messages")
     for message in messages:
         if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | list | None):
-            raise TypeError("a message has a role, and its content is a text or a list of parts")
+            raise ValueError("a message has a role, and its content is a text or a list of parts")
     return messages
 
 
@@ -187,7 +199,7 @@ def _joined(content: object) -> str:
         return "\n".join(part["text"] for part in content if part.get("text"))
     if isinstance(content, str | None):
         return content or ""
-    raise TypeError(f"content is {type(content).__name__}")
+    raise ValueError("content must be a text or a list of parts")
 
 
 def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
@@ -212,7 +224,7 @@ def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
             case "function_call_output":
                 messages.append({"role": "tool", "content": _joined(item["output"])})
             case kind:
-                raise ValueError(f"input items of type {kind!r} are not supported")
+                raise ValueError(f"input items of type `{kind}` are not supported")
     return messages
 
 
@@ -257,7 +269,7 @@ def _anthropic_turn(role: str, content: str | Sequence[Mapping[str, Any]]) -> li
             case "tool_result":
                 results.append({"role": "tool", "content": _joined(block.get("content"))})
             case kind:
-                raise ValueError(f"content blocks of type {kind!r} are not supported")
+                raise ValueError(f"content blocks of type `{kind}` are not supported")
     turn: list[Mapping[str, Any]] = [*results]
     if texts or calls:
         message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}

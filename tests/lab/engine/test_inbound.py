@@ -106,3 +106,39 @@ def test_whatever_the_bytes_only_the_client_is_to_blame(data):
     for api in (Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES):
         with pytest.raises(BadRequestError):
             parse(api, data, TEXT)
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "said"),
+    [
+        (Api.CHAT, {"messages": [{"content": "ba"}]}, "`role` is missing"),
+        (
+            Api.CHAT,
+            {"messages": [{"role": "user", "content": 7}]},
+            "a message has a role, and its content is",
+        ),
+        (
+            Api.CHAT,
+            {"messages": [{"role": "user", "content": ["ba"]}]},
+            "stands where the API has something else",
+        ),
+        (Api.RESPONSES, {"input": [{"type": "image"}]}, "input items of type `image` are not supported"),
+        (
+            Api.RESPONSES,
+            {"input": [{"role": "user", "content": 7}]},
+            "content must be a text or a list of parts",
+        ),
+        (
+            Api.MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "content blocks of type `image` are not supported",
+        ),
+        (Api.MESSAGES, {"messages": [{"role": "user"}]}, "`content` is missing"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(api: Api, fields: dict, said: str):
+    with pytest.raises(BadRequestError) as caught:
+        parse(api, json.dumps(fields).encode(), TEXT)
+    assert said in str(caught.value)
+    assert "Error" not in str(caught.value)
+    assert "'" not in str(caught.value).replace("API's", "")
