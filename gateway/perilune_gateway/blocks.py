@@ -85,12 +85,13 @@ def _text_root(root: int) -> int:
 
 
 class Chains:
-    """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows of
-    64 hashes (each up to 2.7 kB) are remembered, those used lately."""
+    """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows
+    (10 kB at most, if nobody else has their hashes) are remembered, those used lately."""
 
-    ROW = 64
+    ROWS = (256, 32)
+    """Blocks of a row: as many long ones as fit, then short ones, then single blocks."""
 
-    def __init__(self, max_rows: int = 8_192) -> None:
+    def __init__(self, max_rows: int = 4_096) -> None:
         self._max_rows = max_rows
         self._rows: dict[int, tuple[int, ...]] = {}
         self._older: dict[int, tuple[int, ...]] = {}
@@ -105,19 +106,23 @@ class Chains:
 
     def _chain(self, prompt: bytes, size: int, root: int) -> list[int]:
         data = memoryview(prompt)
-        row_bytes, mask, xxh3 = self.ROW * size, _60_BITS, _xxh3
+        mask, xxh3 = _60_BITS, _xxh3
         hashes: list[int] = []
-        name, previous = root ^ size, root
-        for at in range(0, len(data) - row_bytes + 1, row_bytes):
-            part = data[at : at + row_bytes]
-            name = xxh3(part, name)
-            row = self._rows.get(name) or self._recall(name)
-            if row is None:
-                cut = iter_unpack(f"{size}s", part)
-                row = tuple([previous := xxh3(block, previous) & mask for (block,) in cut])
-                self._remember(name, row)
-            hashes.extend(row)
-            previous = hashes[-1]
+        name = previous = root
+        at = 0
+        for blocks in self.ROWS:
+            row_bytes = blocks * size
+            while at + row_bytes <= len(data):
+                part = data[at : at + row_bytes]
+                name = xxh3(part, name ^ size)
+                row = self._rows.get(name) or self._recall(name)
+                if row is None:
+                    cut = iter_unpack(f"{size}s", part)
+                    row = tuple([previous := xxh3(block, previous) & mask for (block,) in cut])
+                    self._remember(name, row)
+                hashes.extend(row)
+                previous = hashes[-1]
+                at += row_bytes
         rest = data[len(hashes) * size : len(data) // size * size]
         hashes += [previous := xxh3(block, previous) & mask for (block,) in iter_unpack(f"{size}s", rest)]
         return hashes

@@ -91,6 +91,7 @@ class EventFeeds:
         self._sink = sink
         self._wall_clock = wall_clock
         self._context = zmq.asyncio.Context()
+        self._slices = kv_events.Slices()
         self._feeds: dict[_Source, tuple[asyncio.Task[None], Counters]] = {}
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
@@ -117,6 +118,7 @@ class EventFeeds:
                 self._wall_clock,
                 self._context,
                 counters,
+                slices=self._slices,
             )
         except SpecError as error:
             log.error("kv events off endpoint=%s cause=%s", source.endpoint, error)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,6 +48,8 @@ REPLAY_TIMEOUT_S = 2.0
 """For each message of a replay. The publisher answers within 0.1 s."""
 END = b"\xff" * 8
 _YIELD_EVERY = 32
+SLICE_S = 0.001
+"""Of a turn of the event loop, for live batches of all feeds; a batch, an engine's step, is never split."""
 MAX_NESTING = 16
 """Of a block's extra keys; engines nest three deep."""
 
@@ -314,6 +317,7 @@ async def run(
     context: zmq.asyncio.Context,
     counters: Counters | None = None,
     replay_timeout_s: float = REPLAY_TIMEOUT_S,
+    slices: Slices | None = None,
 ) -> None:
     """Feed `sink` until cancelled. `replay_url` may be empty; `clock` is wall-clock time, for the lag.
     Raises SpecError when an address is none."""
@@ -333,11 +337,39 @@ async def run(
         except zmq.ZMQError as error:
             raise SpecError(f"{events_url!r} of {endpoint} is no ZMQ address: {error}") from None
         answered = await feed.catch_up()
-        await feed.follow(socket, monitor, behind=not answered)
+        await feed.follow(socket, monitor, slices or Slices(), behind=not answered)
     finally:
         socket.disable_monitor()
         monitor.close(linger=0)
         socket.close(linger=0)
+
+
+class Slices:
+    """What all feeds together may take of one turn of the event loop, so that an engine that has much to say,
+    or many that speak at once, keep no request waiting for longer."""
+
+    def __init__(self, budget_s: float = SLICE_S, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._budget_s = budget_s
+        self._clock = clock
+        self._spent_s = 0.0
+        self._counting = False
+        self._began_s = 0.0
+
+    async def begin(self) -> None:
+        """Waits until a turn of the loop has something left."""
+        while self._spent_s >= self._budget_s:  # noqa: ASYNC110 - a turn is what is waited for
+            await asyncio.sleep(0)
+        self._began_s = self._clock()
+
+    def end(self) -> None:
+        """What was done since `begin` counts for this turn."""
+        self._spent_s += self._clock() - self._began_s
+        if not self._counting:
+            self._counting = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._spent_s, self._counting = 0.0, False
 
 
 class _Feed:
@@ -364,7 +396,9 @@ class _Feed:
         self._replay_timeout_s = replay_timeout_s
         self._tracker = SequenceTracker()
 
-    async def follow(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, *, behind: bool) -> None:
+    async def follow(
+        self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, slices: Slices, *, behind: bool
+    ) -> None:
         """Live messages as they come; `behind`: catch up when the publisher shakes hands."""
         poller = zmq.asyncio.Poller()
         poller.register(monitor, zmq.POLLIN)
@@ -380,7 +414,10 @@ class _Feed:
                         behind = False
                         await self.catch_up()
                 else:
-                    await self._live(await socket.recv_multipart())
+                    frames = await socket.recv_multipart()
+                    await slices.begin()
+                    await self._live(frames)
+                    slices.end()
             await asyncio.sleep(0)
 
     async def catch_up(self) -> bool:

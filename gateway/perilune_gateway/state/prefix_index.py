@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, repeat
 from math import sqrt
+from operator import itemgetter
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
@@ -43,6 +44,7 @@ from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits
 from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
+_MAX_SETS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class PrefixIndex:
         self._store = Holder("", 0, -1)
         self._holders: dict[tuple[str, int], Holder] = {}
         self._slots: list[Holder | None] = []
+        self._sets: dict[int, tuple[str, ...]] = {}
         self._everyone = 0
         """The device bits of all holders."""
         self._hosts = 0
@@ -202,6 +205,7 @@ class PrefixIndex:
         for holder in self._of(endpoint, None):
             del self._holders[holder.address, holder.rank]
             self._slots[holder.slot] = None
+            self._sets.clear()
             self._everyone &= ~holder.device
             self._hosts &= ~holder.device
 
@@ -342,6 +346,7 @@ class PrefixIndex:
             slot = self._slots.index(None) if None in self._slots else len(self._slots)
             holder = self._holders[address, rank] = Holder(address, rank, slot)
             self._slots[slot : slot + 1] = [holder]
+            self._sets.clear()
             self._everyone |= holder.device
         return holder
 
@@ -359,10 +364,20 @@ class PrefixIndex:
     def _by_address(self, walk: Walk, total: int) -> dict[str, int]:
         """Who lost it where, and who never did → leading blocks by address, the best rank's."""
         found: dict[str, int] = {}
-        for gone, at in (*sorted(walk.lost, key=lambda lost: lost[1]), (walk.left, total)):
-            for bit in bits(gone & ~STORE if at else 0):
-                found[self._by_bit(bit).address] = at  # grows, so the last is the best
+        for gone, at in (*sorted(walk.lost, key=itemgetter(1)), (walk.left, total)):
+            if at:
+                found.update(dict.fromkeys(self._addresses(gone), at))  # grows: the last is the best
         return found
+
+    def _addresses(self, holders: int) -> tuple[str, ...]:
+        """Of these device bits; the same sets come again and again."""
+        known = self._sets.get(holders)
+        if known is None:
+            if len(self._sets) >= _MAX_SETS:
+                self._sets.clear()
+            addresses = tuple(self._by_bit(bit).address for bit in bits(holders & ~STORE))
+            known = self._sets[holders] = addresses
+        return known
 
     # -- runs --------------------------------------------------------------------------------------
 

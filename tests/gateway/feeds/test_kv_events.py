@@ -598,3 +598,23 @@ async def test_unknown_events_are_counted(context):
 async def test_no_zmq_address(context, url):
     with pytest.raises(SpecError, match="ZMQ address"):
         await kv_events.run(ENGINE, url, "", 0, Recorder(), lambda: 0.0, context)
+
+
+async def test_feeds_share_a_turn_of_the_loop():
+    """Ten feeds with a batch each, of which a turn takes two."""
+    now, turn = 0.0, 0
+    applied: list[int] = []
+    slices = kv_events.Slices(budget_s=0.002, clock=lambda: now)
+
+    async def feed() -> None:
+        nonlocal now
+        await slices.begin()
+        now += 0.001
+        applied.append(turn)
+        slices.end()
+
+    feeds = [asyncio.create_task(feed()) for _ in range(10)]
+    while len(applied) < len(feeds):
+        turn += 1
+        await asyncio.sleep(0)
+    assert [applied.count(n) for n in sorted(set(applied))] == [2] * 5
