@@ -57,20 +57,24 @@ class Candidates:
     ) -> list[Candidate]:
         """`elsewhere`: of the endpoints that are not in `overlaps`."""
         self._forget()
-        links = self._links_to(tuple(holder for holder, _ in prefix.locations), views, now)
+        holders = tuple([holder for holder, _ in prefix.locations])
+        links = self._links_to(holders, views, now)
         speeds, decodes_s = self._speeds, self._calibration.decodes_s
         found: list[Candidate] = []
         before: tuple[Overlap, EngineModel] | None = None
         prefill_s = 0.0
-        for endpoint, load, moved_s, _ in views:
+        for endpoint, load, moved_s, all_links in views:
             address = endpoint.address
+            to_holders = links.get(address)
+            if to_holders is None:
+                to_holders = links[address] = {a: all_links[a] for a in holders if a in all_links}
             overlap = overlaps.get(address, elsewhere)
             engine, ttft_ratio = speeds.get(address) or self._speed(address, now)
             if before is None or overlap is not before[0] or engine is not before[1]:
                 prefill_s = engine.prefill_s(tokens - overlap.device_tokens, overlap.device_tokens)
                 before = (overlap, engine)
             decode_s = decodes_s.get(address, 0.0)
-            row = (endpoint, load, overlap, prefill_s, moved_s, links[address], engine, decode_s, ttft_ratio)
+            row = (endpoint, load, overlap, prefill_s, moved_s, to_holders, engine, decode_s, ttft_ratio)
             found.append(_new(Candidate, row))
         return found
 
@@ -98,16 +102,12 @@ class Candidates:
         return speed
 
     def _links_to(self, holders: tuple[str, ...], views: Sequence[EndpointView], now: float) -> Links:
-        """As slow as they were observed to be, which changes with time."""
+        """As slow as they were observed to be, which changes with time; else what is remembered of them."""
         if self._calibration.transfers:
             return {v.endpoint.address: self._slow(v, holders, now) for v in views}
         if len(self._links) >= MAX_REMEMBERED:
             self._links.clear()
-        known = self._links.setdefault(holders, {})
-        for endpoint, _, _, links in views:
-            if endpoint.address not in known:
-                known[endpoint.address] = {a: links[a] for a in holders if a in links}
-        return known
+        return self._links.setdefault(holders, {})
 
     def _slow(self, view: EndpointView, holders: Sequence[str], now: float) -> Mapping[str, Link]:
         here, links = view.endpoint.address, {}
