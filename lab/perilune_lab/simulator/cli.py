@@ -133,6 +133,7 @@ def describe(options: Options) -> dict[str, object]:
         "window_s": plan.load.window_s,
         "warmup_s": plan.load.warmup_s,
         "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
+        "host_tokens": fleet.host_tokens,
         "pullable": plan.pullable,
         "transfers": "overlapped" if fleet.overlapped else "serial",
         "link": msgspec.to_builtins(fleet.hardware.link),
@@ -188,6 +189,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--limit", type=_count, metavar="N", help="of a file, the first N requests")
     add("--zipf", type=_seconds, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]")
     add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
+    add("--host-tokens", type=_count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
     add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
     add("--kv-tokens", type=_count, metavar="N", help="KV pool of one endpoint [281600]")
     add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
@@ -221,7 +223,13 @@ def parse(argv: Sequence[str]) -> Options:
         plan=Plan(
             policies=_policies(args.policies),
             load=load,
-            fleet=Fleet(args.endpoints, hardware, bool(args.store), overlapped=args.overlapped),
+            fleet=Fleet(
+                args.endpoints,
+                hardware,
+                bool(args.store),
+                overlapped=args.overlapped,
+                host_tokens=args.host_tokens,
+            ),
             faults=faults_of.parse(args.faults) if args.faults else Faults(),
             params=_params(args.param),
             pullable=not args.no_pull,

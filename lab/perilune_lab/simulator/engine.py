@@ -9,10 +9,10 @@ One step, as in vLLM: every decoding sequence gets one token; beside them up to 
 tokens are prefilled, first those of sequences already running, then of waiting ones in order of (priority,
 arrival) while slots and KV room last. A waiting request looks up its prefix when it is admitted; blocks count
 as held as soon as they are scheduled, so of equal prompts in one batch the first is computed and the others
-hit (all misses of a step are one prefill). A prefix that comes over the network (another engine, the store)
-is fetched before admission (serial) or while the rest is prefilled (overlapped: the first token waits for
-both). When the pool is full, idle runs are evicted, then the youngest decoding sequence is preempted and
-recomputed later.
+hit (all misses of a step are one prefill). What host memory or the store hold beyond the device is loaded
+first. A prefix that comes from another engine is fetched before admission (serial) or while the rest is
+prefilled (overlapped: the first token waits for both). When the pool is full, idle runs are evicted, then the
+youngest decoding sequence is preempted and recomputed later.
 
 Cost: some 5 events of 10 µs per request. Not modelled: blocks' rounding, speculative decoding.
 """
@@ -48,6 +48,7 @@ class Sequence:
         "finish_step",
         "finished_s",
         "first_token_s",
+        "host_tokens",
         "hot",
         "joined_step",
         "leg_cached_tokens",
@@ -110,6 +111,8 @@ class Sequence:
         self.cached_tokens = 0
         self.fetched_tokens = 0
         """Leading tokens that arrive over the network."""
+        self.host_tokens = 0
+        """Loaded from the endpoint's own host memory."""
         self.store_tokens = 0
         self.transfer_s = 0.0
         self.transfer_ends_s = 0.0
@@ -130,7 +133,8 @@ OnSequence = Callable[[Sequence, float], None]
 
 
 class Store:
-    """What all engines of a pool share beside their own KV: least recently used goes first."""
+    """A tier below the device: what all engines of a pool share, or one engine's host memory. Least recently
+    used goes first."""
 
     def __init__(self, runs: Runs, capacity_tokens: int) -> None:
         self._cache = RunCache(runs, capacity_tokens)
@@ -159,6 +163,7 @@ class Engine:
         on_first_token: OnSequence,
         on_finish: OnSequence,
         store: Store | None = None,
+        host: Store | None = None,
         measured_from_s: float = 0.0,
     ) -> None:
         self.number = number
@@ -166,6 +171,8 @@ class Engine:
         self.model = hardware.engine
         self.cache = cache
         self.store = store
+        self.host = host
+        """DRAM tier: everything that was computed here is written through to it."""
         self.alive = True
         self._schedule = schedule
         self._on_first_token = on_first_token
@@ -191,6 +198,7 @@ class Engine:
         self._mixed = False
         self._version = 0
         self._store_free_s = 0.0
+        """Loads follow each other."""
         self._measured_from_s = measured_from_s
         self.gap_s = array("d")
         """Seconds between two tokens of a sequence, one entry per stretch of steps …"""
@@ -239,6 +247,7 @@ class Engine:
         """It is gone with everything on it; returns the sequences that were."""
         lost = self.sequences()
         self.alive = False
+        self.host = None
         self._arriving, self._waiting, self._prefilling, self._held, self._decoding = [], [], [], [], []
         self._context_tokens = self._generated_tokens = self._reserved_tokens = 0
         self._busy, self._steps, self._ends_s = False, 0, inf
@@ -287,8 +296,7 @@ class Engine:
         if not sequence.produced:
             sequence.first_token_s = now
             self._on_first_token(sequence, now)
-            if self.store is not None:
-                self.store.put(sequence.run, sequence.prompt_tokens)
+            self._write(sequence.run, sequence.prompt_tokens)
         sequence.produced += 1
         sequence.joined_step = self._step
         left = sequence.output_tokens - sequence.produced
@@ -304,8 +312,7 @@ class Engine:
         depth = sequence.prompt_tokens + sequence.output_tokens - 1
         self.cache.grow(sequence.answer_run, depth)
         self.cache.unpin(sequence.answer_run)
-        if self.store is not None:
-            self.store.put(sequence.answer_run, depth)
+        self._write(sequence.answer_run, depth)
         sequence.produced = sequence.output_tokens
         sequence.finished_s = now
         self._on_finish(sequence, now)
@@ -393,16 +400,9 @@ class Engine:
             cached = fetched
         else:
             free_of_fetch = cached
-        if self.store is not None and not sequence.produced and not sequence.store_tokens:
-            stored = min(self.store.match(run, sequence.depth) // block * block, most)
-            if stored > cached:
-                sequence.store_tokens = stored - cached
-                begin = max(now, self._store_free_s)
-                sequence.transfer_s = self.model.store_s(sequence.store_tokens)
-                sequence.ready_s = self._store_free_s = begin + sequence.transfer_s
-                sequence.fetched_tokens = stored
-                self.store.put(run, stored)
-                return True
+        looked = sequence.produced or sequence.host_tokens or sequence.store_tokens
+        if (self.store or self.host) and not looked and self._load(sequence, run, cached, most, now):
+            return True
         needed = sequence.depth - free_of_fetch
         room = cache.capacity_tokens - cache.used_tokens - self._generated_tokens - self._reserved_tokens
         room += cache.idle_tokens - cache.idle_on(sequence.answer_run)
@@ -416,6 +416,34 @@ class Engine:
         if not sequence.preemptions:
             sequence.cached_tokens = cached
         return True
+
+    def _load(self, sequence: Sequence, run: int, cached: int, most: int, now: float) -> bool:
+        """Starts to load what host memory holds beyond `cached`, then what the store holds beyond that;
+        False: nothing."""
+        block, seconds, reach = self.hardware.block_tokens, 0.0, cached
+        if self.host is not None:
+            held = min(self.host.match(run, sequence.depth) // block * block, most)
+            if held > reach:
+                sequence.host_tokens, seconds, reach = held - reach, self.hardware.host_s(held - reach), held
+                self.host.put(run, held)
+        if self.store is not None:
+            held = min(self.store.match(run, sequence.depth) // block * block, most)
+            if held > reach:
+                sequence.store_tokens = held - reach
+                seconds, reach = seconds + self.model.store_s(held - reach), held
+                self.store.put(run, held)
+        if reach == cached:
+            return False
+        sequence.transfer_s, sequence.fetched_tokens = seconds, reach
+        sequence.ready_s = self._store_free_s = max(now, self._store_free_s) + seconds
+        return True
+
+    def _write(self, run: int, depth: int) -> None:
+        """The prompt (run, depth) is on the device now: the tiers below get it too."""
+        if self.host is not None:
+            self.host.put(run, depth)
+        if self.store is not None:
+            self.store.put(run, depth)
 
     def _begin_mixed(self, now: float, tokens: int, attended: float, begins: bool) -> None:
         sequences = len(self._decoding)

@@ -144,6 +144,7 @@ class Gateway:
         self._large = n > setting.shortlist_above and together
         self._shorten = self._large and setting.policy_name not in _BLIND
         self._everyone = range(n)
+        self._tiered = any(engine.host for engine in beliefs.engines)
         self.prefill_queue = 0
         self._shortlist = Shortlist(beliefs, setting.params)
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
@@ -164,7 +165,7 @@ class Gateway:
         numbers: SequenceOf[int] = self._everyone
         if self._shorten:
             numbers, overlaps = self._few(sequence, overlaps, session, offer, now)
-        candidates = self._candidates(tokens, overlaps, prefix, stored, numbers, now)
+        candidates = self._candidates(sequence, tokens, overlaps, prefix, stored, numbers, now)
         if not candidates:
             self.seen.refused += 1
             return admission.nobody(admission.Wanted(), {})
@@ -194,7 +195,7 @@ class Gateway:
         if isinstance(dice, _Dice) and isinstance(verdict, Decision):
             whole = self._prompt(sequence, session, now, widely=True)[1]
             with b.peeking():
-                everyone = self._candidates(tokens, whole, prefix, stored, self._everyone, now)
+                everyone = self._candidates(sequence, tokens, whole, prefix, stored, self._everyone, now)
             self._compare(verdict, self.policy(view, everyone, self.setting.params, dice), dice)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
@@ -289,8 +290,14 @@ class Gateway:
         depth, block = sequence.prompt_tokens, self._block
         return min(self._store.match(sequence.run, depth), depth - 1) // block * block
 
+    def _in_host(self, sequence: Sequence, e: int) -> int:
+        """Tokens of the prompt in the endpoint's host memory."""
+        host, depth, block = self.beliefs.engines[e].host, sequence.prompt_tokens, self._block
+        return min(host.match(sequence.run, depth), depth - 1) // block * block if host else 0
+
     def _candidates(
         self,
+        sequence: Sequence,
         tokens: int,
         overlaps: Mapping[int, int],
         prefix: Prefix,
@@ -308,11 +315,14 @@ class Gateway:
             held = overlaps.get(e, 0)
             model = b.models[e]
             endpoint = b.endpoints[e]
+            overlap = Overlap(held, held, max(held, stored)) if held else nothing
+            if self._tiered and (there := self._in_host(sequence, e)) > held:
+                overlap = Overlap(held, there, max(there, stored))
             candidates.append(
                 Candidate(
                     endpoint,
                     b.load(e, now),
-                    Overlap(held, held, max(held, stored)) if held else nothing,
+                    overlap,
                     model.prefill_s(tokens - held, held),
                     now - b.moved_s[e],
                     b.links(e, locations, now) if locations else {},

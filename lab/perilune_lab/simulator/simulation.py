@@ -44,6 +44,8 @@ class Fleet:
     hardware: Hardware = H20
     store: bool = False
     store_tokens: int = _STORE_TOKENS
+    host_tokens: int = 0
+    """DRAM tier of each endpoint; 0: none."""
     overlapped: bool = False
     """KV comes while the rest is prefilled, layer by layer, instead of before."""
     prefill_endpoints: int = 0
@@ -161,6 +163,7 @@ class _Simulation:
             on_first_token=self._first_token,
             on_finish=self._finished,
             store=self.store,
+            host=Store(self.workload.runs, self.fleet.host_tokens) if self.fleet.host_tokens else None,
             measured_from_s=self.workload.warmup_s,
         )
 
@@ -280,8 +283,9 @@ class _Simulation:
         source = self.beliefs.number[decision.replicate_from]
         held = self.engines[source].cache.match(sequence.run, sequence.prompt_tokens)
         there = self.engines[target].cache.match(sequence.run, sequence.prompt_tokens)
-        if self.store is not None:
-            there = max(there, self.store.match(sequence.run, sequence.prompt_tokens))
+        for tier in (self.store, self.engines[target].host):
+            if tier is not None:
+                there = max(there, tier.match(sequence.run, sequence.prompt_tokens))
         if held <= there or not self.engines[source].alive:
             return
         self._transfer(sequence, source, target, held, held - there, now)

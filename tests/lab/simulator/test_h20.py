@@ -4,7 +4,7 @@ import pytest
 
 from perilune_api.topology import Level
 from perilune_lab.simulator.cache import RunCache
-from perilune_lab.simulator.engine import Engine, Sequence
+from perilune_lab.simulator.engine import Engine, Sequence, Store
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.points import MEASURED, K
 from perilune_lab.simulator.runs import ROOT, Runs
@@ -84,3 +84,16 @@ def test_links_by_distance():
     assert H20.transfer_s(10_000, Level.NODE) < H20.transfer_s(10_000, Level.RACK)
     assert H20.transfer_s(10_000, Level.FABRIC) > 2 * H20.transfer_s(10_000, Level.RACK)
     assert H20.transfer_s(0) == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.057), (64, 0.272)])
+def test_a_hit_in_host_memory_takes_as_long_as_measured(tokens: int, seconds: float):
+    alone = Alone()
+    alone.engine.host = Store(alone.runs, 200_000)
+    prompt = alone.runs.add(ROOT, tokens * K + 1)
+    alone.engine.host.put(prompt, tokens * K)
+    sequence = Sequence(Task(0, 0, prompt, tokens * K, prompt, 1, 0.0, 0.0), 0, 0.0, 0.0)
+    alone.engine.add(sequence, 0.0)
+    alone.play()
+    assert sequence.host_tokens == sequence.cached_tokens == tokens * K - 16
+    assert sequence.first_token_s == pytest.approx(seconds, rel=0.10)

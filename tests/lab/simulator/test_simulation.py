@@ -97,6 +97,21 @@ def test_a_shared_store_serves_what_another_endpoint_computed():
     assert sum(s.store_tokens for s in with_store.sequences) > 55_000
 
 
+def test_host_memory_keeps_what_the_device_has_evicted(busy: Workload):
+    """With a small device everything that leaves it is found in DRAM again; the policy knows where."""
+    small = replace(H20, engine=replace(H20.engine, kv_pool_tokens=140_000))
+    without, tiered = (
+        simulate(busy, Setting("perilune"), Fleet(hardware=small, host_tokens=tokens))
+        for tokens in (0, 2_000_000)
+    )
+    assert sum(s.host_tokens for s in without.sequences) == 0
+    assert sum(s.host_tokens for s in tiered.sequences) > 100_000
+    cached = [sum(s.cached_tokens for s in outcome.sequences) for outcome in (without, tiered)]
+    assert cached[0] < cached[1]
+    assert len(tiered.sequences) == busy.requests
+    assert not any(s.failed for s in tiered.sequences)
+
+
 def test_prefill_and_decode_apart_send_every_prompt_over_the_fabric():
     outcome = simulate(
         prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting("static_pd"), Fleet(prefill_endpoints=4)
