@@ -140,6 +140,15 @@ def test_transfers_of_one_nic_follow_each_other():
     assert fabric.bytes == 3 * H20.engine.kv_bytes(10_000)
 
 
+def test_outliers_take_so_many_times_longer():
+    alone_s = H20.transfer_s(10_000)
+    fabric = Fabric(H20, Faults(outlier_share=0.25, outlier_factor=20.0), Random(5))
+    times = [fabric.send(0, 5, 10_000, 1000.0 * n) - 1000.0 * n for n in range(400)]
+    slow = [t for t in times if t > 2 * alone_s]
+    assert 70 < len(slow) < 130
+    assert slow == pytest.approx([20 * alone_s] * len(slow))
+
+
 def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     outcome = simulate(busy, Setting("ear"), faults=Faults(dead_endpoint=2, dead_at_s=60.0))
     failed = [s for s in outcome.sequences if s.failed]
