@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench bench-long generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo test check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -50,6 +50,10 @@ bench: $(STAMP) ## what the gateway costs, against its bars, into docs/benchmark
 
 bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests, simulator, operator
 	$(BIN)/python -m pytest tests/bench $(BENCHES:%=--ignore=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
+
+evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, then those shown (ARGS=--quick: minutes)
+	$(BIN)/perilune evaluate --seeds-from 1001 $(ARGS)
+	$(BIN)/perilune evaluate $(ARGS)
 
 generate: $(STAMP) ## regenerate what is generated (protobuf code)
 	$(BIN)/python -m protos.generate

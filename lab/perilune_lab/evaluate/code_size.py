@@ -13,7 +13,7 @@ _ROUTER: Mapping[str, tuple[str, ...]] = {
     "our policy": ("policy/perilune.py", "policy/cost.py"),
     "ear": ("policy/ear.py",),
     "all policies": ("policy",),
-    "migration planner": ("migration.py",),
+    "migration planner": ("migration.py", "planner.py", "state/moves.py"),
     "admission": ("admission.py",),
     "router, index, sessions, load": ("router.py", "state"),
     "the whole gateway": (".",),

@@ -22,8 +22,8 @@ def readme(f: Findings, judged: Sequence[Bar], document: Document, trace: Stats,
     parts = [
         _head(f, document),
         text.found(f, judged),
-        "## Bars\n",
-        tables.bars(judged).markdown(),
+        tables.bars(judged).markdown("##"),
+        "\n".join(f"- {bar.name}, **{bar.verdict}**: {bar.goal}." for bar in judged) + "\n",
     ]
     if notes:
         parts += ["## Missed bars: what was tried\n", notes.strip() + "\n"]

@@ -295,7 +295,8 @@ def decode_pools(f: Findings) -> Table:
         rows,
         "Published for 4P4D: one request fills 69 % of a decode pool at p90, 138 % at p99, and 52–68 % of"
         f" requests succeed. That needs a pool of about 85,000 tokens; here it has {H20.kv_pool_tokens:,} and"
-        " no client gives up, so requests wait instead of failing.",
+        " no client gives up, so requests wait instead of failing. Decoding KV counts"
+        " a prefix once per request that uses it.",
     )
 
 

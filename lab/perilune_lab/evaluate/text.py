@@ -108,6 +108,8 @@ def _legacy(f: Findings) -> str:
     points = [Point(plan.world(f.at_r), arm) for arm in plan.EVERY]
     best = min(points, key=lambda p: f.estimate(p, "hotspot.legacy_index").value)
     worst_s = sorted(f.estimate(p, "hotspot.ttft_p90_max_s").value for p in points)
+    if best.arm == min(points, key=lambda p: f.estimate(p, "hotspot.ttft_p90_max_s").value).arm:
+        return f"The hotspot index max / median agrees here: by it too {best.arm.policy} is the best at R."
     mine_s = f.estimate(best, "hotspot.ttft_p90_max_s").value
     index = number(f.estimate(best, "hotspot.legacy_index").value)
     return (
@@ -145,10 +147,15 @@ def _decode_pool(f: Findings) -> str:
 
 def _think_time(f: Findings) -> str:
     g = f.side
-    parts = []
+    parts, why = [], ""
     for load in plan.GAP_LOADS:
         at_once, pause = (Point(plan.gap_world(f.at_r, load, gap_s), STRONGEST) for gap_s in (0.0, 30.0))
         turn = compared(g.ratio(pause, at_once, "turn_s.mean"), "faster", "slower")
+        if g.ratio(pause, at_once, "turn_s.mean").low > 1:
+            why = (
+                " A pausing session keeps its KV: what think time takes from the queues it gives to the"
+                " working set of the caches."
+            )
         wall = f"{number(g.estimate(pause, 'wall_clock_factor').value)} against"
         parts.append(
             f"at {load} turns are {turn} and the wall-clock factor is {wall}"
@@ -156,8 +163,7 @@ def _think_time(f: Findings) -> str:
         )
     return (
         "Think time is said to break the loop. With 30 s between the same turns instead of none"
-        f" (lmetric_plus_one): {'; '.join(parts)}. A pausing session keeps its KV, so what think time takes"
-        " from the queues it gives to the caches' working set."
+        f" (lmetric_plus_one): {'; '.join(parts)}.{why}"
     )
 
 
