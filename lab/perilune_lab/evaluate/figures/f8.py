@@ -24,8 +24,8 @@ def _draw(context: Context) -> Drawn:
     f = context.findings.side
     figure = canvas(11.5, 4.4)
     wall, amplified = figure.subplots(1, 2)
-    rows = []
-    for arm in COUPLED:
+    rows, highest = [], _MOST
+    for number, arm in enumerate(COUPLED):
         points = [Point(plan.world(f.at_r, load), arm) for load in LOADS]
         turn_s = [f.estimate(p, "turn_s.mean") for p in points]
         ratio = [f.estimate(p, "extra.wall_per_trace") for p in points]
@@ -41,9 +41,10 @@ def _draw(context: Context) -> Drawn:
         )
         theory = amplification(f, points)
         measured = [measured_amplification(f, load, arm) for load in LOADS]
-        xs = list(LOADS.values())
+        highest = max(highest, *measured)
+        xs = [x + 0.012 * (number - len(COUPLED) / 2) for x in LOADS.values()]
         finite = [a if a <= _MOST else nan for a in theory]
-        amplified.plot(xs, finite, "--", color=style["color"], linewidth=1)
+        amplified.plot(xs, finite, "o--", color=style["color"], linewidth=1, fillstyle="none", markersize=7)
         diverging = [x for x, a in zip(xs, theory, strict=True) if a > _MOST]
         amplified.plot(diverging, [_MOST] * len(diverging), "^", color=style["color"], markersize=4)
         amplified.plot(xs, measured, linewidth=1.4, **style)
@@ -70,8 +71,8 @@ def _draw(context: Context) -> Drawn:
     wall.grid(alpha=0.25)
     amplified.set(
         ylabel="amplification of a slowdown",
-        ylim=(-0.5, _MOST * 1.05),
-        title="solid: measured, engines 10 % slower; dashed: 1 / (1 − ΛN W′(L*))",
+        ylim=(-0.5, highest * 1.05),
+        title="filled: measured, engines 10 % slower; hollow: 1 / (1 − ΛN W′(L*))",
     )
     amplified.set_xticks(list(LOADS.values()), list(LOADS))
     amplified.axhline(1.0, color="black", linestyle=":", linewidth=1)
@@ -103,6 +104,6 @@ F8 = Figure(
     "Dispatch coupling",
     "Left: policies with slower turns take longer as a whole. Right: by how much a slowdown"
     " of every turn is amplified in the number of turns in flight, measured and by theory: 1 is"
-    " no coupling, a triangle at the edge a loop that diverges, where nothing is stationary any more.",
+    " no coupling, a triangle a loop that diverges, where nothing is stationary any more.",
     _draw,
 )
