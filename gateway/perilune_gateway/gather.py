@@ -117,16 +117,14 @@ class Gatherer:
         self._sessions = sessions
         self._index = index
         self._engine = engine
-        self._block_size = 0
+        self._chains = blocks.Chains()
         self._rows = Candidates(calibration)
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
         spec = pool.spec
         self._model = spec.model
-        if self._block_size != spec.engine.block_size:
-            self._block_size = spec.engine.block_size
-            self._chains = blocks.Chains(self._block_size)
+        self._block_size = spec.engine.block_size
         self.engine = replace(
             self._engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
         )
@@ -175,10 +173,10 @@ class Gatherer:
         """Our hashes of the prompt's full blocks; of its text where no token ids are known."""
         root = blocks.prefix_root(lora, request.cache_salt)
         if tokens.ids is not None:
-            return self._chains.chain(tokens.ids, root)
+            return self._chains.tokens(tokens.ids, self._block_size, root)
         model = self._model
         text = request.prefix_text()[: int(model.context_tokens * model.bytes_per_token)]
-        return blocks.text_chain(text, int(self._block_size * model.bytes_per_token), root)
+        return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
 
     def whole_blocks(self, prompt_tokens: int) -> int:
         """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""

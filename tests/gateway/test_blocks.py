@@ -161,11 +161,13 @@ def test_our_chain_is_little_endian_xxh3_seeded_with_the_block_before():
 )
 def test_remembered_chains_equal_fresh_ones(prompts, size, max_rows):
     """Prompts that share heads of any length, in a memory of any size."""
-    chains = blocks.Chains(size, max_rows)
+    chains = blocks.Chains(max_rows)
     for kind, length in prompts:
         ids = [kind if n > 300 else n % 7 for n in range(length)]
         for asked in (ids, array("I", ids)):
-            assert chains.chain(asked, kind) == blocks.chain(ids, size, kind)
+            assert chains.tokens(asked, size, kind) == blocks.chain(ids, size, kind)
+        text = bytes(n % 256 for n in ids)
+        assert chains.text(text, size, kind) == blocks.text_chain(text, size, kind)
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, -5]])

@@ -11,19 +11,19 @@ from which our own chain is computed:
    copy too.
 
 A name is bound to the same block everywhere in the pool, whichever engine said it; names of blocks that
-nobody holds are forgotten, oldest first, when there are more than `max_names`. What cannot be used is counted
+nobody holds are forgotten when there are more than `max_names` (see `names`). What cannot be used is counted
 by `Unused` and dropped: the index then knows less than the engine, never more.
 
-Costs: about 1.6 µs per stored block of 16 tokens, 1 µs per removed one. Raises nothing.
+Costs: about 1.3 µs per stored block of 16 tokens, 1 µs per removed one. Raises nothing.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -31,11 +31,13 @@ import msgspec
 from perilune_gateway import blocks
 from perilune_gateway.feeds.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.model import Tier
+from perilune_gateway.state.names import Names
 from perilune_gateway.state.prefix_index import PrefixIndex
 
 STORE_MEDIUM = "cpu"
 """vLLM's MooncakeStoreConnector, lower case; it never announces a removal."""
 _TIERS = {"": Tier.DEVICE, "gpu": Tier.DEVICE, "CPU": Tier.HOST, STORE_MEDIUM: Tier.STORE}
+_64_BITS = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -86,8 +88,7 @@ class EngineBlocks:
         self._index = index
         self._block_size = block_size
         self._store = store
-        self._max_names = max_names
-        self._names: dict[int, int] = {}
+        self._names = Names(max_names)
         self.unused: Counter[Unused] = Counter()
 
     def __len__(self) -> int:
@@ -137,10 +138,10 @@ class EngineBlocks:
             ours = blocks.chain(event.token_ids, self._block_size, parent, extra)
         except (ValueError, TypeError):
             return self._skip(endpoint, event, rank, Unused.MALFORMED)
-        self._names.update(zip(map(_key, event.block_hashes), ours, strict=True))
+        self._names.enter(_keys(event.block_hashes), ours)
         first = None if event.parent_block_hash is None else parent
         self._index.stored(endpoint, Tier.DEVICE, ours, now, rank, first)
-        self._forget_names()
+        self._names.shrink(self._index.__contains__)
         return Applied(
             endpoint, Tier.DEVICE, parent, tuple(ours), session_id=event.session_id or "", rank=rank
         )
@@ -161,7 +162,7 @@ class EngineBlocks:
 
     def _by_name(self, names: Sequence[BlockHash]) -> tuple[list[int], int]:
         get = self._names.get
-        ours = [block for name in names if (block := get(_key(name))) is not None]
+        ours = [block for name in _keys(names) if (block := get(name)) is not None]
         unused = len(names) - len(ours)
         if unused:
             self.unused[Unused.UNKNOWN_BLOCK] += unused
@@ -170,19 +171,6 @@ class EngineBlocks:
     def _skip(self, endpoint: str, event: BlockStored | BlockRemoved, rank: int, why: Unused) -> Applied:
         self.unused[why] += len(event.block_hashes)
         return Applied(endpoint, rank=rank, unused=len(event.block_hashes))
-
-    def _forget_names(self) -> None:
-        """In batches, oldest first. Names of blocks that somebody holds go to the end instead, unless there
-        are hardly others (engines with random roots have names of their own for everything)."""
-        names = self._names
-        for spare_held in (True, True, True, False):
-            surplus = len(names) - self._max_names
-            if surplus <= 0:
-                return
-            for name in list(islice(names, surplus + self._max_names // 256 + 16)):
-                block = names.pop(name)
-                if spare_held and block in self._index:
-                    names[name] = block
 
 
 def lora_of(event: BlockStored) -> str:
@@ -238,8 +226,15 @@ def _extra(event: BlockStored) -> tuple[str, list[bytes | None] | None]:
 
 
 def _key(name: BlockHash) -> int:
-    """A digest and its low 64 bits are one name."""
-    return name if isinstance(name, int) else blocks.low64(name)
+    """A digest and its low 64 bits are one name; so is a number below 0 (old engines) and its 64 bits."""
+    return name & _64_BITS if isinstance(name, int) else blocks.low64(name)
+
+
+def _keys(names: Sequence[BlockHash]) -> Sequence[int]:
+    try:
+        return array("Q", names)  # type: ignore[arg-type]  # which is what it finds out
+    except (TypeError, OverflowError):
+        return [_key(name) for name in names]
 
 
 def _medium(medium: str | None) -> str:

@@ -78,7 +78,8 @@ class Sessions:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         """Least recently used first."""
         self._by_tail: dict[int, Session] = {}
-        self._by_prompt_tail: dict[tuple[str, int], Session] = {}
+        self._by_prompt_tail: dict[str, dict[int, Session]] = {}
+        """By tenant, then by block."""
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
@@ -123,8 +124,11 @@ class Sessions:
     def infer(self, tenant: str, blocks: Sequence[int], tokens: int, now: float) -> Session | None:
         """The session that a prompt of `tokens` goes on from: the deepest one whose last prompt is a prefix
         of it, in whole blocks, and shorter."""
+        tails = self._by_prompt_tail.get(tenant, {})
+        if tails.keys().isdisjoint(blocks):  # mostly; a fifth of the walk's cost
+            return None
         for block in reversed(blocks):
-            session = self._by_prompt_tail.get((tenant, block))
+            session = tails.get(block)
             if session and session.prompt_tokens < tokens:
                 return self.find(session.key, now)
         return None
@@ -161,7 +165,7 @@ class Sessions:
             return
         self._drop_prompt_tail(session)
         session.prompt_tail, session.prompt_tokens = blocks[-1], tokens
-        self._by_prompt_tail[session.key.tenant, blocks[-1]] = session
+        self._by_prompt_tail.setdefault(session.key.tenant, {})[blocks[-1]] = session
 
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
         """A turn's body was not read; `tokens` is an estimate."""
@@ -235,9 +239,11 @@ class Sessions:
             self._by_tail[tail] = session
 
     def _drop_prompt_tail(self, session: Session) -> None:
-        at = (session.key.tenant, session.prompt_tail)
-        if self._by_prompt_tail.get(at) is session:
-            del self._by_prompt_tail[at]
+        tails = self._by_prompt_tail.get(session.key.tenant, {})
+        if tails.get(session.prompt_tail) is session:
+            del tails[session.prompt_tail]
+            if not tails:
+                del self._by_prompt_tail[session.key.tenant]
 
     def _expire(self, now: float) -> None:
         while self._sessions:
