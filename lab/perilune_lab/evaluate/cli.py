@@ -38,8 +38,8 @@ _EVERY_S = 10.0
 
 _EPILOG = f"""\
 examples:
-  perilune evaluate --quick                 every bar, figure and table with 8 seeds, under 10 minutes
-  perilune evaluate                         the same with 32 seeds, under an hour
+  perilune evaluate --quick                 all with {plan.QUICK_SEEDS} seeds, under 10 minutes
+  perilune evaluate                         all with {plan.FULL_SEEDS} seeds, under an hour
   perilune evaluate --seeds-from 1001 && perilune evaluate
                                             other seeds first: the second says whether verdicts agree
   perilune evaluate --only bars,f8 --out /tmp/look
@@ -163,9 +163,9 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="8 seeds instead of 32")
+    add("--quick", action="store_true", help=f"{plan.QUICK_SEEDS} seeds, not {plan.FULL_SEEDS}")
     add("--out", type=Path, default=Path("docs/evaluation"), metavar="DIR", help="[%(default)s]")
-    add("--seeds", type=_count, metavar="N", help="of the main comparison, paired; half of them for the rest")
+    add("--seeds", type=_count, metavar="N", help="of the main comparison, paired; fewer for the rest")
     add("--seeds-from", type=_count, default=1, metavar="N", help="first seed [%(default)s]")
     add("--only", metavar="A,B", help="some parts: no README then")
     add("--jobs", type=_count, default=2, metavar="N", help="processes [%(default)s]")

@@ -57,6 +57,8 @@ CAPACITIES = {
 }
 
 
+QUICK_SEEDS, FULL_SEEDS = 6, 32
+
 BASE = World(rate=0.8)
 """The evaluation's; the rate is where the search of R begins."""
 
@@ -244,9 +246,9 @@ class Size:
 
 
 def size(quick: bool, seeds: int | None, first: int) -> Size:
-    """`seeds`: of the main studies; half as many for the others."""
-    number = seeds or (8 if quick else 32)
-    side = max(1, number // 2)
+    """`seeds`: of the main studies; half as many for the others, in a quick one a third."""
+    number = seeds or (QUICK_SEEDS if quick else FULL_SEEDS)
+    side = max(1, number // (3 if quick else 2))
     return Size(
         "quick" if quick else "full", tuple(range(first, first + number)), tuple(range(first, first + side))
     )

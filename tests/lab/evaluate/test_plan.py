@@ -9,7 +9,7 @@ from perilune_lab.evaluate.evaluation import studies_of
 from perilune_lab.evaluate.figures import FIGURES
 
 AT_R = World(rate=1.0)
-SIZE = plan.size(quick=True, seeds=4, first=11)
+SIZE = plan.size(quick=False, seeds=4, first=11)
 
 
 def test_seeds_are_paired_and_the_side_studies_have_half_of_them():
