@@ -43,8 +43,8 @@ from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.token_metrics import TokenMetrics
 from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.tokens.metrics import TokenMetrics
 from perilune_gateway.transport import SERVERS, Transport
 from perilune_gateway.transport.service import Service
 

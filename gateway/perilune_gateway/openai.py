@@ -4,8 +4,8 @@ Steps of `parse`: one typed msgspec decode of the four APIs' fields (everything 
 conversation stays undecoded JSON) → check that model and prompt are there → `ParsedRequest`. Any bytes
 give a value: bad JSON, wrong types and bottomless nesting are Refusals that say where.
 
-Costs 25–30 µs for a 130 KB chat body, a quarter of `json.loads`; the conversation is decoded later, by
-tokens.py, and only when text must become tokens. Types are read as leniently as the engines read them
+Costs 25–30 µs for a 130 KB chat body, a quarter of `json.loads`; the conversation is decoded later, by the
+package `tokens`, and only when text must become tokens. Types are read as leniently as the engines read them
 ("5" is a number); what only the engine can judge (roles, tools, limits) is left to it.
 
     POST /v1/chat/completions   messages, tools                       → ChatPrompt

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from perilune_gateway import chat_template, openai
-from perilune_gateway.conversation import read
+from perilune_gateway import openai
+from perilune_gateway.tokens import chat_template
+from perilune_gateway.tokens.conversation import read
 from perilune_lab.text import (
     BYTES,
     SPECIALS,

@@ -7,8 +7,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from perilune_api.pool import Model
 from perilune_gateway.openai import ParsedRequest, parse
-from perilune_gateway.token_metrics import TokenMetrics
 from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.tokens.metrics import TokenMetrics
 
 
 def scrape(tokenizer: Tokenizer) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from perilune_gateway.incremental import IncrementalEncoder
-from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.tokens.incremental import IncrementalEncoder
+from perilune_gateway.tokens.tokenizer import Tokenizer
 
 
 class TokenMetrics:

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.openai import ParsedRequest, parse
-from perilune_gateway.tokens import MEDIA_TOKENS, Cause, Tokenizer
+from perilune_gateway.tokens.tokenizer import MEDIA_TOKENS, Cause, Tokenizer
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",

@@ -5,8 +5,8 @@ from datetime import datetime
 
 import pytest
 
-from perilune_gateway.chat_template import ChatTemplate, TemplateError, load
-from perilune_gateway.conversation import Conversation
+from perilune_gateway.tokens.chat_template import ChatTemplate, TemplateError, load
+from perilune_gateway.tokens.conversation import Conversation
 
 HI = {"role": "user", "content": "hi"}
 CHATML = """\

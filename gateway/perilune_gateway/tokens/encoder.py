@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer as Reference
 
-from perilune_gateway.cuts import Cuts, cuts_of
+from perilune_gateway.tokens.cuts import Cuts, cuts_of
 
 log = logging.getLogger(__name__)
 

@@ -36,12 +36,12 @@ import aiohttp
 import msgspec
 
 from perilune_api.pool import Model, SpecError
-from perilune_gateway import chat_template, encoder
-from perilune_gateway.chat_template import ChatTemplates, TemplateError
-from perilune_gateway.conversation import Conversation, ConversationError, as_sent, read
-from perilune_gateway.incremental import IncrementalEncoder
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.openai import Api, ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
+from perilune_gateway.tokens import chat_template, encoder
+from perilune_gateway.tokens.chat_template import ChatTemplates, TemplateError
+from perilune_gateway.tokens.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.tokens.incremental import IncrementalEncoder
 
 log = logging.getLogger(__name__)
 

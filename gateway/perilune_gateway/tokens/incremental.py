@@ -29,7 +29,7 @@ from enum import StrEnum
 import xxhash
 
 from perilune_gateway import blocks
-from perilune_gateway.encoder import Encoder, Ids
+from perilune_gateway.tokens.encoder import Encoder, Ids
 
 GRID = 4096
 """Bytes between places where a known text is recognised."""
