@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 
 from perilune_api.pool import Routing, SpecError
-from perilune_gateway.decision_lines import read
+from perilune_gateway.decision_log import read
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_lab.whatif_arms import WhatIf, replace_params
 from perilune_lab.whatif_text import document, render

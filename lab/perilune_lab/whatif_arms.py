@@ -20,7 +20,7 @@ import msgspec
 from perilune_api.pool import PolicyParams, Routing, SpecError
 from perilune_gateway.admission import predict
 from perilune_gateway.deciding import decide
-from perilune_gateway.decision_lines import Cut, Ended, Logged
+from perilune_gateway.decision_log import Cut, Ended, Logged
 from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, NeedBody, Phase, Reason, Refusal, Verdict

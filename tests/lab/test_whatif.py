@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from perilune_api.pool import Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
-from perilune_gateway.decision_lines import Logged, Writer
+from perilune_gateway.decision_log import Logged, Writer
 from perilune_gateway.explain import DecisionRecord, Ending
 from perilune_gateway.model import Candidate, Decision, Outcome, Phase, Reason, Refusal, RefuseReason
 from perilune_gateway.policy import LIVE

@@ -1,101 +1,39 @@
-"""The decision log: every decision as lines of a file, written beside the decisions, never before them.
+"""Decisions and endings in a queue, and the task that writes them: beside the decisions, never before them.
 
-    Decisions ──decided, ended──▶ queue ──run──▶ decision_lines ──▶ RotatedFile (a thread of its own)
+    Decisions ──decided, ended──▶ queue ──run──▶ Writer ──▶ RotatedFile (in a thread of its own)
 
 1. A decision or an ending is put into the queue as it is (the values are frozen): 0.2 µs. A full queue drops
    it and counts.
 2. `run` looks ten times a second, writes a few lines of JSON at a time (about 1 µs per candidate, others run
    in between) and hands them to the file's thread.
-3. A file that has become too large is renamed FILE.1, the one before it FILE.2 …; the oldest goes.
-4. What cannot be written (the disk is full) is dropped and counted, logged once when it begins and once when
+3. What cannot be written (the disk is full) is dropped and counted, logged once when it begins and once when
    it ends; the file never keeps half a line of it.
 
-A gateway that is killed loses the last tenth of a second, and may leave its last line cut; the next one
-starts on a line of its own. Does not: wait for the disk to have it (no fsync), share a file with another
-gateway.
+A gateway that is killed loses the last tenth of a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from perilune_api.pool import Pool
-from perilune_gateway.decision_lines import Writer
+from perilune_gateway.decision_log.file import RotatedFile
+from perilune_gateway.decision_log.lines import Writer
 from perilune_gateway.explain import DecisionRecord, Ending
 from perilune_gateway.stats import LogStats
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 256 * 2**20
-KEEP = 4
 EVERY_S = 0.1
 MAX_QUEUED_ROWS = 65_536
 """Candidates in the queue, which keeps them alive: about 25 MB. Without candidates a record counts as one."""
 SLICE_ROWS = 128
 """Candidates rendered before others may run: about 0.15 ms."""
 BATCH_BYTES = 2**20
-
-
-class RotatedFile:
-    """A file that is appended to whole batches at a time. Blocks: for a thread."""
-
-    def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
-        """`keep`: how many older files stay. Raises OSError when the file cannot be opened."""
-        self.path = path
-        self._max_bytes = max_bytes
-        self._keep = keep
-        self._fd = -1
-        self._open()
-
-    def append(self, data: bytes) -> None:
-        """All of it or nothing. Raises OSError."""
-        if self._fd < 0:
-            self._open()
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        except OSError:
-            os.ftruncate(self._fd, self.size)
-            raise
-        self.size += len(data)
-
-    @property
-    def full(self) -> bool:
-        return self.size >= self._max_bytes
-
-    def rotate(self) -> None:
-        """Begin a new file. Raises OSError; the next `append` tries again."""
-        self.close()
-        for i in range(self._keep, 0, -1):
-            older = self._older(i - 1)
-            if older.exists():
-                os.replace(older, self._older(i))
-        if not self._keep:
-            self.path.unlink(missing_ok=True)
-        self.size = 0
-        self._open()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def _older(self, i: int) -> Path:
-        return self.path.with_name(f"{self.path.name}.{i}") if i else self.path
-
-    def _open(self) -> None:
-        """A line that an earlier process was killed in is ended."""
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.size = os.fstat(self._fd).st_size
-        if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":
-            self.append(b"\n")
 
 
 Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending]

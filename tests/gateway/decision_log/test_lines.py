@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perilune_api.pool import Limits, Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
 from perilune_gateway.deciding import decide
-from perilune_gateway.decision_lines import SCHEMA, Cut, Ended, Logged, Writer, read
+from perilune_gateway.decision_log import SCHEMA, Cut, Ended, Logged, Writer, read
 from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord, Ending, tenant_hash
 from perilune_gateway.identity import SessionKey

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
-from perilune_gateway.decision_lines import Cut, Ended, Logged, read
-from perilune_gateway.decision_log import DecisionLog, RotatedFile
+from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
 from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.model import Decision, Outcome, Reason
 from perilune_gateway.testing import candidate, request
