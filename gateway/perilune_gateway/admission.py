@@ -104,9 +104,11 @@ def fits_context(tokens: Tokens, context_tokens: int) -> Refusal | None:
 def not_overloaded(candidates: Sequence[Candidate], limits: Limits, level: int = 0) -> Refusal | None:
     """Every endpoint has more queued prefill than the pool allows (429): come back when the shortest queue
     has shrunk to the limit."""
+    if not limits.max_pending_seconds:
+        return None
     allowed_s = limits.max_pending_seconds * 2.0**level
     shortest_s = min(c.load.pending_prefill_s for c in candidates)
-    if not limits.max_pending_seconds or shortest_s <= allowed_s:
+    if shortest_s <= allowed_s:
         return None
     return Refusal(
         RefuseReason.OVERLOADED,

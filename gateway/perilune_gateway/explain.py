@@ -14,7 +14,7 @@ Does not: write (decision_log.py does), count (metrics.py does), or know where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import Random
@@ -116,7 +116,7 @@ class DecisionRecord:
         return self.verdict.reason.value
 
     @property
-    def costs(self) -> tuple[Cost, ...]:
+    def costs(self) -> Sequence[Cost]:
         return self.verdict.costs if isinstance(self.verdict, Decision) else ()
 
     @property
@@ -296,7 +296,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
 
 def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The whole record as plain values; `alternatives` is what `counterfactual` gave."""
-    session = record.view.session
+    session, costs = record.view.session, {cost.address: cost for cost in record.costs}
     return summary(record) | {
         "message": record.verdict.message if isinstance(record.verdict, Refusal) else "",
         "destinations": list(record.destinations),
@@ -310,15 +310,14 @@ def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = Non
             "parent_host": session.parent_host,
         },
         "output_tokens": record.view.output_tokens,
-        "candidates": [_candidate(record, c) for c in record.candidates],
+        "candidates": [_candidate(record, c, costs.get(c.address)) for c in record.candidates],
         "excluded": dict(record.excluded),
         "timings_us": dict(record.timings_us),
         "counterfactual": dict(alternatives or {}),
     }
 
 
-def _candidate(record: DecisionRecord, candidate: Candidate) -> dict[str, Any]:
-    cost = next((cost for cost in record.costs if cost.address == candidate.address), None)
+def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) -> dict[str, Any]:
     load, overlap = candidate.load, candidate.overlap
     return {
         "address": candidate.address,

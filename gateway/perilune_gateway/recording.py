@@ -25,6 +25,7 @@ from perilune_gateway.metrics import Metrics
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
+    Costs,
     Decision,
     Phase,
     Reason,
@@ -78,7 +79,7 @@ class Recorder:
     def routed(self, asked: Asked, view: RequestView, decision: Decision, policy: str) -> Routed:
         """A policy has chosen."""
         prompt, identity, now, target = asked.prompt, asked.identity, asked.now, decision.target
-        chosen = next(c for c in asked.candidates if c.address == target)
+        chosen = next(c for c in asked.candidates if c.endpoint.address == target)
         cached, fetch_s = self._fetching(decision, chosen)
         new = prompt.tokens - cached
         session = self._bind(identity, target, prompt, now)
@@ -121,7 +122,7 @@ class Recorder:
             policy,
             tuple(asked.candidates),
             asked.excluded,
-            self._destinations(decision),
+            self._destinations(decision, asked.candidates),
             cached,
             asked.laps.total(),
             self._wall_clock(),
@@ -217,11 +218,13 @@ class Recorder:
         self.ordinal += 1
         return ticket
 
-    def _destinations(self, decision: Decision) -> tuple[str, ...]:
+    def _destinations(self, decision: Decision, candidates: Sequence[Candidate]) -> tuple[str, ...]:
         """The target, then the candidates by cost."""
-        by_cost = sorted(decision.costs, key=lambda cost: cost.total)
-        others = [cost.address for cost in by_cost if cost.address != decision.target]
-        return (decision.target, *others[: self._fallbacks])
+        costs, target = decision.costs, decision.target
+        totals = costs.totals if isinstance(costs, Costs) else [cost.total for cost in costs]
+        by_cost = sorted(range(len(totals)), key=totals.__getitem__)[: self._fallbacks + 1]
+        others = [address for at in by_cost if (address := candidates[at].address) != target]
+        return (target, *others[: self._fallbacks])
 
     def _keep(self, record: DecisionRecord) -> int:
         self._metrics.decided(record)

@@ -23,7 +23,7 @@ from math import inf
 from random import Random
 
 from perilune_api.pool import PolicyParams, Role
-from perilune_gateway.model import Candidate, Cost, RequestView
+from perilune_gateway.model import Candidate, Cost, Costs, RequestView
 
 
 class Source(StrEnum):
@@ -129,22 +129,20 @@ def blocks(tokens: float, request: RequestView) -> float:
 # -- costs in tokens -------------------------------------------------------------------------------------
 
 
-def pending_costs(candidates: Iterable[Candidate]) -> tuple[Cost, ...]:
+def pending_costs(candidates: Sequence[Candidate]) -> Costs:
     """Cost = pending prefill tokens; the terms are what `least_pending` compares."""
-    return tuple(
-        Cost(
-            c.address,
-            float(c.load.pending_prefill_tokens),
-            {
-                "pending_prefill_tokens": float(c.load.pending_prefill_tokens),
-                "pending_prefill_s": c.load.pending_prefill_s,
-                "in_flight": float(c.load.in_flight),
-                "cached_tokens": float(c.overlap.device_tokens),
-                "prefill_s": c.prefill_s,
-            },
-        )
-        for c in candidates
-    )
+
+    def terms(at: int) -> dict[str, float]:
+        _, load, overlap, prefill_s, *_ = candidates[at]
+        return {
+            "pending_prefill_tokens": float(load.pending_prefill_tokens),
+            "pending_prefill_s": load.pending_prefill_s,
+            "in_flight": float(load.in_flight),
+            "cached_tokens": float(overlap.device_tokens),
+            "prefill_s": prefill_s,
+        }
+
+    return Costs(candidates, [float(c.load.pending_prefill_tokens) for c in candidates], terms)
 
 
 def _load_key(candidate: Candidate) -> tuple[int, int, int]:
