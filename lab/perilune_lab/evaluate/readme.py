@@ -49,6 +49,8 @@ def readme(f: Findings, judged: Sequence[Bar], document: Document, trace: Stats,
 def _head(f: Findings, document: Document) -> str:
     size = f.size
     command = "perilune evaluate" + (" --quick" if size.name == "quick" else "")
+    if len(size.seeds) != (plan.QUICK_SEEDS if size.name == "quick" else plan.FULL_SEEDS):
+        command += f" --seeds {len(size.seeds)}"
     if size.seeds[0] != 1:
         command += f" --seeds-from {size.seeds[0]}"
     lines = [
