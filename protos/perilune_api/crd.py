@@ -55,20 +55,35 @@ class Policy(StrEnum):
     """Routing policies that a gateway can carry out."""
 
     CONDUCTOR = "conductor"
+    """a holder of the prefix with a short queue, else near one by distance and queue."""
     DYNAMO = "dynamo"
+    """prefill and decode blocks added, less what is cached."""
     DYNAMO_PRODUCT = "dynamo_product"
+    """the same multiplied."""
     DYNAMO_V1 = "dynamo_v1"
+    """overlap against usage and waiting."""
     EAR = "ear"
+    """the session's host, unless it is hot and the session may move."""
     KV_LINEAR = "kv_linear"
+    """hit ratio less load, both weighed."""
     LEAST_LOADED = "least_loaded"
+    """fewest pending prefill tokens."""
     LMETRIC = "lmetric"
+    """pending tokens times requests running."""
     LMETRIC_PLUS_ONE = "lmetric_plus_one"
+    """the same with one request more."""
     MOONCAKE = "mooncake"
+    """lowest predicted time to the first token (Mooncake's Algorithm 1)."""
     PERILUNE = "perilune"
+    """lowest cost in seconds over all tiers; a session leaves its host only where that pays."""
     POWER_OF_TWO = "power_of_two"
+    """fewest pending prefill tokens of two."""
     RANDOM = "random"
+    """any endpoint."""
     ROUND_ROBIN = "round_robin"
+    """each endpoint in turn."""
     STICKY = "sticky"
+    """the session's host, always."""
 
 
 class ModelSpec(pool.Model, frozen=True, kw_only=True):
@@ -147,7 +162,9 @@ class RoleSpec(_Struct, frozen=True):
 
 
 class Roles(_Struct, frozen=True):
-    """Prefill and decode on endpoints of their own. Both are needed."""
+    """Prefill and decode on endpoints of their own. Both are needed. The gateway does not send a prompt to
+    prefill endpoints yet: a proxy of yours has to, and what comes through Perilune runs on decode endpoints
+    alone."""
 
     prefill: RoleSpec | None = None
     """Endpoints that compute the KV of prompts."""
@@ -200,6 +217,8 @@ class Master(_Struct, frozen=True):
     lease_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
     """A block that was just read is not evicted for so long, in seconds."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
+    pod_template: Raw = msgspec.field(default_factory=dict)
+    """Merged over the master's pod template like engine.podTemplate; its container is called master."""
 
 
 class Mooncake(_Struct, frozen=True):
@@ -207,8 +226,9 @@ class Mooncake(_Struct, frozen=True):
 
     transfer: Transfer = Transfer.NONE
     """connector: engine to engine (MooncakeConnector), what prefill and decode roles need. offload: a tier in
-    host memory that other engines may pull from (OffloadingConnector with its peer tier). none: a moved
-    session's prefix comes from the store or is computed again."""
+    host memory that other engines may pull from (OffloadingConnector with its peer tier), if a request asks for
+    it: the gateway writes no such wish yet. none: a moved session's prefix comes from the store or is computed
+    again."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""
@@ -289,7 +309,8 @@ class TopologySpec(_Struct, frozen=True):
     """The fabric: how nodes tell their place, how fast it is, where engines go in it."""
 
     levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
-    """From narrow to wide; empty: Kubernetes', NVIDIA Topograph's and the usual clouds' labels."""
+    """From narrow to wide; empty: Kubernetes', NVIDIA Topograph's and the usual clouds' labels. A list stands
+    for all of them: a level that it leaves out is not known."""
     bandwidth: Bandwidth = Bandwidth()
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
@@ -300,8 +321,7 @@ class RoutingSpec(pool.Routing, frozen=True, kw_only=True):
     """Which endpoint gets a request: policy, its parameters, sessions, migration, admission."""
 
     policy: Policy = Policy.EAR
-    """ear keeps a session where its KV is unless that host is hot; perilune weighs every move in seconds;
-    the others are baselines and other systems' policies."""
+    """The rule by which an endpoint is chosen."""
 
 
 class GatewayMode(StrEnum):
@@ -344,7 +364,13 @@ class GatewaySpec(_Struct, frozen=True):
     """When the image is pulled, as in a container."""
     log_level: str = "info"
     """Log level, and levels of single modules: level[,module=level…]."""
+    args: Arguments = ()
+    """Further arguments of perilune-gateway, such as --decision-log=/data/$(POD_NAME).jsonl or --transport=grpc
+    (see its --help). Those that the operator sets itself are refused."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
+    pod_template: Raw = msgspec.field(default_factory=dict)
+    """Merged over the gateway's pod template like engine.podTemplate; its container is called gateway. For a
+    volume with model.tokenizer's folder or for the decision log, imagePullSecrets, a nodeSelector."""
     min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
     """With maxReplicas: fewest gateways."""
     max_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
@@ -535,6 +561,12 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "a level may be placed by once",
             ".placement",
         ),
+        Rule(
+            "!has(self.placement) || !has(self.levels) || self.levels.size() == 0 || "
+            "self.placement.all(p, p.level == 'node' || self.levels.exists(l, l.name == p.level))",
+            "placement by a level that levels do not name: give its labels too",
+            ".placement",
+        ),
     ),
     GatewaySpec: (
         Rule(
@@ -590,6 +622,8 @@ OPERATOR_ARGS = frozenset(
         "-tp",
         "--pipeline-parallel-size",
         "-pp",
+        "--distributed-executor-backend",
+        "--scheduling-policy",
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         "--max-model-len",
@@ -599,6 +633,13 @@ OPERATOR_ARGS = frozenset(
     }
 )
 """vLLM's flags that follow from the spec: giving them in args is refused."""
+
+GATEWAY_ARGS = frozenset(
+    {"--kubernetes", "--pool", "--listen", "--admin", "--grace-seconds", "--log-level", "--log-format"}
+)
+"""The same of perilune-gateway."""
+
+DATA_PARALLEL = frozenset({"--data-parallel-size", "-dp"})
 
 
 def convert(spec: object) -> InferencePoolSpec:
@@ -622,17 +663,30 @@ def check(spec: InferencePoolSpec) -> None:
             lists.append((role.args, f"$.spec.roles.{name}.args"))
     if spec.engine.kind is EngineKind.VLLM:
         for args, path in lists:
-            for i, arg in enumerate(args):
-                flag = arg.split("=", 1)[0]
-                if flag in OPERATOR_ARGS:
-                    raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
+            _check_args(args, path, OPERATOR_ARGS)
+    _check_args(spec.gateway.args, "$.spec.gateway.args", GATEWAY_ARGS)
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
     for i, variable in enumerate(spec.engine.env):
         if variable.value and variable.value_from is not None:
             raise SpecError(f"Either value or valueFrom - at `$.spec.engine.env[{i}]`")
+        if variable.name in {earlier.name for earlier in spec.engine.env[:i]}:
+            raise SpecError(f"{variable.name} is given twice - at `$.spec.engine.env[{i}]`")
+        if variable.name == "PYTHONHASHSEED":
+            raise SpecError(f"Give engine.hashing.seed instead - at `$.spec.engine.env[{i}]`")
     pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+
+
+def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
+    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`."""
+    for i, arg in enumerate(args):
+        flag = arg.split("=", 1)[0].split(".", 1)[0]
+        flag = flag.replace("_", "-") if flag.startswith("--") else flag
+        if flag in ours:
+            raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
+        if flag in DATA_PARALLEL:
+            raise SpecError(f"An endpoint is one engine, more replicas are more - at `{path}[{i}]`")
 
 
 def pool_document(

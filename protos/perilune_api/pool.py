@@ -79,7 +79,8 @@ class Model(_Struct, frozen=True):
     loras: tuple[Lora, ...] = ()
     """Adapters that the engines serve beside it."""
     tokenizer: str = ""
-    """A folder with tokenizer.json and the chat template; empty: ask the engine, see `tokenize`."""
+    """A folder of the gateway with tokenizer.json and the chat template (on Kubernetes gateway.podTemplate
+    mounts it); empty: ask the engine, see `tokenize`."""
     tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
     """auto: local where `tokenizer` is set, else the engine's /tokenize, else estimate."""
     bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0

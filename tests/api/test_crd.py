@@ -64,6 +64,29 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "-tp itself, from the spec - at `$.spec.roles.prefill.args[0]`",
             id="the same of a role",
         ),
+        pytest.param(
+            spec(engine={"args": ["--kv_events_config.topic=x"]}),
+            "The operator sets --kv-events-config itself",
+            id="an argument as vLLM also spells it",
+        ),
+        pytest.param(
+            spec(engine={"args": ["-dp", "2"]}), "An endpoint is one engine", id="engines within an engine"
+        ),
+        pytest.param(
+            spec(gateway={"args": ["--seed=1", "--admin=0.0.0.0:1"]}),
+            "The operator sets --admin itself, from the spec - at `$.spec.gateway.args[1]`",
+            id="a gateway's argument",
+        ),
+        pytest.param(
+            spec(engine={"env": [{"name": "A"}, {"name": "A"}]}),
+            "A is given twice - at `$.spec.engine.env[1]`",
+            id="a variable twice",
+        ),
+        pytest.param(
+            spec(engine={"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}),
+            "engine.hashing.seed instead - at `$.spec.engine.env[0]`",
+            id="the hash seed as a variable",
+        ),
         pytest.param(spec(roles={"decode": {}}), "at `$.spec.roles.prefill`", id="half a pair of roles"),
         pytest.param(spec(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(

@@ -60,6 +60,7 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
         pytest.param("spec", "How KV moves between engines", id="spec"),
         pytest.param("spec.routing", "Which endpoint gets a request", id="routing"),
         pytest.param("spec.routing.limits", "Refuse with 429", id="limits"),
+        pytest.param("spec.routing.policy", "sticky: the session's host, always.", id="every policy"),
         pytest.param("spec.topology.placement", "pack: near each other", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],
@@ -81,7 +82,7 @@ def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, wo
     assert words in done.stdout
     assert "no description" not in done.stdout
     fields = re.findall(r"^  (\w+)\t<.*\n(.*)$", done.stdout.partition("FIELDS:")[2], re.M)
-    assert fields
+    assert fields or "FIELDS:" not in done.stdout  # a field of no fields
     assert not [name for name, text in fields if not text.strip().strip("^")]
 
 
@@ -129,6 +130,11 @@ BAD: list[Any] = [
         {"topology": {"levels": [{"name": "rack", "labels": ["bad key!"]}]}}, "labels[0]", id="no label key"
     ),
     pytest.param({"engine": {"gpuResource": "gpu of mine"}}, "spec.engine.gpuResource", id="no resource"),
+    pytest.param(
+        {"topology": {"levels": [RACK], "placement": [{"level": "zone", "mode": "spread"}]}},
+        "a level that levels do not name",
+        id="placed by an unknown level",
+    ),
     pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
     pytest.param(
         {"topology": {"bandwidth": {"rack": 1.0, "spine": 2.0}}},

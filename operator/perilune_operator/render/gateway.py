@@ -18,6 +18,7 @@ from perilune_operator.render.objects import (
     Context,
     container_security,
     disruption_budget,
+    overlaid,
     resources,
 )
 
@@ -73,10 +74,13 @@ def gateway(pool: Context) -> Iterator[Object]:
             **({} if pool.gateways is None else {"replicas": pool.gateways}),
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-            "template": {
-                "metadata": {"labels": labels, "annotations": {RESTART_HASH: digest}},
-                "spec": _pod(pool),
-            },
+            "template": overlaid(
+                {
+                    "metadata": {"labels": labels, "annotations": {RESTART_HASH: digest}},
+                    "spec": _pod(pool),
+                },
+                spec.pod_template,
+            ),
         },
     )
     yield pool.object(
@@ -169,6 +173,7 @@ def _pod(pool: Context) -> Object:
                     f"--grace-seconds={GRACE_SECONDS}",
                     f"--log-level={spec.log_level}",
                     "--log-format=json",
+                    *spec.args,
                 ],
                 "env": [
                     {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

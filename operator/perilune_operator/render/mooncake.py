@@ -14,6 +14,7 @@ from perilune_operator.render.objects import (
     QUICK_EVICTION,
     Context,
     container_security,
+    overlaid,
     resources,
 )
 
@@ -97,7 +98,9 @@ def store(pool: Context) -> Iterator[Object]:
             "replicas": 1,
             "selector": {"matchLabels": labels},
             "strategy": {"type": "Recreate"},
-            "template": {"metadata": {"labels": labels}, "spec": _pod(pool)},
+            "template": overlaid(
+                {"metadata": {"labels": labels}, "spec": _pod(pool)}, made.master.pod_template
+            ),
         },
     )
 

@@ -53,6 +53,12 @@ while time.monotonic() < until and idle < 2:
 """Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds."""
 
 
+LEADER_ANSWERS = """\
+import os, socket
+socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], 6379), 2)
+"""
+
+
 def engines(pool: Context) -> Iterator[Object]:
     """All objects of the engines."""
     for role, spec in roles(pool):
@@ -240,7 +246,9 @@ def _command(pool: Context, serve: bool) -> list[str]:
     if serve:  # the leader heads a Ray cluster of its group, then serves
         script = 'ray start --head --port=6379 && exec vllm serve "$@"'
         return ["/bin/sh", "-c", script, "engine"]
-    return ["/bin/sh", "-c", 'exec ray start --block --address="$LWS_LEADER_ADDRESS:6379"']
+    # a worker starts with its leader, and one that ends has the whole group made anew: so it waits
+    join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec ray start --block '
+    return ["/bin/sh", "-c", join + '--address="$LWS_LEADER_ADDRESS:6379"', LEADER_ANSWERS]
 
 
 def _env(pool: Context, role: Role) -> list[Object]:
@@ -253,6 +261,7 @@ def _env(pool: Context, role: Role) -> list[Object]:
         field("POD_IP", "status.podIP"),
         field("POD_NAME", "metadata.name"),
         {"name": "HOME", "value": "/home/perilune"},
+        {"name": "USER", "value": "perilune"},  # torch asks for the user's name, which our uid has not
     ]
     if engine.kind is EngineKind.VLLM:
         env.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
@@ -263,14 +272,13 @@ def _env(pool: Context, role: Role) -> list[Object]:
             env.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
         if pool.spec.mooncake.store.enabled:
             env.extend(mooncake.env())
+    by_name = {made["name"]: made for made in env}
     for variable in engine.env:
-        made: Object = {"name": variable.name}
-        if variable.value_from is not None:
-            made["valueFrom"] = variable.value_from
-        else:
-            made["value"] = variable.value
-        env.append(made)
-    return env
+        said = (
+            {"value": variable.value} if variable.value_from is None else {"valueFrom": variable.value_from}
+        )
+        by_name[variable.name] = {"name": variable.name, **said}
+    return list(by_name.values())
 
 
 def _args(pool: Context, role: Role, spec: RoleSpec) -> list[str]:
