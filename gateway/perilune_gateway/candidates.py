@@ -2,19 +2,21 @@
 
 What changes rarely is kept: speeds until something is observed (`calibration.changes`), links to the same few
 holders until the endpoints change or a transfer was observed. What depends on the prompt is computed once for
-all endpoints that hold equally much and are equally fast.
+all endpoints that hold equally much and are equally fast. Rows are made column by column, which is half the
+cost of making them one by one.
 
-Costs about 0.8 µs an endpoint. Keeps nothing of a request.
+Costs about 0.4 µs an endpoint. Keeps nothing of a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from perilune_api.topology import Link
 from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.model import Candidate, Overlap, Prefix
+from perilune_gateway.model import Candidate, Endpoint, Overlap, Prefix
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import EndpointView
 
@@ -24,7 +26,7 @@ Speed = tuple[EngineModel, float]
 """Engine as fast as observed, observed / predicted seconds to the first token."""
 _new = tuple.__new__
 """A third of a named tuple's own constructor."""
-Links = dict[str, Mapping[str, Link]]
+Links = Sequence[Mapping[str, Link]]
 
 
 class Candidates:
@@ -34,17 +36,22 @@ class Candidates:
         self._calibration = calibration
         self._engines: dict[tuple[float, float], EngineModel] = {}
         """By observed / predicted, of prefill and of the store."""
-        self._speeds: dict[str, Speed] = {}
+        self._endpoints: tuple[Endpoint, ...] = ()
+        """Of the last rows. What follows is of each of them, in their order."""
+        self._addresses: list[str] = []
+        self._speeds: tuple[list[EngineModel], list[float]] = ([], [])
+        self._alike = False
+        """All engines are equally fast."""
         self._links: dict[tuple[str, ...], Links] = {}
-        """By holders: each endpoint's links to them."""
+        """By holders: links to them."""
         self._seen = -1
 
     def configure(self, engine: EngineModel) -> None:
         """`engine`: the pool's, nothing observed. Call it whenever the endpoints change."""
         self._engine = engine
         self._engines.clear()
-        self._speeds.clear()
-        self._links.clear()
+        self._endpoints = ()
+        self._seen = -1
 
     def rows(
         self,
@@ -56,37 +63,47 @@ class Candidates:
         now: float,
     ) -> list[Candidate]:
         """`elsewhere`: of the endpoints that are not in `overlaps`."""
-        self._forget()
-        holders = tuple([holder for holder, _ in prefix.locations])
-        links = self._links_to(holders, views, now)
-        speeds, decodes_s = self._speeds, self._calibration.decodes_s
-        found: list[Candidate] = []
-        before: tuple[Overlap, EngineModel] | None = None
-        prefill_s = 0.0
-        for endpoint, load, moved_s, all_links in views:
-            address = endpoint.address
-            to_holders = links.get(address)
-            if to_holders is None:
-                to_holders = links[address] = {a: all_links[a] for a in holders if a in all_links}
-            overlap = overlaps.get(address, elsewhere)
-            engine, ttft_ratio = speeds.get(address) or self._speed(address, now)
-            if before is None or overlap is not before[0] or engine is not before[1]:
-                prefill_s = engine.prefill_s(tokens - overlap.device_tokens, overlap.device_tokens)
-                before = (overlap, engine)
-            decode_s = decodes_s.get(address, 0.0)
-            row = (endpoint, load, overlap, prefill_s, moved_s, to_holders, engine, decode_s, ttft_ratio)
-            found.append(_new(Candidate, row))
-        return found
+        if not views:
+            return []
+        endpoints, loads, moved_s, _ = zip(*views, strict=True)
+        if endpoints != self._endpoints:
+            self._endpoints, self._addresses = endpoints, [endpoint.address for endpoint in endpoints]
+            self._links.clear()
+            self._seen = -1
+        addresses = self._addresses
+        if self._seen != self._calibration.changes:
+            self._seen = self._calibration.changes
+            speeds = [self._speed(address, now) for address in addresses]
+            self._speeds = ([engine for engine, _ in speeds], [ratio for _, ratio in speeds])
+            self._alike = all(engine is speeds[0][0] for engine, _ in speeds)
+        engines, ttft_ratios = self._speeds
+        held = list(map(overlaps.get, addresses, repeat(elsewhere)))
+        rows = zip(
+            endpoints,
+            loads,
+            held,
+            self._prefills_s(tokens, held, engines),
+            moved_s,
+            self._links_to(tuple([holder for holder, _ in prefix.locations]), views, now),
+            engines,
+            map(self._calibration.decodes_s.get, addresses, repeat(0.0)),
+            ttft_ratios,
+            strict=True,
+        )
+        return list(map(_new, repeat(Candidate), rows))
 
     def engine_of(self, address: str, now: float) -> EngineModel:
         """As fast as it was observed to be, to a hundredth."""
-        self._forget()
-        return (self._speeds.get(address) or self._speed(address, now))[0]
+        return self._speed(address, now)[0]
 
-    def _forget(self) -> None:
-        if self._seen != self._calibration.changes:
-            self._seen = self._calibration.changes
-            self._speeds.clear()
+    def _prefills_s(
+        self, tokens: int, held: Sequence[Overlap], engines: Sequence[EngineModel]
+    ) -> list[float]:
+        if self._alike:
+            prefill_s = engines[0].prefill_s
+            times = {overlap: prefill_s(tokens - overlap[0], overlap[0]) for overlap in set(held)}
+            return [times[overlap] for overlap in held]
+        return [e.prefill_s(tokens - o[0], o[0]) for e, o in zip(engines, held, strict=True)]
 
     def _speed(self, address: str, now: float) -> Speed:
         calibration = self._calibration
@@ -97,17 +114,18 @@ class Candidates:
             slower = self._engine.store_bytes_per_s / store_ratio
             engine = replace(self._engine.scaled(ratio), store_bytes_per_s=slower)
             self._engines[ratio, store_ratio] = engine
-        speed = (engine, calibration.ttft_ratio(address, now))
-        self._speeds[address] = speed
-        return speed
+        return engine, calibration.ttft_ratio(address, now)
 
     def _links_to(self, holders: tuple[str, ...], views: Sequence[EndpointView], now: float) -> Links:
         """As slow as they were observed to be, which changes with time; else what is remembered of them."""
         if self._calibration.transfers:
-            return {v.endpoint.address: self._slow(v, holders, now) for v in views}
+            return [self._slow(v, holders, now) for v in views]
         if len(self._links) >= MAX_REMEMBERED:
             self._links.clear()
-        return self._links.setdefault(holders, {})
+        links = self._links.get(holders)
+        if links is None:
+            links = self._links[holders] = [{a: v.links[a] for a in holders if a in v.links} for v in views]
+        return links
 
     def _slow(self, view: EndpointView, holders: Sequence[str], now: float) -> Mapping[str, Link]:
         here, links = view.endpoint.address, {}

@@ -73,10 +73,8 @@ class _State:
     metrics_at: float = -inf
     failed_scrapes: int = 0
     """In a row."""
-    view: EndpointView | None = None
-    """As last seen, see `Fleet.recent`; None: something has changed since."""
-    view_until: float = 0.0
-    view_sessions: int = 0
+    position: int = 0
+    """In the pool's order."""
 
 
 class Fleet:
@@ -87,8 +85,15 @@ class Fleet:
         self._states: dict[str, _State] = {}
         self._requests: dict[int, _InFlight] = {}
         self._awaited: dict[tuple[str, int], int] = {}
+        self._recent: list[EndpointView] = []
+        """What `recent` last gave; never changed, but replaced."""
+        self._recent_until = -inf
+        self._bound: dict[str, int] = {}
+        """The sessions in it."""
+        self._changed: set[str] = set()
+        """Endpoints of which something has changed since."""
         self._excluded: set[str] = set()
-        """Endpoints of the last `recent` that not every request may go to."""
+        """Endpoints in it that not every request may go to."""
 
     # -- endpoints ---------------------------------------------------------------------------------
 
@@ -96,12 +101,13 @@ class Fleet:
         """Replace the list; load of those that stay is kept. Returns the addresses that left."""
         old, self._states = self._states, {}
         wanted = {e.address: e for e in endpoints}
-        for address, endpoint in wanted.items():
+        for position, (address, endpoint) in enumerate(wanted.items()):
             links = MappingProxyType(
                 {a: topology.link(endpoint.place, e.place) for a, e in wanted.items() if a != address}
             )
             state = self._states[address] = old.get(address) or _State(endpoint, links)
-            state.endpoint, state.links, state.view = endpoint, links, None
+            state.endpoint, state.links, state.position = endpoint, links, position
+        self._recent_until = -inf
         self._excluded.clear()
         return [address for address in old if address not in wanted]
 
@@ -121,13 +127,27 @@ class Fleet:
 
     def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
         """`view` for decisions: of endpoints of which nothing has changed, as seen less than RECENT_S ago."""
-        bound = sessions.get
-        return [
-            state.view
-            if state.view is not None and now < state.view_until and state.view_sessions == bound(address, 0)
-            else self._look(state, now, bound(address, 0))
-            for address, state in self._states.items()
-        ]
+        bound = dict(sessions)
+        if now >= self._recent_until:
+            self._recent_until = now + RECENT_S
+            self._recent = [
+                self._look(state, now, bound.get(address, 0)) for address, state in self._states.items()
+            ]
+        else:
+            changed = self._changed
+            if bound != self._bound:
+                changed.update(a for a, n in bound.items() if n != self._bound.get(a))
+                changed.update(a for a in self._bound if a not in bound)
+            if not changed:
+                return self._recent
+            views = self._recent.copy()
+            for address in changed:
+                if state := self._states.get(address):
+                    views[state.position] = self._look(state, now, bound.get(address, 0))
+            self._recent = views
+        self._bound = bound
+        self._changed.clear()
+        return self._recent
 
     @property
     def all_serve(self) -> bool:
@@ -136,11 +156,10 @@ class Fleet:
         return not self._excluded
 
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
-        view = state.view = self._view(state, now, sessions)
-        state.view_sessions = sessions
-        turns = (state.metrics_at + FRESH_S, state.suspect_at + SUSPECT_S)
-        state.view_until = min((at for at in turns if at > now), default=inf)
-        state.view_until = min(state.view_until, now + RECENT_S)
+        view = self._view(state, now, sessions)
+        for turn in (state.metrics_at + FRESH_S, state.suspect_at + SUSPECT_S):
+            if now < turn < self._recent_until:
+                self._recent_until = turn
         endpoint = view.endpoint
         if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
             self._excluded.discard(endpoint.address)
@@ -192,7 +211,7 @@ class Fleet:
         if last_block:
             self._awaited[address, last_block] = ticket
         if state := self._states.get(address):
-            state.view = None
+            self._changed.add(address)
             state.in_flight.add(ticket)
             state.context_tokens += context_tokens
             state.prefilling += request.tokens > 0
@@ -216,7 +235,7 @@ class Fleet:
         before_s, done = request.seconds, min(tokens, request.tokens)
         request.tokens -= done
         if state := self._states.get(request.address):
-            state.view = None
+            self._changed.add(request.address)
             state.prefilling -= done > 0 and not request.tokens
             state.pending_tokens -= done
             state.pending_s += request.seconds - before_s
@@ -250,7 +269,7 @@ class Fleet:
         del self._requests[ticket]
         state = self._states.get(request.address)
         if state:
-            state.view = None
+            self._changed.add(request.address)
         if state and ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
@@ -274,7 +293,7 @@ class Fleet:
         state = self._states.get(address)
         if state is None:
             return
-        state.view = None
+        self._changed.add(address)
         if metrics is None:
             state.failed_scrapes += 1
             if state.failed_scrapes >= DEAD_SCRAPES:
@@ -286,13 +305,15 @@ class Fleet:
     def suspect(self, address: str, now: float) -> None:
         """Somebody failed to reach it."""
         if state := self._states.get(address):
-            state.suspect_at, state.view = now, None
+            state.suspect_at = now
+            self._changed.add(address)
 
     def moved(self, source: str, target: str, now: float) -> None:
         """A session moved."""
         for address in (source, target):
             if state := self._states.get(address):
-                state.moved_at, state.view = now, None
+                state.moved_at = now
+                self._changed.add(address)
 
     @staticmethod
     def _is_suspect(state: _State, now: float) -> bool:
