@@ -226,9 +226,9 @@ class Mooncake(_Struct, frozen=True):
 
     transfer: Transfer = Transfer.NONE
     """connector: engine to engine (MooncakeConnector), what prefill and decode roles need. offload: a tier in
-    host memory that other engines may pull from (OffloadingConnector with its peer tier), if a request asks for
-    it: the gateway writes no such wish yet. none: a moved session's prefix comes from the store or is computed
-    again."""
+    host memory that other engines may pull from (OffloadingConnector with its peer tier), if a request asks
+    for it: the gateway writes no such wish yet. none: a moved session's prefix comes from the store or is
+    computed again."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""
@@ -365,8 +365,8 @@ class GatewaySpec(_Struct, frozen=True):
     log_level: str = "info"
     """Log level, and levels of single modules: level[,module=level…]."""
     args: Arguments = ()
-    """Further arguments of perilune-gateway, such as --decision-log=/data/$(POD_NAME).jsonl or --transport=grpc
-    (see its --help). Those that the operator sets itself are refused."""
+    """Further arguments of perilune-gateway (see its --help), such as --transport=grpc or
+    --decision-log=/data/$(POD_NAME).jsonl. Those that the operator sets itself are refused."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Merged over the gateway's pod template like engine.podTemplate; its container is called gateway. For a
