@@ -86,15 +86,14 @@ class Gateway:
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
         registry = CollectorRegistry()
-        kv_blocks = spec.engine.kv_pool_tokens // spec.engine.block_size
         self.source = source
         self.metrics = Metrics(registry, clock)
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
         self.decisions = Decisions(log=self.decision_log)
         self.fleet = Fleet(spec.engine.kv_pool_tokens)
         self.sessions = Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds)
-        max_blocks = max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * kv_blocks * len(spec.endpoints))
-        self.index = PrefixIndex(max_blocks, SPECULATIVE_TTL_S, claims_per_endpoint=kv_blocks)
+        max_blocks = _index_blocks(pool)
+        self.index = PrefixIndex(max_blocks, SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
         self.parity = ParityCheck(
             spec.engine.hashing,
             spec.engine.block_size,
@@ -117,10 +116,10 @@ class Gateway:
             rng=rng,
             conformance=conformance,
         )
-        blocks = EngineBlocks(
+        self.blocks = EngineBlocks(
             self.index, spec.engine.block_size, store=spec.engine.store, max_names=2 * max_blocks
         )
-        self.events = EventFeeds(EventSink(blocks, self.parity, self.router, clock), time.time)
+        self.events = EventFeeds(EventSink(self.blocks, self.parity, self.router, clock), time.time)
         self.service = Service(
             self.router,
             self.tokenizer,
@@ -130,7 +129,7 @@ class Gateway:
             hooks=self.metrics,
         )
         self.server = SERVERS[transport](self.service)
-        snapshots = Snapshots(self.router, blocks, self.events, self.parity, self.decision_log, clock)
+        snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.describe(version("perilune"), spec.routing.policy)
         self.admin = Admin(
@@ -217,6 +216,11 @@ class Gateway:
         self.router.configure(pool)
         if self.decision_log:
             self.decision_log.configure(pool)
+        self.index.widen(_index_blocks(pool))
+        self.blocks.widen(2 * _index_blocks(pool))
+        self.sessions.max_sessions = new.routing.session.max_sessions
+        self.sessions.idle_s = new.routing.session.idle_seconds
+        self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
         self.service.limits = new.routing.limits
         self.metrics.describe(version("perilune"), new.routing.policy)
         self.events.follow(self.fleet.endpoints())
@@ -231,6 +235,15 @@ class Gateway:
         """Whom to ask for tokens: a ready endpoint, the least busy."""
         ready = [v for v in self.fleet.view(self._clock()) if v.endpoint.ready]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.address if ready else ""
+
+
+def _kv_blocks(pool: Pool) -> int:
+    """Of one endpoint's device."""
+    return pool.spec.engine.kv_pool_tokens // pool.spec.engine.block_size
+
+
+def _index_blocks(pool: Pool) -> int:
+    return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * len(pool.spec.endpoints))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -94,6 +94,10 @@ class EngineBlocks:
     def __len__(self) -> int:
         return len(self._names)
 
+    def widen(self, max_names: int) -> None:
+        """Hold at least so many from now on: the pool has grown."""
+        self._names.widen(max_names)
+
     def ours(self, name: BlockHash) -> int | None:
         """Our hash of an engine's block."""
         return self._names.get(_key(name))

@@ -32,6 +32,10 @@ class Names:
     def __len__(self) -> int:
         return self._count
 
+    def widen(self, max_names: int) -> None:
+        """Hold at least so many from now on."""
+        self._max_names = max(self._max_names, max_names)
+
     def get(self, name: int) -> int | None:
         segment = name & _SEGMENT
         names = self._names[segment]

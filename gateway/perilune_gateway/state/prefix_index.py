@@ -132,6 +132,10 @@ class PrefixIndex:
         run = self._where.get(block)  # type: ignore[call-overload]
         return run is not None and bool(run.live >> run.blocks.index(block) & 1)
 
+    def widen(self, max_blocks: int) -> None:
+        """Hold at least so many from now on: the pool has grown."""
+        self._max_blocks = max(self._max_blocks, max_blocks)
+
     # -- what engines say --------------------------------------------------------------------------
 
     def stored(

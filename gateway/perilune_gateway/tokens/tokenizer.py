@@ -134,7 +134,7 @@ class Tokenizer:
         """Moving mean of local encoding, per character that the encoder had to read."""
         self._asks_engine = engine is not None and model.tokenize != "estimate"
         self._engine = engine or (lambda: "")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(max_concurrent)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._stopwatch = stopwatch
@@ -160,7 +160,7 @@ class Tokenizer:
         if self.local is None and not self._asks_engine:
             return self._estimate(request)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 return self._count(await self._local_or_engine(request))
         except _CannotError as error:
             return self._estimate(request, error)

@@ -178,6 +178,14 @@ def test_ranks():
     assert pool.device() == {}
 
 
+def test_more_names_stay_once_the_pool_has_grown():
+    pool = Pool(max_names=2)
+    pool.blocks.widen(20)
+    for n in range(20):
+        pool.apply(stored((1000 + n,), (n + 50, n + 51)))
+    assert len(pool.blocks) == 20
+
+
 def test_names_are_bounded_and_those_in_use_stay():
     pool = Pool(max_names=8, max_blocks=4)
     pool.apply(stored(NAMES[:2], TOKENS[:4]))

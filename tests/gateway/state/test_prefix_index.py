@@ -32,6 +32,14 @@ def test_the_example_of_three_holders():
     assert (matches.blocks, matches.longest, matches.store) == (4, 3, 0)
 
 
+def test_a_pool_that_grew_has_more_room_and_one_that_shrank_no_less():
+    it = index(max_blocks=2)
+    it.widen(5)
+    it.widen(1)
+    it.stored("1", DEVICE, PROMPT, 0)
+    assert it.find_matches(PROMPT, 0).device == {"1": 5}
+
+
 def test_a_match_ends_at_any_block_boundary():
     it = index()
     it.stored("1", DEVICE, PROMPT, 0)
