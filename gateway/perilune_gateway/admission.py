@@ -23,6 +23,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
+from perilune_gateway.rows import loads
 from perilune_gateway.state.fleet import EndpointView
 
 
@@ -107,7 +108,7 @@ def not_overloaded(candidates: Sequence[Candidate], limits: Limits, level: int =
     if not limits.max_pending_seconds:
         return None
     allowed_s = limits.max_pending_seconds * 2.0**level
-    shortest_s = min(c.load.pending_prefill_s for c in candidates)
+    shortest_s = min(load.pending_prefill_s for load in loads(candidates))
     if shortest_s <= allowed_s:
         return None
     return Refusal(

@@ -38,6 +38,7 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.policy import Policy
+from perilune_gateway.rows import find
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class DecisionRecord:
     verdict: Decision | Refusal
     policy: str
     """Name of the policy that decided; empty where none was asked (pass-through, early refusals)."""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: Sequence[Candidate] = ()
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Endpoints that were no candidates: address → name of the check that failed."""
     destinations: tuple[str, ...] = ()
@@ -126,7 +127,7 @@ class DecisionRecord:
     @property
     def chosen(self) -> Candidate | None:
         """The target's row; None for a refusal, or a target that was no candidate."""
-        return next((c for c in self.candidates if c.address == self.target), None)
+        return find(self.candidates, self.target) if self.target else None
 
     @property
     def hit_ratio(self) -> float:
@@ -250,7 +251,8 @@ def _alternative(record: DecisionRecord, verdict: Verdict) -> dict[str, Any]:
         return {"needs_body": True}
     if isinstance(verdict, Refusal):
         return {"refused": verdict.reason.value, "message": verdict.message}
-    chosen = next(c for c in record.candidates if c.address == verdict.target)
+    chosen = find(record.candidates, verdict.target)
+    assert chosen is not None, "a policy chooses among the candidates"
     return {
         "target": verdict.target,
         "reason": verdict.reason.value,

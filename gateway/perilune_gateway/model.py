@@ -12,12 +12,12 @@ Frozen dataclasses, but named tuples for what each decision makes once per endpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
@@ -330,47 +330,6 @@ class Cost(NamedTuple):
     address: str
     total: float
     terms: Mapping[str, float]
-
-
-class Costs(Sequence[Cost]):
-    """Costs of candidates, in their order. What they consist of is worked out when it is read: of most
-    decisions nobody asks."""
-
-    __slots__ = ("_candidates", "_terms", "totals")
-
-    def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        totals: Sequence[float],
-        terms: Callable[[int], Mapping[str, float]],
-    ) -> None:
-        """`terms`: of the candidate at that position."""
-        self._candidates = candidates
-        self.totals = totals
-        self._terms = terms
-
-    def __len__(self) -> int:
-        return len(self.totals)
-
-    @overload
-    def __getitem__(self, at: int) -> Cost: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Cost, ...]: ...
-    def __getitem__(self, at: int | slice) -> Cost | tuple[Cost, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
-        return Cost(self._candidates[at].address, self.totals[at], self._terms(at))
-
-    def __iter__(self) -> Iterator[Cost]:
-        return map(self.__getitem__, range(len(self.totals)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    __hash__ = None  # type: ignore[assignment]  # like what it is made of
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from perilune_gateway.metrics import Metrics
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
-    Costs,
     Decision,
     Phase,
     Reason,
@@ -35,6 +34,7 @@ from perilune_gateway.model import (
     Routed,
     TokenSource,
 )
+from perilune_gateway.rows import find, ranked
 from perilune_gateway.state.fleet import EndpointView, Fleet
 from perilune_gateway.state.sessions import Session, Sessions
 
@@ -79,7 +79,8 @@ class Recorder:
     def routed(self, asked: Asked, view: RequestView, decision: Decision, policy: str) -> Routed:
         """A policy has chosen."""
         prompt, identity, now, target = asked.prompt, asked.identity, asked.now, decision.target
-        chosen = next(c for c in asked.candidates if c.endpoint.address == target)
+        chosen = find(asked.candidates, target)
+        assert chosen is not None, "a policy chose somebody who was no candidate"
         cached, fetch_s = self._fetching(decision, chosen)
         new = prompt.tokens - cached
         session = self._bind(identity, target, prompt, now)
@@ -120,9 +121,9 @@ class Recorder:
             view,
             decision,
             policy,
-            tuple(asked.candidates),
+            asked.candidates,
             asked.excluded,
-            self._destinations(decision, asked.candidates),
+            self._destinations(decision),
             cached,
             asked.laps.total(),
             self._wall_clock(),
@@ -169,7 +170,7 @@ class Recorder:
             view or RequestView(self.request_id(head), self.ordinal, 0),
             refusal,
             policy,
-            tuple(asked.candidates) if asked else (),
+            asked.candidates if asked else (),
             asked.excluded if asked else {},
             timings_us=laps.total() if laps else {},
             time=self._wall_clock(),
@@ -218,13 +219,11 @@ class Recorder:
         self.ordinal += 1
         return ticket
 
-    def _destinations(self, decision: Decision, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """The target, then the candidates by cost."""
-        costs, target = decision.costs, decision.target
-        totals = costs.totals if isinstance(costs, Costs) else [cost.total for cost in costs]
-        by_cost = sorted(range(len(totals)), key=totals.__getitem__)[: self._fallbacks + 1]
-        others = [address for at in by_cost if (address := candidates[at].address) != target]
-        return (target, *others[: self._fallbacks])
+        by_cost = ranked(decision.costs, self._fallbacks + 1)
+        others = [address for address in by_cost if address != decision.target]
+        return (decision.target, *others[: self._fallbacks])
 
     def _keep(self, record: DecisionRecord) -> int:
         self._metrics.decided(record)

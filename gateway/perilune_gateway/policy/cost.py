@@ -23,7 +23,8 @@ from math import inf
 from random import Random
 
 from perilune_api.pool import PolicyParams, Role
-from perilune_gateway.model import Candidate, Cost, Costs, RequestView
+from perilune_gateway.model import Candidate, Cost, RequestView
+from perilune_gateway.rows import Costs, addresses, find, loads
 
 
 class Source(StrEnum):
@@ -74,18 +75,20 @@ def nearly(cost_s: float) -> float:
 def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:
     """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
     fewest sessions; the rest is a draw, so that equal endpoints share the work."""
-    fewest = min(c.load.pending_prefill_tokens for c in candidates)
-    for c in candidates:
-        if c.address == near and c.load.pending_prefill_tokens == fewest:
-            return c
-    return lowest(candidates, _load_key, rng)
+    keys = [(load.pending_prefill_tokens, load.in_flight, load.sessions) for load in loads(candidates)]
+    least = min(keys)
+    there = find(candidates, near) if near else None
+    if there is not None and there.load.pending_prefill_tokens == least[0]:
+        return there
+    equal = [at for at, key in enumerate(keys) if key == least]
+    return candidates[equal[0] if len(equal) == 1 else rng.choice(equal)]
 
 
 def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
     """The endpoint that the request's session is bound to, if it may be chosen."""
     if request.session is None or not request.session.host:
         return None
-    return next((c for c in candidates if c.address == request.session.host), None)
+    return find(candidates, request.session.host)
 
 
 def near(request: RequestView) -> str:
@@ -142,12 +145,8 @@ def pending_costs(candidates: Sequence[Candidate]) -> Costs:
             "prefill_s": prefill_s,
         }
 
-    return Costs(candidates, [float(c.load.pending_prefill_tokens) for c in candidates], terms)
-
-
-def _load_key(candidate: Candidate) -> tuple[int, int, int]:
-    load = candidate.load
-    return (load.pending_prefill_tokens, load.in_flight, load.sessions)
+    totals = [float(load.pending_prefill_tokens) for load in loads(candidates)]
+    return Costs(addresses(candidates), totals, terms)
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------

@@ -1,0 +1,202 @@
+"""Candidates and costs of one decision, made when somebody reads them: of most decisions nobody ever does.
+
+A decision that follows a session to its host reads one candidate of 64; the others are kept as what they are
+made from, which is shared between decisions or never changes, so that the record of a decision can still be
+read in full, exactly as the policy saw it, as long as it is kept. Whoever goes over all candidates gets them
+made column by column, once.
+
+`addresses`, `loads`, `find` and `ranked` read one column of any candidates or costs, and of these without
+making the rest. Costs: 0.7 µs a candidate, 0.4 for all of many. Does not: know where values come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import itemgetter
+from typing import overload
+
+from perilune_api.topology import Link
+from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.model import Candidate, Cost, Endpoint, Load, Overlap
+
+View = tuple[Endpoint, Load, float, Mapping[str, Link]]
+"""An endpoint, what it has to do, seconds since a session moved, links to all others."""
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
+_load = itemgetter(1)
+
+
+class Rows(Sequence[Candidate]):
+    """The candidates of one decision. Sequences of facts are in their order; nothing given here may change
+    afterwards."""
+
+    __slots__ = (
+        "_alike", "_decodes_s", "_elsewhere", "_engines", "_links", "_made", "_overlaps", "_ready", "_tokens",
+        "_ttft_ratios", "addresses", "views",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        views: Sequence[View],
+        addresses: Sequence[str],
+        tokens: int,
+        overlaps: Mapping[str, Overlap],
+        elsewhere: Overlap,
+        links: Sequence[Mapping[str, Link]],
+        engines: Sequence[EngineModel],
+        alike: bool,
+        decodes_s: Mapping[str, float],
+        ttft_ratios: Sequence[float],
+    ) -> None:
+        """`tokens`: of the prompt. `elsewhere`: the overlap of endpoints that are not in `overlaps`. `alike`:
+        the engines are all the same."""
+        self.views = views
+        self.addresses = addresses
+        self._tokens = tokens
+        self._overlaps = overlaps
+        self._elsewhere = elsewhere
+        self._links = links
+        self._engines = engines
+        self._alike = alike
+        self._decodes_s = decodes_s
+        self._ttft_ratios = ttft_ratios
+        self._ready: dict[int, Candidate] = {}
+        """Those that were asked for one by one: who asks again gets the same."""
+        self._made: list[Candidate] | None = None
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
+        if self._made is not None or isinstance(at, slice):
+            return self._all()[at]
+        if not -len(self.views) <= at < len(self.views):
+            raise IndexError(at)
+        at %= len(self.views)
+        row = self._ready.get(at)
+        if row is None:
+            endpoint, load, moved_s, _ = self.views[at]
+            overlap = self._overlaps.get(endpoint.address, self._elsewhere)
+            device, engine = overlap.device_tokens, self._engines[at]
+            row = self._ready[at] = Candidate(
+                endpoint,
+                load,
+                overlap,
+                engine.prefill_s(self._tokens - device, device),
+                moved_s,
+                self._links[at],
+                engine,
+                self._decodes_s.get(endpoint.address, 0.0),
+                self._ttft_ratios[at],
+            )
+        return row
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+    def _all(self) -> list[Candidate]:
+        if self._made is None:
+            endpoints, loads, moved_s, _ = zip(*self.views, strict=True) if self.views else ((), (), (), ())
+            held = list(map(self._overlaps.get, self.addresses, repeat(self._elsewhere)))
+            rows = zip(
+                endpoints,
+                loads,
+                held,
+                self._prefills_s(held),
+                moved_s,
+                self._links,
+                self._engines,
+                map(self._decodes_s.get, self.addresses, repeat(0.0)),
+                self._ttft_ratios,
+                strict=True,
+            )
+            made = list(map(_new, repeat(Candidate), rows))
+            for at, row in self._ready.items():
+                made[at] = row
+            self._made = made
+        return self._made
+
+    def _prefills_s(self, held: Sequence[Overlap]) -> list[float]:
+        """Computed once for all that hold equally much and are equally fast."""
+        if self._alike and self._engines:
+            prefill_s = self._engines[0].prefill_s
+            times = {overlap: prefill_s(self._tokens - overlap[0], overlap[0]) for overlap in set(held)}
+            return [times[overlap] for overlap in held]
+        both = zip(self._engines, held, strict=True)
+        return [engine.prefill_s(self._tokens - overlap[0], overlap[0]) for engine, overlap in both]
+
+
+class Costs(Sequence[Cost]):
+    """Costs of candidates, in their order."""
+
+    __slots__ = ("_terms", "addresses", "totals")
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        totals: Sequence[float],
+        terms: Callable[[int], Mapping[str, float]],
+    ) -> None:
+        """`terms`: what the cost at that position consists of."""
+        self.addresses = addresses
+        self.totals = totals
+        self._terms = terms
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    @overload
+    def __getitem__(self, at: int) -> Cost: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Cost]: ...
+    def __getitem__(self, at: int | slice) -> Cost | list[Cost]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        return Cost(self.addresses[at], self.totals[at], self._terms(at))
+
+    def __iter__(self) -> Iterator[Cost]:
+        return map(self.__getitem__, range(len(self.totals)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def addresses(candidates: Sequence[Candidate]) -> Sequence[str]:
+    return candidates.addresses if isinstance(candidates, Rows) else [c.address for c in candidates]
+
+
+def loads(candidates: Sequence[Candidate]) -> list[Load]:
+    return list(map(_load, candidates.views if isinstance(candidates, Rows) else candidates))
+
+
+def find(candidates: Sequence[Candidate], address: str) -> Candidate | None:
+    """None: it is no candidate."""
+    if isinstance(candidates, Rows):
+        return candidates[candidates.addresses.index(address)] if address in candidates.addresses else None
+    return next((c for c in candidates if c.endpoint.address == address), None)
+
+
+def ranked(costs: Sequence[Cost], count: int) -> list[str]:
+    """The addresses of the `count` cheapest, cheapest first."""
+    if isinstance(costs, Costs):
+        order = sorted(range(len(costs)), key=costs.totals.__getitem__)[:count]
+        return [costs.addresses[at] for at in order]
+    return [cost.address for cost in sorted(costs, key=itemgetter(1))[:count]]
