@@ -34,10 +34,25 @@ def test_status_tells_the_truth(pool, kube):
     assert "Serving" in row
 
 
+def test_the_list_of_pools_says_sessions_and_hits(pool, kube):
+    """Within the half minute after which the operator asks the gateway again."""
+
+    def shown():
+        pool.client.complete("the same again", session="shown")
+        model, _, sessions, hits, policy = (
+            kube.ctl("get", "ipool", "sim", "-n", "default").splitlines()[1].split()[1:6]
+        )
+        assert (model, policy) == ("sim-30b", "ear")
+        assert int(sessions) > 0
+        assert 0 <= float(hits) <= 1
+
+    eventually(shown, timeout_s=90)
+
+
 def test_explain_reads_like_documentation(pool, kube):
     said = kube.ctl("explain", "ipool.spec.routing")
     assert "policy\t<string>" in said
-    assert "ear keeps a session where its KV is unless that host is hot" in said
+    assert "ear: the session's host, unless it is hot and the session may move." in " ".join(said.split())
 
 
 def test_scaling_under_load_fails_no_request(pool):

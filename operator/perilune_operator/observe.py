@@ -1,6 +1,7 @@
 """What is: the facts of one pool's surroundings, cut to what a plan reads. Reads, never decides."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,17 @@ class Observed:
     kinds: frozenset[str] = frozenset()
     """`group/Kind` of optional APIs that the cluster has."""
     gateway: GatewayStats | None = None
+
+
+_SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
+_HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
+
+
+def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
+    """Of the metrics pages of a pool's gateways, empty where one did not answer; None: none did."""
+    sessions = [int(float(found[1])) for page in pages if (found := _SESSIONS.search(page))]
+    hits = [float(found[1]) for page in pages if (found := _HITS.search(page))]
+    return GatewayStats(sum(sessions), sum(hits) / len(hits) if hits else None) if any(pages) else None
 
 
 def key(obj: Object) -> Key:

@@ -11,7 +11,6 @@ Only the leader writes; the others keep their copies warm.
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,8 +41,6 @@ ROUNDS_AT_ONCE = 2
 STATS_TIMEOUT_S = 1.0
 FIRST_STATS_S = 5.0
 """Between two tries, until a gateway has answered."""
-_SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
-_HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -234,16 +231,9 @@ class Reconciler:
     async def _read_stats(self, name: PoolName) -> GatewayStats | None:
         if self._http is None:
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=STATS_TIMEOUT_S))
-        sessions, hits = 0, []
         ready = [pod for pod in self.cluster.pods(name) if _serves(pod)]
-        answers = await asyncio.gather(*(self._metrics_of(pod["status"]["podIP"]) for pod in ready))
-        for text in answers:
-            if found := _SESSIONS.search(text):
-                sessions += int(float(found[1]))
-            if found := _HITS.search(text):
-                hits.append(float(found[1]))
-        ratio = sum(hits) / len(hits) if hits else None
-        return GatewayStats(sessions, ratio) if any(answers) else None
+        pages = await asyncio.gather(*(self._metrics_of(pod["status"]["podIP"]) for pod in ready))
+        return observe.gateway_stats(pages)
 
     async def _metrics_of(self, ip: str) -> str:
         assert self._http is not None

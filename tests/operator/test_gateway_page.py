@@ -1,0 +1,66 @@
+"""What the operator and the dashboard read of metrics pages, by the real pages."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from perilune_gateway.explain import DecisionRecord
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
+from perilune_gateway.stats import EventStats, NodeStats, Snapshot
+from perilune_gateway.testing import candidate, request, session
+from perilune_operator.metrics import Metrics as OperatorMetrics
+from perilune_operator.observe import GatewayStats, gateway_stats
+
+DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
+
+
+def page(*, sessions: int = 0, prompts: bool = False) -> str:
+    """A gateway's."""
+    metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+    node = NodeStats(Endpoint("a"), events=EventStats(connected=True))
+    metrics.mirror(lambda: Snapshot((node,), sessions_bound=sessions))
+    if prompts:
+        decided = Decision("a", Reason.HOST)
+        view = request(tokens=1_000, of=session("a"))
+        metrics.decided(DecisionRecord(view, decided, "ear", (candidate("a"),), cached_tokens=800))
+        metrics.ended("a", Outcome.COMPLETED)
+    return generate_latest(metrics.registry).decode()
+
+
+@pytest.mark.parametrize(
+    ("pages", "told"),
+    [
+        pytest.param([], None, id="no gateway"),
+        pytest.param(["", ""], None, id="none answers"),
+        pytest.param([page(sessions=3)], GatewayStats(3, None), id="no prompt yet"),
+        pytest.param(
+            [page(sessions=3, prompts=True), "", page(sessions=4)], GatewayStats(7, 0.8), id="all that answer"
+        ),
+    ],
+)
+def test_sessions_and_hits_are_read_from_the_gateways_pages(
+    pages: list[str], told: GatewayStats | None
+) -> None:
+    assert gateway_stats(pages) == told
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    registry = CollectorRegistry()
+    operator = OperatorMetrics(registry, lambda: 0.0)
+    operator.round("done", 0.1, 0.1)
+    operator.wrote("PATCH", "ConfigMap")
+    pages = page(prompts=True) + generate_latest(registry).decode()
+    known = set(re.findall(r"^(perilune_\w+)", pages, re.MULTILINE))
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = {
+        name
+        for panel in panels
+        for target in panel["targets"]
+        for name in re.findall(r"perilune_\w+", target["expr"])
+    }
+    assert len(asked) > 10
+    assert asked <= known
