@@ -47,6 +47,9 @@ LabelKey = Annotated[
     ),
 ]
 """Of a label or a resource: prefix/name."""
+_LEVEL = r"([A-Za-z_][A-Za-z0-9_.]*=)?(debug|info|warning|error)"
+LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]
+"""perilune_gateway.logs: level[,module=level…]."""
 Raw = dict[str, Any]
 """A piece of a Kubernetes object, passed on as it is."""
 
@@ -362,7 +365,7 @@ class GatewaySpec(_Struct, frozen=True):
     """Container image of the gateway; empty: the operator's own."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     """When the image is pulled, as in a container."""
-    log_level: str = "info"
+    log_level: LogLevels = "info"
     """Log level, and levels of single modules: level[,module=level…]."""
     args: Arguments = ()
     """Further arguments of perilune-gateway (see its --help), such as --transport=grpc or

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ def test_an_example_is_accepted(name: str) -> None:
     body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
     made = crd.convert(body["spec"])
     assert made.gateway.parent is not None
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [pytest.param(False, id="as it is"), pytest.param(True, id="with all that is commented out")],
+)
+def test_the_example_of_a_pool_without_kubernetes_is_one(hidden: bool) -> None:
+    text = (ROOT / "examples/pool.yaml").read_text()
+    if hidden:
+        text, number = re.subn(r"^( +)# (\w+: )", r"\1\2", text, flags=re.MULTILINE)
+        assert number > 8
+    made = pool.parse(text)
+    assert len(made.spec.endpoints) == 2
+    assert bool(made.spec.model.loras) is hidden
 
 
 def test_every_policy_that_a_gateway_can_carry_out_may_be_named() -> None:

@@ -135,6 +135,7 @@ BAD: list[Any] = [
         "a level that levels do not name",
         id="placed by an unknown level",
     ),
+    pytest.param({"gateway": {"logLevel": "loud"}}, "spec.gateway.logLevel", id="log level"),
     pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
     pytest.param(
         {"topology": {"bandwidth": {"rack": 1.0, "spine": 2.0}}},
