@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "perilune_lab.demo",
+        "perilune_lab.demo.cli",
         "real Envoy, gateway and simulated engines under agentic load; compares policies",
         "perilune demo --endpoints 4 --seconds 20 --compare round_robin",
     ),
@@ -41,12 +41,12 @@ COMMANDS = {
         "perilune explain REQUEST_ID --gateway http://127.0.0.1:9003",
     ),
     "whatif": Command(
-        "perilune_lab.whatif",
+        "perilune_lab.whatif.cli",
         "recorded decisions of a gateway, decided again under other policies or parameters",
         "perilune whatif --decisions decisions.jsonl --policy all",
     ),
     "bench-stream": Command(
-        "perilune_lab.bench_stream",
+        "perilune_lab.bench_stream.cli",
         "a burst of streamed requests, timed by client and engine; serial against batched misses",
         "perilune bench-stream --target http://127.0.0.1:8000 --num-requests 32 --unique-prompts",
     ),
@@ -61,7 +61,7 @@ COMMANDS = {
         "perilune crosscheck --policies ear,round_robin --seconds 20",
     ),
     "fastpath": Command(
-        "perilune_lab.fastpath",
+        "perilune_lab.fastpath.cli",
         "do decisions from headers alone equal those that know the body? every turn weighed twice",
         "perilune fastpath --policies ear,perilune --turns 1000",
     ),

@@ -41,9 +41,10 @@ from rich.table import Table
 from perilune_api import names, pool
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.policy import POLICIES, SIMULATED_ONLY
 from perilune_lab import report
+from perilune_lab.arguments import count, positive
 from perilune_lab.client import Load, Words, run_load
+from perilune_lab.policy_arguments import live_policies
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
@@ -367,18 +368,17 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--policies", default=",".join(_DEFAULT), metavar="A,B", help="[%(default)s]")
-    add("--endpoints", type=int, default=default.endpoints, metavar="N", help="[%(default)s]")
-    add("--seconds", type=float, default=default.seconds, metavar="S", help="of traffic [%(default)s]")
-    add("--rate", type=float, default=default.rate, metavar="X", help="sessions/s and endpoint [%(default)s]")
+    add("--endpoints", type=count, default=default.endpoints, metavar="N", help="[%(default)s]")
+    add("--seconds", type=positive, default=default.seconds, metavar="S", help="of traffic [%(default)s]")
+    add(
+        "--rate",
+        type=positive,
+        default=default.rate,
+        metavar="X",
+        help="sessions/s and endpoint [%(default)s]",
+    )
     add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
     add("--json", type=Path, metavar="FILE", help="write both reports of each policy")
     args = parser.parse_args(argv)
-    policies = tuple(dict.fromkeys(args.policies.split(",")))
-    for name in policies:
-        if name not in POLICIES or name in SIMULATED_ONLY:
-            known = ", ".join(policy for policy in POLICIES if policy not in SIMULATED_ONLY)
-            raise SpecError(f"{name!r} does not run live, these do: {known} - at `--policies`")
-    for name in ("endpoints", "seconds", "rate"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise SpecError(f"{getattr(args, name)}: must be above 0 - at `--{name}`")
+    policies = live_policies(args.policies, "--policies")
     return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.json)

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -33,6 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import admin_pages, report
+from perilune_lab.arguments import count, positive, url
 from perilune_lab.client import Load, Result, TargetError, Words, models, run_load
 from perilune_lab.text import Vocabulary
 from perilune_lab.traces.model import Mode, Trace
@@ -214,8 +214,8 @@ class Replay:
             self.err.print(f"stopped after {len(self.results)} of {self.trace.requests} requests")
         self.out.print(report.table(document))
         failed = Counter(result.error for result in self.results if not result.succeeded)
-        for error, count in failed.most_common(_ERRORS_SHOWN):
-            self.err.print(f"{count} × {error}", highlight=False, markup=False)
+        for error, times in failed.most_common(_ERRORS_SHOWN):
+            self.err.print(f"{times} × {error}", highlight=False, markup=False)
         o = self.options
         if o.json:
             o.json.write_bytes(report.encode(document))
@@ -288,38 +288,18 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--target", required=True, type=_url, metavar="URL", help="http://host:port, without /v1")
+    add("--target", required=True, type=url, metavar="URL", help="http://host:port, without /v1")
     add("--trace", required=True, metavar="FILE|agentic", help="Mooncake's schema or ours, plain or gzip")
-    add("--limit", type=_count, metavar="N", help="only the first N requests")
-    add("--sessions", type=_count, default=100, metavar="N", help="agentic: sessions [%(default)s]")
+    add("--limit", type=count, metavar="N", help="only the first N requests")
+    add("--sessions", type=count, default=100, metavar="N", help="agentic: sessions [%(default)s]")
     add("--seed", type=int, default=0, metavar="N", help="agentic: seed [%(default)s]")
     add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
-    add("--speed", type=_factor, default=1.0, metavar="X", help="times faster than recorded [%(default)s]")
-    add("--time-scale", type=_factor, default=1.0, metavar="X", help="of simulated engines [%(default)s]")
-    add("--concurrency", type=_count, default=256, metavar="N", help="most open requests [%(default)s]")
+    add("--speed", type=positive, default=1.0, metavar="X", help="times faster than recorded [%(default)s]")
+    add("--time-scale", type=positive, default=1.0, metavar="X", help="of simulated engines [%(default)s]")
+    add("--concurrency", type=count, default=256, metavar="N", help="most open requests [%(default)s]")
     add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
-    add("--gateway", type=_url, metavar="ADMIN_URL", help="its admin pages, for more metrics")
+    add("--gateway", type=url, metavar="ADMIN_URL", help="its admin pages, for more metrics")
     add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
     add("--png", type=Path, metavar="FILE", help="draw it")
     add("--requests", type=Path, metavar="FILE", help="write one JSON line per request (wall seconds)")
     return Options(**vars(parser.parse_args(argv)))
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"must begin with http:// or https://, got {text}")
-    return text.rstrip("/").removesuffix("/v1")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _factor(text: str) -> float:
-    value = float(text)
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value

@@ -92,9 +92,17 @@ def test_what_is_simulated_has_a_spread():
     assert found.ttft_p90_spread_s > 0
 
 
-@pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"], ["--rate", "0"]])
-def test_wrong_calls(argv: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"]])
+def test_wrong_policies(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         crosscheck.parse(argv)
     assert crosscheck.main(argv) == crosscheck.WRONG_CALL
+    assert argv[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--rate", "0"], ["--seconds", "nan"], ["--endpoints", "0"]])
+def test_wrong_numbers(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        crosscheck.parse(argv)
+    assert left.value.code == crosscheck.WRONG_CALL
     assert argv[0] in capsys.readouterr().err

@@ -22,6 +22,7 @@ import zmq
 from aiohttp import web
 
 from perilune_gateway.engine_model import H20_30B
+from perilune_lab.arguments import count, positive
 from perilune_lab.engine.events import Publisher
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.http import VERSION, Served, Server
@@ -67,21 +68,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     cache = parser.add_argument_group("cache")
     add = cache.add_argument
-    add("--block-size", type=_positive, default=16, metavar="TOKENS", help="[%(default)s]")
+    add("--block-size", type=count, default=16, metavar="TOKENS", help="[%(default)s]")
     size = cache.add_mutually_exclusive_group()
     size.add_argument(
         "--kv-tokens",
-        type=_positive,
+        type=count,
         default=H20_30B.kv_pool_tokens,
         metavar="N",
         help="KV pool [%(default)s]",
     )
     size.add_argument(
-        "--num-gpu-blocks", type=_positive, metavar="N", help="KV pool in blocks, as vLLM's override"
+        "--num-gpu-blocks", type=count, metavar="N", help="KV pool in blocks, as vLLM's override"
     )
-    add(
-        "--context-tokens", type=_positive, default=131_072, metavar="N", help="longest request [%(default)s]"
-    )
+    add("--context-tokens", type=count, default=131_072, metavar="N", help="longest request [%(default)s]")
     add(
         "--hash-algorithm",
         type=Algorithm,
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hash-seed", default="", metavar="S", help="as PYTHONHASHSEED of a real engine [unset]")
     add("--store", type=Path, metavar="FILE", help="shared KV store pool; engines that name it share it")
-    add("--store-tokens", type=_positive, default=8_000_000, metavar="N", help="its size [%(default)s]")
+    add("--store-tokens", type=count, default=8_000_000, metavar="N", help="its size [%(default)s]")
     add = parser.add_argument_group("KV events").add_argument
     add(
         "--events",
@@ -102,18 +101,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--replay", default="tcp://127.0.0.1:*", metavar="ZMQ", help="ROUTER address to bind [%(default)s]")
     add(
         "--buffer-steps",
-        type=_positive,
+        type=count,
         default=1000,
         metavar="N",
         help="batches kept for replay [%(default)s]",
     )
     add = parser.add_argument_group("time and batching").add_argument
-    add("--time-scale", type=_scale, default=1.0, metavar="X", help="engine seconds per second [%(default)s]")
-    add("--slowdown", type=_scale, default=1.0, metavar="X", help="times slower than an H20 [%(default)s]")
-    add("--max-num-seqs", type=_positive, default=256, metavar="N", help="sequences at once [%(default)s]")
+    add(
+        "--time-scale",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="engine seconds per second [%(default)s]",
+    )
+    add("--slowdown", type=positive, default=1.0, metavar="X", help="times slower than an H20 [%(default)s]")
+    add("--max-num-seqs", type=count, default=256, metavar="N", help="sequences at once [%(default)s]")
     add(
         "--tokens-per-step",
-        type=_positive,
+        type=count,
         default=H20_30B.tokens_per_step,
         metavar="N",
         help="[%(default)s]",
@@ -121,20 +126,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--scheduling", default="fcfs", choices=("fcfs", "priority"), help="order of waiting [%(default)s]")
     add("--serial-misses", action="store_true", help="one forward per missed prompt, decode waiting")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _scale(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
 
 
 def _listen(address: str) -> socket.socket:

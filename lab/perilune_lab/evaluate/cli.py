@@ -23,6 +23,7 @@ from rich.table import Table as Grid
 
 from perilune_api.pool import SpecError
 from perilune_lab import report
+from perilune_lab.arguments import count
 from perilune_lab.evaluate import document, plan, readme, tables
 from perilune_lab.evaluate.bars import Bar, judge
 from perilune_lab.evaluate.cells import World
@@ -165,10 +166,10 @@ def parse(argv: Sequence[str]) -> Options:
     add = parser.add_argument
     add("--quick", action="store_true", help=f"{plan.QUICK_SEEDS} seeds, not {plan.FULL_SEEDS}")
     add("--out", type=Path, default=Path("docs/evaluation"), metavar="DIR", help="[%(default)s]")
-    add("--seeds", type=_count, metavar="N", help="of the main comparison, paired; fewer for the rest")
-    add("--seeds-from", type=_count, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--seeds", type=count, metavar="N", help="of the main comparison, paired; fewer for the rest")
+    add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add("--only", metavar="A,B", help="some parts: no README then")
-    add("--jobs", type=_count, default=2, metavar="N", help="processes [%(default)s]")
+    add("--jobs", type=count, default=2, metavar="N", help="processes [%(default)s]")
     add(
         "--work",
         type=Path,
@@ -194,9 +195,3 @@ def _parts(text: str | None) -> tuple[str, ...]:
         if name not in NEEDS:
             raise SpecError(f"Unknown part {name!r}, known are {', '.join(NEEDS)} - at `--only`")
     return names
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)

@@ -23,6 +23,8 @@ from rich.console import Console
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab import report
+from perilune_lab.arguments import assignments, count, is_positive, not_negative, positive
+from perilune_lab.policy_arguments import changed
 from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
 from perilune_lab.simulator.faults import Faults
@@ -41,9 +43,9 @@ _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?$")
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
 examples:
-  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json out.json --png
-  out.png perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo
-  --rates 1,2 perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
+  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
+  perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
+  perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
   perilune simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
 
 rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
@@ -180,25 +182,27 @@ def parse(argv: Sequence[str]) -> Options:
     add("--policies", default="all", metavar="A,B", help=_POLICIES)
     add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
     add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
-    add("--endpoints", type=_count, default=8, metavar="N", help="[%(default)s]")
-    add("--seeds", type=_count, default=16, metavar="N", help="paired over policies [%(default)s]")
+    add("--endpoints", type=count, default=8, metavar="N", help="[%(default)s]")
+    add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
     add("--seeds-from", type=int, default=1, metavar="N", help="first seed [%(default)s]")
     add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
-    add("--window", type=_positive, default=1800.0, metavar="S", help="of generated traffic [%(default)s]")
-    add("--warmup", type=_seconds, default=600.0, metavar="S", help="of it, not measured [%(default)s]")
-    add("--limit", type=_count, metavar="N", help="of a file, the first N requests")
-    add("--zipf", type=_seconds, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]")
+    add("--window", type=positive, default=1800.0, metavar="S", help="of generated traffic [%(default)s]")
+    add("--warmup", type=not_negative, default=600.0, metavar="S", help="of it, not measured [%(default)s]")
+    add("--limit", type=count, metavar="N", help="of a file, the first N requests")
+    add(
+        "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]"
+    )
     add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
-    add("--host-tokens", type=_count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
+    add("--host-tokens", type=count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
     add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
-    add("--kv-tokens", type=_count, metavar="N", help="KV pool of one endpoint [281600]")
+    add("--kv-tokens", type=count, metavar="N", help="KV pool of one endpoint [281600]")
     add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
     add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
     add("--faults", default="", metavar="NAME=V,…", help="see below")
     add(
         "--param", action="append", default=[], metavar="NAME=V", help="of policies, e.g. cooldown_seconds=10"
     )
-    add("--jobs", type=_count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
+    add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
     add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
     add("--png", type=Path, metavar="FILE", help="draw it")
     args = parser.parse_args(argv)
@@ -217,7 +221,7 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
     rates = tuple(args.rates.split(","))
     for rate in rates:
-        if not (_RATE.match(rate) or _is_positive(rate)):
+        if not (_RATE.match(rate) or is_positive(rate)):
             raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
     return Options(
         plan=Plan(
@@ -231,7 +235,7 @@ def parse(argv: Sequence[str]) -> Options:
                 host_tokens=args.host_tokens,
             ),
             faults=faults_of.parse(args.faults) if args.faults else Faults(),
-            params=_params(args.param),
+            params=changed(PolicyParams(), assignments(args.param, "--param"), "--param"),
             pullable=not args.no_pull,
         ),
         rates=rates,
@@ -251,46 +255,8 @@ def _policies(text: str) -> tuple[str, ...]:
     return names
 
 
-def _params(pairs: Sequence[str]) -> PolicyParams:
-    """Values as the pool document takes them, names in either spelling."""
-    camel = {f.name: f.encode_name for f in msgspec.structs.fields(PolicyParams)}
-    values = {}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        values[camel.get(name, name)] = value
-    try:
-        return msgspec.convert(values, PolicyParams, strict=False)
-    except msgspec.ValidationError as error:
-        raise SpecError(f"{error} - at `--param`") from None
-
-
 def _bytes_per_s(text: str) -> float:
     match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
     if match is None or not float(match[1]):
         raise SpecError(f"{text!r}: bytes per second like 3GBps - at `--store`")
     return float(match[1]) * 1e9
-
-
-def _is_positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    if not _is_positive(text):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
-    return float(text)
-
-
-def _seconds(text: str) -> float:
-    if text not in ("0", "0.0") and not _is_positive(text):
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return float(text)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perilune_lab.quantiles import mean, quantile
-from perilune_lab.whatif_arms import RECORDED, Arm, WhatIf
+from perilune_lab.whatif.arms import RECORDED, Arm, WhatIf
 
 SCHEMA = "perilune.whatif/v1"
 CAVEAT = """\

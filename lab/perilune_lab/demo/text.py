@@ -12,7 +12,7 @@ from rich.text import Text
 from perilune_api import names
 from perilune_lab import report
 from perilune_lab.client import SESSION_HEADER
-from perilune_lab.demo_options import Options
+from perilune_lab.demo.options import Options
 from perilune_lab.stack import Stack
 from perilune_lab.traces.agentic import Workload
 from perilune_lab.traces.model import Session

@@ -34,14 +34,15 @@ from rich.live import Live
 
 from perilune_api import pool
 from perilune_gateway.engine_model import H20_30B
-from perilune_lab import demo_options, demo_text, live, report
+from perilune_lab import report
 from perilune_lab.client import Load, run_load
-from perilune_lab.demo_options import Options
+from perilune_lab.demo import live, text
+from perilune_lab.demo.options import Options, parse
+from perilune_lab.demo.watch import Watch
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
 from perilune_lab.text import Vocabulary
 from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.traces.model import Mode
-from perilune_lab.watch import Watch
 
 PROGRAMS = Programs()
 COOLDOWN_S = 30.0
@@ -79,7 +80,7 @@ class Demo:
     async def run(self) -> None:
         """All policies, the comparison, and with --keep until cancelled. Raises StackError when Envoy or
         the gateway dies."""
-        self.console.print(demo_text.parameters(self.options, self.load, self.sessions), highlight=False)
+        self.console.print(text.parameters(self.options, self.load, self.sessions), highlight=False)
         order = self.options.order
         for policy in order:
             with ExitStack() as starting:
@@ -89,9 +90,7 @@ class Demo:
                     await self._play(stack, policy)
                     if self.options.keep and policy == order[-1]:
                         self._conclude()
-                        self.console.print(
-                            demo_text.urls(stack), highlight=False, markup=False, soft_wrap=True
-                        )
+                        self.console.print(text.urls(stack), highlight=False, markup=False, soft_wrap=True)
                         await asyncio.Event().wait()
         self._conclude()
 
@@ -214,7 +213,7 @@ class Demo:
         self.console.print()
         self.console.print(report.table(document))
         if len(document.runs) > 1:
-            self.console.print(demo_text.gains(document.runs))
+            self.console.print(text.gains(document.runs))
         self.console.print("Simulated engines: times come from a model of an H20, not from one.", style="dim")
         busiest = max(ran.cpu_share for ran in self.ran.values())
         if busiest > BUSY:
@@ -240,7 +239,7 @@ def _cpu_s(stack: Stack) -> float:
 
 def main(argv: Sequence[str], programs: Programs = PROGRAMS) -> int:
     """Entry point of `perilune demo`. Returns the exit status; 128 + signal when interrupted."""
-    options = demo_options.parse(argv)
+    options = parse(argv)
     console = Console()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     demo = Demo(options, console, programs)

@@ -14,9 +14,10 @@ from typing import Any
 import aiohttp
 
 from perilune_gateway.model import MOVING
-from perilune_lab import live, report
+from perilune_lab import report
 from perilune_lab.admin_pages import Seen, conclude
 from perilune_lab.client import Result
+from perilune_lab.demo import live
 from perilune_lab.quantiles import quantile
 from perilune_lab.stack import Stack
 

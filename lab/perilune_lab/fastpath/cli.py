@@ -1,6 +1,6 @@
 """`perilune fastpath`: does a decision from the headers alone equal the one that knows the body?
 
-    traffic (fastpath_traffic) ─▶ world (fastpath_world) ─▶ pairs of verdicts (fastpath_compare) ─▶ table
+    traffic ─▶ world ─▶ pairs of verdicts ─▶ compare ─▶ table
 
 Every turn of a known session is weighed twice on the same state. Simulated are engines and time; the
 gateway's decisions are its own code. Exit status: 0; 1 below the bar; 2 for a wrong call.
@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import LIVE
-from perilune_lab.fastpath_compare import Tally
-from perilune_lab.fastpath_traffic import Conversation, Habits, conversations
-from perilune_lab.fastpath_world import Setting, World
+from perilune_lab.arguments import count, positive
+from perilune_lab.fastpath.compare import Tally
+from perilune_lab.fastpath.traffic import Conversation, Habits, conversations
+from perilune_lab.fastpath.world import Setting, World
+from perilune_lab.policy_arguments import live_policies
 from perilune_lab.quantiles import quantile
 from perilune_lab.traces.agentic import Agentic
 
+BELOW, WRONG_CALL = 1, 2
 BAR = 0.999
 POLICIES = ("ear", "sticky", "perilune")
 LENGTHS = 0.3
@@ -85,6 +88,7 @@ columns:
 
 
 def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
         prog="perilune fastpath",
@@ -95,15 +99,17 @@ def parse(argv: Sequence[str]) -> Options:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = ", ".join(name for name in LIVE)
     parser.add_argument(
-        "--policies", default=",".join(POLICIES), metavar="NAMES", help=f"of {known} (default %(default)s)"
+        "--policies",
+        default=",".join(POLICIES),
+        metavar="NAMES",
+        help=f"all, or some of: {', '.join(LIVE)} (default %(default)s)",
     )
-    parser.add_argument("--turns", type=_count, default=default.turns, help="to weigh (default %(default)s)")
-    parser.add_argument("--endpoints", type=_count, default=default.endpoints, help="(default %(default)s)")
+    parser.add_argument("--turns", type=count, default=default.turns, help="to weigh (default %(default)s)")
+    parser.add_argument("--endpoints", type=count, default=default.endpoints, help="(default %(default)s)")
     parser.add_argument(
         "--sessions-per-s",
-        type=_positive,
+        type=positive,
         default=default.sessions_per_s,
         metavar="RATE",
         help="that begin; 1 loads 8 endpoints well, 3 too much (default %(default)s)",
@@ -113,26 +119,8 @@ def parse(argv: Sequence[str]) -> Options:
         "--bar", type=float, default=default.bar, help="least share of same decisions (default %(default)s)"
     )
     args = parser.parse_args(argv)
-    policies = tuple(name.strip() for name in args.policies.split(","))
-    if unknown := [name for name in policies if name not in LIVE]:
-        parser.error(f"unknown policy {unknown[0]!r}; known are {known}")
+    policies = live_policies(args.policies, "--policies")
     return Options(policies, args.turns, args.seed, args.endpoints, args.sessions_per_s, bar=args.bar)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
 
 
 def render(tallies: Sequence[tuple[Tally, World]]) -> str:
@@ -150,14 +138,18 @@ def render(tallies: Sequence[tuple[Tally, World]]) -> str:
             f" {world.restarts:9} {world.resent:6}"
         )
     for tally, _ in tallies:
-        for (cause, reasons), count in tally.different.most_common():
-            lines.append(f"{tally.policy}: {count} × {cause}: {reasons}")
+        for (cause, reasons), times in tally.different.most_common():
+            lines.append(f"{tally.policy}: {times} × {cause}: {reasons}")
         lines += [f"    {example}" for example in tally.examples]
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
+    try:
+        options = parse(argv)
+    except SpecError as error:
+        print(f"perilune fastpath: {error}", file=sys.stderr)
+        return WRONG_CALL
     done = []
     for policy in options.policies:
         started = time.monotonic()
@@ -171,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     short = [tally.policy for tally, _ in done if tally.same_share < options.bar]
     if short:
         print(f"below {options.bar:.1%}: {', '.join(short)}")
-    return 1 if short else 0
+    return BELOW if short else 0
 
 
 class Line:

@@ -14,9 +14,9 @@ from perilune_gateway.explain import DecisionRecord, Ending
 from perilune_gateway.model import Candidate, Decision, Outcome, Phase, Reason, Refusal, RefuseReason
 from perilune_gateway.policy import LIVE
 from perilune_gateway.testing import PLAIN, candidate, fleet, request, session
-from perilune_lab import whatif
-from perilune_lab.whatif_arms import Arm, WhatIf, replace_params
-from perilune_lab.whatif_text import busiest, by_endpoint
+from perilune_lab.whatif import cli
+from perilune_lab.whatif.arms import Arm, WhatIf
+from perilune_lab.whatif.text import busiest, by_endpoint
 
 ROUTING = Routing("ear")
 
@@ -106,24 +106,6 @@ def as_ear_decides() -> DecisionRecord:
     return replace(taken, verdict=verdict, time=1000.0)
 
 
-class TestParams:
-    def test_either_spelling(self):
-        for name in ("cooldown_seconds", "cooldownSeconds"):
-            assert replace_params(ROUTING, {name: "1.5"}).params.cooldown_seconds == 1.5
-
-    @pytest.mark.parametrize(
-        ("overrides", "said"),
-        [
-            ({"nonsense": "1"}, "unknown field `nonsense` - at `--params`"),
-            ({"cooldown_seconds": "-1"}, "Expected `float` >= 0"),
-            ({"cooldown_seconds": "soon"}, "Expected `float`, got `str`"),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, overrides, said):
-        with pytest.raises(SpecError, match=said):
-            replace_params(ROUTING, overrides)
-
-
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     writer = Writer("1.0")
@@ -140,7 +122,7 @@ def log(tmp_path: Path) -> Path:
 
 class TestCommand:
     def test_every_live_policy_by_default(self, log, capsys):
-        assert whatif.main(["--decisions", str(log)]) == 0
+        assert cli.main(["--decisions", str(log)]) == 0
         out = capsys.readouterr().out
         assert "2 decisions over 60 s" in out
         assert "2 of 2 come out as recorded" in out
@@ -160,7 +142,7 @@ class TestCommand:
             "--json",
             str(out),
         ]
-        assert whatif.main(arguments) == 0
+        assert cli.main(arguments) == 0
         found = json.loads(out.read_bytes())
         assert (found["schema"], found["decisions"], found["as_recorded"]) == ("perilune.whatif/v1", 1, 1)
         assert found["policies"].keys() == {"round_robin", "sticky"}
@@ -170,7 +152,7 @@ class TestCommand:
     def test_several_files_and_gzip(self, log, tmp_path, capsys):
         packed = tmp_path / "log.jsonl.gz"
         packed.write_bytes(gzip.compress(log.read_bytes()))
-        assert whatif.main(["--decisions", str(packed), str(log), "--policy", "sticky"]) == 0
+        assert cli.main(["--decisions", str(packed), str(log), "--policy", "sticky"]) == 0
         assert "4 decisions" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
@@ -182,25 +164,25 @@ class TestCommand:
         ],
     )
     def test_a_wrong_call(self, log, arguments, said, capsys):
-        assert whatif.main(["--decisions", str(log), *arguments]) == 2
+        assert cli.main(["--decisions", str(log), *arguments]) == 2
         assert said in capsys.readouterr().err
 
     def test_a_broken_file_is_told_with_its_line(self, log, capsys):
         lines = log.read_bytes().splitlines(True)
         log.write_bytes(b"".join([*lines[:3], b"no json\n", *lines[3:]]))
-        assert whatif.main(["--decisions", str(log)]) == 2
+        assert cli.main(["--decisions", str(log)]) == 2
         assert f"{log}: line 4 is no JSON" in capsys.readouterr().err
 
     def test_a_cut_last_line_is_skipped_and_said(self, log, capsys):
         log.write_bytes(log.read_bytes()[:-20])
-        assert whatif.main(["--decisions", str(log), "--policy", "sticky"]) == 0
+        assert cli.main(["--decisions", str(log), "--policy", "sticky"]) == 0
         assert "was cut when the gateway was killed" in capsys.readouterr().out.replace("\n", " ")
 
     def test_no_such_file(self, tmp_path, capsys):
-        assert whatif.main(["--decisions", str(tmp_path / "none")]) == 2
+        assert cli.main(["--decisions", str(tmp_path / "none")]) == 2
         assert "No such file" in capsys.readouterr().err
 
     def test_a_log_without_decisions(self, log, capsys):
         log.write_bytes(log.read_bytes().splitlines(True)[0])
-        assert whatif.main(["--decisions", str(log)]) == 1
+        assert cli.main(["--decisions", str(log)]) == 1
         assert "no decision of a policy" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """`perilune whatif`: recorded decisions of a live gateway, decided again under other policies or parameters.
 
-    decision log (docs/decision-log.md) ─▶ whatif_arms: every policy on each decision ─▶ table, JSON
+    decision log (docs/decision-log.md) ─▶ arms: every policy on each decision ─▶ text: table, JSON
 
 What it cannot say: had the other policy really run, sessions would be bound elsewhere, caches hold other
 blocks and queues would be others from the second decision on. So it tells where policies differ and what
@@ -24,11 +24,13 @@ from typing import IO
 import msgspec
 from rich.console import Console
 
-from perilune_api.pool import Routing, SpecError
+from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.decision_log import read
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
-from perilune_lab.whatif_arms import WhatIf, replace_params
-from perilune_lab.whatif_text import document, render
+from perilune_gateway.policy import LIVE
+from perilune_lab.arguments import assignments, count
+from perilune_lab.policy_arguments import changed, live_policies
+from perilune_lab.whatif.arms import WhatIf
+from perilune_lab.whatif.text import document, render
 
 NOTHING, WRONG_CALL = 1, 2
 _TELL_EVERY_S = 5.0
@@ -146,32 +148,10 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="NAME=V,…",
         help="of policies, in place of the recorded ones",
     )
-    add("--limit", type=_count, metavar="N", help="only the first N decisions")
+    add("--limit", type=count, metavar="N", help="only the first N decisions")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
-    params = {}
-    for pair in (pair for text in args.params for pair in text.split(",")):
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise SpecError(f"{pair!r} is not NAME=VALUE - at `--params`")
-        params[name.strip()] = value.strip()
-    replace_params(Routing(), params)
-    return Options(tuple(args.decisions), _named(args.policy), params, args.limit, args.json)
-
-
-def _named(text: str) -> tuple[str, ...]:
-    names = tuple(LIVE) if text == "all" else tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name in SIMULATED_ONLY:
-            raise SpecError(
-                f"Policy {name!r} runs in the simulator only: {SIMULATED_ONLY[name]} - at `--policy`"
-            )
-        if name not in LIVE:
-            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(LIVE)} - at `--policy`")
-    return names
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
-    return int(text)
+    params = assignments(args.params, "--params")
+    changed(PolicyParams(), params, "--params")  # better now than at the first decision
+    policies = live_policies(args.policy, "--policy")
+    return Options(tuple(args.decisions), policies, params, args.limit, args.json)

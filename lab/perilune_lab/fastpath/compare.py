@@ -28,7 +28,7 @@ from perilune_gateway.model import (
     Refusal,
     Verdict,
 )
-from perilune_lab.fastpath_world import Pair
+from perilune_lab.fastpath.world import Pair
 
 _EXAMPLES = 5
 """Of differences, told in full."""

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from perilune_lab.burst_histograms import EMPTY, Histogram, Scrape, parse
+from perilune_lab.bench_stream.histograms import EMPTY, Histogram, Scrape, parse
 
 PAGE = """\
 # HELP vllm:ttft_seconds x

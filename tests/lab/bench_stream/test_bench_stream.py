@@ -4,13 +4,16 @@ import json
 import socket
 
 import pytest
+from msgspec import UNSET
 
-from perilune_lab import bench_stream
-from perilune_lab.bench_stream import PUBLISHED, Burst, measure, summarize
-from perilune_lab.burst_histograms import Histogram, Scrape
+from perilune_lab.bench_stream import cli
+from perilune_lab.bench_stream.burst import Burst, measure, summarize
+from perilune_lab.bench_stream.histograms import Histogram, Scrape
+from perilune_lab.bench_stream.text import PUBLISHED
 from perilune_lab.client import Result, TargetError
 from perilune_lab.engine.scheduler import Limits
 from perilune_lab.engine.testing import Engine
+from perilune_lab.report import Quantiles
 from perilune_lab.stack import EngineOptions, Stack
 
 
@@ -42,22 +45,22 @@ class TestSummary:
         assert (found.requests, found.succeeded, found.output_tokens) == (3, 2, 4)
         assert found.seconds == 3.0
         assert found.tokens_per_s == pytest.approx(4 / 3)
-        assert found.submit_s is not None
+        assert isinstance(found.submit_s, Quantiles)
         assert found.submit_s.p50 == pytest.approx(0.2)
-        assert found.client.ttft_s is not None
+        assert isinstance(found.client.ttft_s, Quantiles)
         assert (found.client.ttft_s.mean, found.client.ttft_s.p50) == (2.0, 2.0)
-        assert found.client.itl_s is not None
+        assert isinstance(found.client.itl_s, Quantiles)
         assert found.client.itl_s.p99 == 0.4
-        assert found.engine.ttft_s is not None, "engine seconds are not scaled"
+        assert isinstance(found.engine.ttft_s, Quantiles), "engine seconds are not scaled"
         assert (found.engine.ttft_s.mean, found.engine.ttft_s.p50) == (1.5, 1.0)
-        assert found.engine.tpot_s is None
+        assert found.engine.tpot_s is UNSET
 
     def test_nothing_succeeded(self):
         found = summarize("x", [result(error="no")], Scrape(), 1.0)
         assert (found.succeeded, found.seconds, found.client.ttft_s, found.tokens_per_s) == (
             0,
             0.0,
-            None,
+            UNSET,
             0.0,
         )
 
@@ -73,10 +76,10 @@ class TestOverHttp:
         assert (unique.succeeded, unique.cached_tokens, unique.output_tokens) == (12, 0, 96)
         assert same.cached_tokens == 11 * (384 - options.block_size)
         for found in (unique, same):
-            assert found.client.ttft_s is not None
-            assert found.engine.latency_s is not None
-            assert found.engine.itl_s is not None
-            assert found.client.latency_s is not None
+            assert isinstance(found.client.ttft_s, Quantiles)
+            assert isinstance(found.engine.latency_s, Quantiles)
+            assert isinstance(found.engine.itl_s, Quantiles)
+            assert isinstance(found.client.latency_s, Quantiles)
             assert found.client.ttft_s.p50 < found.client.latency_s.p50
 
     async def test_nobody_there(self):
@@ -88,7 +91,7 @@ class TestOverHttp:
 
     def test_both_modes_side_by_side(self, tmp_path, capsys):
         out = tmp_path / "burst.json"
-        assert bench_stream.main(["--simulated", "--num-requests", "6", "--json", str(out)]) == 0
+        assert cli.main(["--simulated", "--num-requests", "6", "--json", str(out)]) == 0
         printed = capsys.readouterr().out
         assert "serial client" in printed
         assert "simulated engine (H20 model)" in printed
@@ -108,7 +111,7 @@ class TestOverHttp:
     )
     def test_a_wrong_call(self, arguments):
         with pytest.raises(SystemExit) as end:
-            bench_stream.main(arguments)
+            cli.main(arguments)
         assert end.value.code == 2
 
 

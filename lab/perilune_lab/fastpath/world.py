@@ -57,7 +57,7 @@ from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.scheduler import Limits as EngineLimits
 from perilune_lab.engine.scheduler import Request as Running
 from perilune_lab.engine.scheduler import Scheduler
-from perilune_lab.fastpath_traffic import Conversation, Request, ids_of
+from perilune_lab.fastpath.traffic import Conversation, Request, ids_of
 
 BLOCK = 16
 MODEL = "agent"

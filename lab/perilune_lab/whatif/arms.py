@@ -26,6 +26,7 @@ from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, NeedBody, Phase, Reason, Refusal, Verdict
 from perilune_gateway.policy import LIVE
 from perilune_gateway.policy.cost import seconds
+from perilune_lab.policy_arguments import changed
 
 RECORDED = "recorded"
 PLANNERS = (Reason.PLANNED, Reason.REPLICA)
@@ -173,7 +174,8 @@ class WhatIf:
         """The same with the overrides; one log has few."""
         known = self._routings.get(id(routing))
         if known is None:
-            other = replace_params(routing, self.params)
+            params = changed(routing.params, self.params, "--params")
+            other = msgspec.structs.replace(routing, params=params)
             known = self._routings[id(routing)] = routing, other  # kept alive: its id names nothing else
         return known[1]
 
@@ -186,15 +188,3 @@ def _same(again: Verdict, recorded: Decision | Refusal) -> bool:
         and (again.target, again.reason) == (recorded.target, recorded.reason)
         and [(c.address, c.total) for c in again.costs] == [(c.address, c.total) for c in recorded.costs]
     )
-
-
-def replace_params(routing: Routing, overrides: Mapping[str, str]) -> Routing:
-    """Values as the pool document takes them, names in either spelling. Raises SpecError."""
-    camel = {f.name: f.encode_name for f in msgspec.structs.fields(PolicyParams)}
-    values = msgspec.to_builtins(routing.params)
-    values |= {camel.get(name, name): value for name, value in overrides.items()}
-    try:
-        params = msgspec.convert(values, PolicyParams, strict=False)
-    except msgspec.ValidationError as error:
-        raise SpecError(f"{error} - at `--params`") from None
-    return msgspec.structs.replace(routing, params=params)

@@ -14,10 +14,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from perilune_lab import demo_options, demo_text, live, report
+from perilune_lab import report
 from perilune_lab.client import Result
+from perilune_lab.demo import live, text
+from perilune_lab.demo.options import parse
+from perilune_lab.demo.watch import Watch
 from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions, processes
-from perilune_lab.watch import Watch
 
 WAIT_S = 60
 UNDER_LOAD = " APC "
@@ -41,7 +43,7 @@ UNDER_LOAD = " APC "
     ],
 )  # fmt: skip
 def test_options(argv, expected):
-    options = demo_options.parse(argv)
+    options = parse(argv)
     assert {name: getattr(options, name) for name in expected} == expected
 
 
@@ -59,14 +61,14 @@ def test_options(argv, expected):
 )
 def test_wrong_options(capsys, argv, says):
     with pytest.raises(SystemExit) as caught:
-        demo_options.parse(argv)
+        parse(argv)
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
 
 
 def test_what_stays_up_runs_last():
-    assert demo_options.parse(["--compare", "sticky"]).order == ("ear", "sticky")
-    assert demo_options.parse(["--compare", "sticky", "--keep"]).order == ("sticky", "ear")
+    assert parse(["--compare", "sticky"]).order == ("ear", "sticky")
+    assert parse(["--compare", "sticky", "--keep"]).order == ("sticky", "ear")
 
 
 # What is shown
@@ -82,7 +84,7 @@ def test_gains_compare_the_first_run_with_each_other():
 
     runs = [run("ear", 0.8, 0.1), run("round_robin", 0.4, 0.4), run("sticky", 0.8, 0.2)]
     console = Console(width=120, file=StringIO())
-    console.print(demo_text.gains(runs))
+    console.print(text.gains(runs))
     shown = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
     assert "ear / round_robin 2.00 × 0.25 × 0.25 ×" in shown
     assert "ear / sticky 1.00 × 0.50 × 0.50 ×" in shown

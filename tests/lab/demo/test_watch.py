@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from perilune_gateway.explain import DecisionRecord, summary
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Reason, RequestView
+from perilune_lab.demo.watch import Watch
 from perilune_lab.report import Scheduling
-from perilune_lab.watch import Watch
 
 
 async def test_scheduling_times_come_with_their_steps():

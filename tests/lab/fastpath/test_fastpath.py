@@ -13,11 +13,11 @@ from perilune_gateway.gather import Asked, Laps
 from perilune_gateway.identity import Identity
 from perilune_gateway.model import NEED_BODY, Candidate, Phase, Prefix, Reason, RequestView, SessionView
 from perilune_gateway.testing import candidate, head, prefix
-from perilune_lab import fastpath
-from perilune_lab.fastpath import Options, measure, parse, render, traffic
-from perilune_lab.fastpath_compare import Cause, Tally, cause_of
-from perilune_lab.fastpath_traffic import MARKUP_TOKENS, bytes_of, ids_of
-from perilune_lab.fastpath_world import Pair
+from perilune_lab.fastpath import cli
+from perilune_lab.fastpath.cli import Options, measure, parse, render, traffic
+from perilune_lab.fastpath.compare import Cause, Tally, cause_of
+from perilune_lab.fastpath.traffic import MARKUP_TOKENS, bytes_of, ids_of
+from perilune_lab.fastpath.world import Pair
 from perilune_lab.traces.model import Role, Segment
 
 # Traffic
@@ -121,11 +121,11 @@ def test_what_is_read_is_the_same():
 # Runs
 
 
-@pytest.mark.parametrize("policy", fastpath.POLICIES)
+@pytest.mark.parametrize("policy", cli.POLICIES)
 def test_a_short_run(policy):
     tally, world = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300
-    assert tally.same_share >= fastpath.BAR, render([(tally, world)])
+    assert tally.same_share >= cli.BAR, render([(tally, world)])
     assert tally.by_headers > 150
     assert world.restarts > 0
     assert world.requests > 300
@@ -133,11 +133,11 @@ def test_a_short_run(policy):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", fastpath.POLICIES)
+@pytest.mark.parametrize("policy", cli.POLICIES)
 def test_5000_turns(policy):
     tally, world = measure(Options(turns=5000), policy)
     print(render([(tally, world)]))
-    assert tally.same_share >= fastpath.BAR
+    assert tally.same_share >= cli.BAR
     assert tally.by_headers >= 0.8 * tally.turns
 
 
@@ -145,21 +145,25 @@ def test_5000_turns(policy):
 
 
 def test_the_command_prints_a_table(capsys):
-    assert fastpath.main(["--policies", "sticky", "--turns", "30"]) == 0
+    assert cli.main(["--policies", "sticky", "--turns", "30"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("simulated, seed 0, 8 endpoints, 1.0 sessions/s\n")
     assert "sticky        30" in said
 
 
 def test_below_the_bar(capsys):
-    assert fastpath.main(["--policies", "sticky", "--turns", "5", "--bar", "1.1"]) == 1
+    assert cli.main(["--policies", "sticky", "--turns", "5", "--bar", "1.1"]) == 1
     assert capsys.readouterr().out.endswith("below 110.0%: sticky\n")
+
+
+def test_an_unknown_policy(capsys):
+    assert cli.main(["--policies", "nobody"]) == 2
+    assert "Unknown policy 'nobody'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        pytest.param(["--policies", "nobody"], id="unknown policy"),
         pytest.param(["--turns", "0"], id="no turns"),
         pytest.param(["--sessions-per-s", "-1"], id="negative rate"),
         pytest.param(["--sessions-per-s", "nan"], id="no rate"),

@@ -1,0 +1,138 @@
+"""A burst of streamed requests: what is sent, and what client and engines saw of it.
+
+1. Prompts, all different or all equal, are submitted together, every answer is streamed.
+2. *Client side*: submit latency (submit → head of the response), TTFT, TPOT, ITL and latency of each request;
+   TPOT = (last − first token) / (tokens − 1), ITL = gaps, pooled.
+3. *Engine side*: what the engines' own histograms (/metrics, vLLM's names) grew by meanwhile. Their means are
+   exact, their quantiles interpolated within buckets, as Prometheus does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from perilune_lab.bench_stream.histograms import Scrape, scrape
+from perilune_lab.client import Load, Result, models, run_load
+from perilune_lab.report import Quantiles, quantiles
+from perilune_lab.text import Vocabulary
+from perilune_lab.traces.model import Segment, Session, Style, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """What is sent."""
+
+    requests: int = 32
+    same: bool = False
+    """All prompts are equal, else all differ from the first token on."""
+    prompt_tokens: int = 384
+    output_tokens: int = 8
+    name: str = ""
+    """Prompts follow from it: another name, other prompts."""
+
+    def sessions(self) -> list[Session]:
+        return [self._session(i) for i in range(self.requests)]
+
+    def _session(self, i: int) -> Session:
+        session = f"burst-{self.name}-{i}"
+        prompt = f"burst-{self.name}" if self.same else session
+        turn = Turn(session, 0, (Segment(prompt, self.prompt_tokens),), self.output_tokens)
+        return Session(session, 0.0, (turn,))
+
+
+class Side(msgspec.Struct, frozen=True):
+    """What one side saw; absent: it did not say, or no stream had two tokens."""
+
+    ttft_s: Quantiles | UnsetType
+    tpot_s: Quantiles | UnsetType
+    itl_s: Quantiles | UnsetType
+    latency_s: Quantiles | UnsetType
+    """Submit → last token."""
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One burst. Engine seconds: wall seconds × the time scale."""
+
+    name: str
+    requests: int
+    succeeded: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    seconds: float
+    """First submit → last token."""
+    submit_s: Quantiles | UnsetType
+    client: Side
+    engine: Side
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+
+async def measure(
+    name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
+) -> tuple[Measured, Counter[str]]:
+    """A burst and the errors in it. Raises TargetError when nobody answers."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
+        before = await scrape(http, engines)
+        load = Load(
+            target=target,
+            model=model or (await models(target) or [""])[0],
+            style=Style.TEXT,
+            concurrency=burst.requests,
+            time_scale=time_scale,
+        )
+        results = await run_load(burst.sessions(), load, Vocabulary().words_for)
+        grown = (await scrape(http, engines)).since(before)
+    errors = Counter(result.error for result in results if not result.succeeded)
+    return summarize(name, results, grown, time_scale), errors
+
+
+def summarize(name: str, results: Sequence[Result], grown: Scrape, time_scale: float) -> Measured:
+    """`grown`: what the engines' histograms grew by."""
+    good = [r for r in results if r.succeeded]
+    end = max((r.submitted_at_s + r.e2e_s for r in good if r.e2e_s is not None), default=0.0)
+
+    def scaled(values: Sequence[float | None]) -> Quantiles | UnsetType:
+        return quantiles(value * time_scale for value in values if value is not None)
+
+    return Measured(
+        name,
+        len(results),
+        len(good),
+        sum(r.prompt_tokens for r in good),
+        sum(r.cached_tokens or 0 for r in good),
+        sum(r.output_tokens for r in good),
+        (end - min((r.submitted_at_s for r in results), default=0.0)) * time_scale if good else 0.0,
+        scaled([r.accepted_s for r in good]),
+        Side(
+            scaled([r.ttft_s for r in good]),
+            scaled([r.tpot_s for r in good]),
+            scaled([gap for r in good for gap in r.itl_s]),
+            scaled([r.e2e_s for r in good]),
+        ),
+        Side(*(_of_histogram(grown, names) for names in ENGINE_NAMES)),
+    )
+
+
+ENGINE_NAMES = (
+    ("vllm:time_to_first_token_seconds",),
+    ("vllm:request_time_per_output_token_seconds",),
+    ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    ("vllm:e2e_request_latency_seconds",),
+)
+"""Histograms in the order of Side's fields; older engines' names after the newer ones'."""
+
+
+def _of_histogram(grown: Scrape, names: Sequence[str]) -> Quantiles | UnsetType:
+    found = next((grown.histograms[name] for name in names if name in grown.histograms), None)
+    if found is None or not found.count:
+        return UNSET
+    return Quantiles(found.sum / found.count, *(found.quantile(q) for q in (0.5, 0.9, 0.95, 0.99)))

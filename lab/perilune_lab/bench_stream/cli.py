@@ -1,0 +1,121 @@
+"""`perilune bench-stream`: many streamed requests at once, timed by the client and by the engine.
+
+    prompts ─▶ burst: what client and engines saw (histograms) ─▶ text: a table, JSON
+
+With `--simulated` it starts a simulated engine twice, once with serial and once with batched misses, and
+prints both side by side with the ratio: what prefilling a burst's misses in one forward is worth.
+
+Exit status: 0; 1 when the target cannot be reached or nothing succeeded; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import msgspec
+import uvloop
+from rich.console import Console
+
+from perilune_lab.arguments import count, positive, url
+from perilune_lab.bench_stream.burst import Burst, Measured, measure
+from perilune_lab.bench_stream.text import table
+from perilune_lab.client import TargetError
+from perilune_lab.stack import EngineOptions, Stack, StackError
+
+DOWN = 1
+SCHEMA = "perilune.burst/v1"
+_ERRORS_SHOWN = 5
+
+_EPILOG = """\
+examples:
+  perilune bench-stream --target http://127.0.0.1:8000 --num-requests 32 --unique-prompts --max-new-tokens 8
+  perilune bench-stream --target http://127.0.0.1:10000 --engine http://10.0.0.1:8000 --same-prompt
+  perilune bench-stream --simulated --num-requests 32            serial against batched misses, on one engine
+
+The target's own /metrics is the engine side where it has vLLM's; behind a gateway name the engines with
+--engine. Other traffic on them is counted there too.
+"""
+
+
+async def on_target(args: argparse.Namespace, burst: Burst) -> tuple[list[Measured], Counter[str]]:
+    engines = args.engine or [args.target]
+    found, errors = await measure(
+        "", args.target, engines, burst, model=args.model, time_scale=args.time_scale
+    )
+    return [found], errors
+
+
+async def on_simulated(burst: Burst) -> tuple[list[Measured], Counter[str]]:
+    """A simulated engine in either mode, one after the other, at H20 speed."""
+    found, errors = [], Counter[str]()
+    for name, arguments in (("serial", ("--serial-misses",)), ("batched", ())):
+        options = EngineOptions(time_scale=1.0, kv_tokens=281_600, arguments=arguments)
+        async with Stack(engines=1, options=options, with_gateway=False, with_envoy=False) as stack:
+            target = f"http://{stack.endpoints[0]}"
+            measured, wrong = await measure(name, target, [target], burst)
+        found.append(measured)
+        errors.update(wrong)
+    return found, errors
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    name = uuid4().hex[:8]  # prompts that no cache has seen
+    burst = Burst(args.num_requests, args.same_prompt, args.prompt_tokens, args.max_new_tokens, name)
+    what = "equal" if burst.same else "different"
+    title = (
+        f"{burst.requests} {what} prompts of {burst.prompt_tokens} tokens at once,"
+        f" {burst.output_tokens} new each"
+    )
+    try:
+        found, errors = uvloop.run(on_simulated(burst) if args.simulated else on_target(args, burst))
+    except (TargetError, StackError) as error:
+        print(f"perilune bench-stream: {error}", file=sys.stderr)
+        return DOWN
+    if args.simulated:
+        title += " · simulated engine (H20 model)"
+    Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(
+        table(found, title, published=not burst.same)
+    )
+    for wrong, times in errors.most_common(_ERRORS_SHOWN):
+        print(f"{times} × {wrong}", file=sys.stderr)
+    if args.json:
+        document = {"schema": SCHEMA, "simulated": args.simulated, "same_prompt": burst.same, "bursts": found}
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        print(f"report: {args.json}", file=sys.stderr)
+    return 0 if all(burst.succeeded for burst in found) else DOWN
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="perilune bench-stream",
+        description="Submit a burst of streamed requests and time it, at the client and at the engine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--target", type=url, metavar="URL", help="http://host:port, without /v1")
+    where.add_argument("--simulated", action="store_true", help="a simulated engine, in both modes")
+    add(
+        "--engine",
+        action="append",
+        type=url,
+        metavar="URL",
+        help="whose /metrics is the engine side [target]",
+    )
+    add("--num-requests", type=count, default=32, metavar="N", help="[%(default)s]")
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument("--unique-prompts", action="store_true", help="all different; so by default")
+    prompts.add_argument("--same-prompt", action="store_true", help="all equal")
+    add("--prompt-tokens", type=count, default=384, metavar="N", help="of each prompt [%(default)s]")
+    add("--max-new-tokens", type=count, default=8, metavar="N", help="of each answer [%(default)s]")
+    add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
+    add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated target [%(default)s]")
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    return parser.parse_args(argv)

@@ -1,0 +1,43 @@
+"""Words of a command line."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+import pytest
+
+from perilune_api.pool import SpecError
+from perilune_lab.arguments import assignments, count, not_negative, positive, url
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (count, "12", 12),
+        (positive, "0.5", 0.5),
+        (not_negative, "0", 0.0),
+        (url, "http://h:1/v1", "http://h:1"),
+        (url, "https://h/", "https://h"),
+    ],
+)
+def test_what_is_meant(kind: Callable[[str], object], text: str, value: object):
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((count, text) for text in ("0", "-1", "1.5", "many", "", "²")),
+        *((positive, text) for text in ("0", "-1", "nan", "inf", "fast", "")),
+        *((not_negative, text) for text in ("-1", "nan", "inf", "soon")),
+        *((url, text) for text in ("h:1", "ftp://h")),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_word(kind: Callable[[str], object], text: str):
+    with pytest.raises(ArgumentTypeError, match=rf"must .*{text}"):
+        kind(text)
+
+
+def test_assignments():
+    assert assignments(["a=1, b=x=y", "c="], "--params") == {"a": "1", "b": "x=y", "c": ""}
+    with pytest.raises(SpecError, match="'a' is not NAME=VALUE - at `--params`"):
+        assignments(["a"], "--params")
