@@ -104,7 +104,7 @@ class Chains:
         """Equal to `text_chain`."""
         return self._chain(text, block_bytes, _text_root(root))
 
-    def _chain(self, prompt: bytes, size: int, root: int) -> list[int]:
+    def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> list[int]:
         data = memoryview(prompt)
         mask, xxh3 = _60_BITS, _xxh3
         hashes: list[int] = []
@@ -156,21 +156,22 @@ def dynamo_sequence_hashes(local: Sequence[int], parent: int | None = None) -> l
     return hashes
 
 
-def _cut(data: bytes, size: int) -> Iterator[tuple[bytes]]:
+def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes]]:
     """Full blocks of `size` bytes, each as a 1-tuple: a third cheaper than slicing."""
     return iter_unpack(f"{size}s", memoryview(data)[: len(data) // size * size])
 
 
-def _little_endian(token_ids: Sequence[int]) -> bytes:
+def _little_endian(token_ids: Sequence[int]) -> memoryview:
+    """Not copied where it is an array of unsigned ints."""
     if sys.byteorder == "little" and isinstance(token_ids, array) and token_ids.typecode == "I":
-        return token_ids.tobytes()
+        return memoryview(token_ids).cast("B")
     try:
         words = array("I", token_ids)
     except OverflowError:
         raise ValueError("token id outside 0 … 2**32-1") from None
     if sys.byteorder == "big":
         words.byteswap()
-    return words.tobytes()
+    return memoryview(words).cast("B")
 
 
 # vLLM's hashes (vllm/v1/core/kv_cache_utils.py and vllm/utils/hashing.py, read in 0.15 … 0.33).

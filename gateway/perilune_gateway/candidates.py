@@ -23,7 +23,7 @@ MAX_REMEMBERED = 256
 """Sets of holders whose links are remembered."""
 Speed = tuple[EngineModel, float]
 """Engine as fast as observed, observed / predicted seconds to the first token."""
-Links = Sequence[Mapping[str, Link]]
+Links = list[Mapping[str, Link] | None]
 
 
 class Candidates:
@@ -40,7 +40,7 @@ class Candidates:
         self._alike = False
         """All engines are equally fast."""
         self._links: dict[tuple[str, ...], Links] = {}
-        """By holders: links to them."""
+        """By holders: links to them; None: not looked at yet."""
         self._seen = -1
 
     def configure(self, engine: EngineModel) -> None:
@@ -71,13 +71,15 @@ class Candidates:
             self._speeds = ([engine for engine, _ in speeds], [ratio for _, ratio in speeds])
             self._alike = all(engine is speeds[0][0] for engine, _ in speeds)
         engines, ttft_ratios = self._speeds
+        holders = tuple([holder for holder, _ in prefix.locations])
         return Rows(
             views,
             self._addresses,
             tokens,
             overlaps,
             elsewhere,
-            self._links_to(tuple([holder for holder, _ in prefix.locations]), views, now),
+            holders,
+            self._links_to(holders, views, now),
             engines,
             self._alike,
             dict(self._calibration.decodes_s),
@@ -107,7 +109,7 @@ class Candidates:
             self._links.clear()
         links = self._links.get(holders)
         if links is None:
-            links = self._links[holders] = [{a: v.links[a] for a in holders if a in v.links} for v in views]
+            links = self._links[holders] = [None] * len(views)
         return links
 
     def _slow(self, view: EndpointView, holders: Sequence[str], now: float) -> Mapping[str, Link]:

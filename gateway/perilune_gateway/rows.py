@@ -32,8 +32,8 @@ class Rows(Sequence[Candidate]):
     afterwards."""
 
     __slots__ = (
-        "_alike", "_decodes_s", "_elsewhere", "_engines", "_links", "_made", "_overlaps", "_ready", "_tokens",
-        "_ttft_ratios", "addresses", "views",
+        "_alike", "_decodes_s", "_elsewhere", "_engines", "_holders", "_links", "_made", "_overlaps",
+        "_ready", "_tokens", "_ttft_ratios", "addresses", "views",
     )  # fmt: skip
 
     def __init__(
@@ -43,19 +43,21 @@ class Rows(Sequence[Candidate]):
         tokens: int,
         overlaps: Mapping[str, Overlap],
         elsewhere: Overlap,
-        links: Sequence[Mapping[str, Link]],
+        holders: Sequence[str],
+        links: list[Mapping[str, Link] | None],
         engines: Sequence[EngineModel],
         alike: bool,
         decodes_s: Mapping[str, float],
         ttft_ratios: Sequence[float],
     ) -> None:
-        """`tokens`: of the prompt. `elsewhere`: the overlap of endpoints that are not in `overlaps`. `alike`:
-        the engines are all the same."""
+        """`tokens`: of the prompt. `elsewhere`: the overlap of endpoints that are not in `overlaps`. `links`:
+        to the `holders` of the prefix, filled in where it is None. `alike`: the engines are all the same."""
         self.views = views
         self.addresses = addresses
         self._tokens = tokens
         self._overlaps = overlaps
         self._elsewhere = elsewhere
+        self._holders = holders
         self._links = links
         self._engines = engines
         self._alike = alike
@@ -89,7 +91,7 @@ class Rows(Sequence[Candidate]):
                 overlap,
                 engine.prefill_s(self._tokens - device, device),
                 moved_s,
-                self._links[at],
+                self._links_of(at),
                 engine,
                 self._decodes_s.get(endpoint.address, 0.0),
                 self._ttft_ratios[at],
@@ -117,7 +119,7 @@ class Rows(Sequence[Candidate]):
                 held,
                 self._prefills_s(held),
                 moved_s,
-                self._links,
+                map(self._links_of, range(len(self.views))),
                 self._engines,
                 map(self._decodes_s.get, self.addresses, repeat(0.0)),
                 self._ttft_ratios,
@@ -128,6 +130,13 @@ class Rows(Sequence[Candidate]):
                 made[at] = row
             self._made = made
         return self._made
+
+    def _links_of(self, at: int) -> Mapping[str, Link]:
+        links = self._links[at]
+        if links is None:
+            everybody = self.views[at][3]
+            links = self._links[at] = {a: everybody[a] for a in self._holders if a in everybody}
+        return links
 
     def _prefills_s(self, held: Sequence[Overlap]) -> list[float]:
         """Computed once for all that hold equally much and are equally fast."""

@@ -55,6 +55,7 @@ async def gateway(*records: DecisionRecord):
         nodes=tuple,
         sessions=lambda id: (),
         index_stats=dict,
+        moves=dict,
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
     )
