@@ -13,9 +13,21 @@ _ROUTER: Mapping[str, tuple[str, ...]] = {
     "our policy": ("policy/perilune.py", "policy/cost.py"),
     "ear": ("policy/ear.py",),
     "all policies": ("policy",),
-    "migration planner": ("migration.py", "planner.py", "state/moves.py"),
+    "migration planner": ("migration.py", "planner.py", "move_facts.py", "move_rows.py", "state/moves.py"),
     "admission": ("admission.py",),
-    "router, index, sessions, load": ("router.py", "state"),
+    "router: gather, decide, record": (
+        "router.py",
+        "gather.py",
+        "candidates.py",
+        "rows.py",
+        "deciding.py",
+        "dice.py",
+        "recording.py",
+        "in_flight.py",
+    ),
+    "index, sessions, load": ("state",),
+    "tokens": ("tokens", "blocks.py"),
+    "transport, Envoy's protocol": ("transport", "wire.py", "messages.py", "exchange.py"),
     "the whole gateway": (".",),
 }
 
