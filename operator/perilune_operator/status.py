@@ -46,12 +46,13 @@ def of_pool(
     """Everything that can be said of an accepted spec."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     leaving = {name for made in drains.values() for name in made.leaving}
-    wanted = sum(spec.replicas for _, spec in vllm.roles(pool))
-    ready = sum(p.ready for p in engines if p.name not in leaving)
+    staying = [p for p in engines if p.ready and p.name not in leaving]
+    counts = {role: (sum(p.role == role for p in staying), spec.replicas) for role, spec in vllm.roles(pool)}
+    ready, wanted = (sum(number) for number in zip(*counts.values(), strict=True))
     scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
     facts = [Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid.")]
     facts.append(_topology(pool))
-    facts.append(_engines(pool, observed, ready, wanted))
+    facts.append(_engines(pool, observed, counts))
     if pool.spec.mooncake.store.enabled:
         up = _available(pool, observed, mooncake.master_name(pool.name)) > 0
         facts.append(
@@ -65,7 +66,7 @@ def of_pool(
     facts.append(_route(pool, observed))
     facts.append(_progress(pool, observed))
     facts.append(_draining(pool, observed, drains))
-    facts.append(_ready(facts))
+    facts.append(_ready(pool, facts))
     fabric = pool.fabric
     stats = observed.gateway
     role = {names.ROLE_LABEL: scaled.value}
@@ -159,16 +160,21 @@ def _gpus(pool: Context) -> str:
     return f" ({_names(list(products))})" if products else ""
 
 
-def _engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
-    """With what Kubernetes says of the first pod, or workload, that is in trouble."""
+def _engines(pool: Context, observed: Observed, counts: Mapping[Role, tuple[int, int]]) -> Fact:
+    """With what Kubernetes says of the first pod, or workload, that is in trouble. `counts`: ready and wanted
+    of each role."""
     kind = Condition.ENGINES_READY
     if not vllm.can_run(pool):
         words = f"An endpoint of {vllm.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
-    if wanted == 0:
+    if not any(wanted for _, wanted in counts.values()):
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
-    message = f"{ready} of {wanted} endpoints are ready."
-    if ready >= wanted:
+    each = [
+        f"{ready} of {wanted} {'' if role is Role.BOTH else f'{role} '}endpoints"
+        for role, (ready, wanted) in counts.items()
+    ]
+    message = f"{' and '.join(each)} are ready."
+    if all(ready >= wanted for ready, wanted in counts.values()):
         return Fact(kind, "True", Reason.AVAILABLE, message)
     engines = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in engines if p.trouble and not p.terminating]
@@ -298,8 +304,9 @@ def _available(pool: Context, observed: Observed, name: str) -> int:
     return int((child.get("status") or {}).get("availableReplicas", 0))
 
 
-def _ready(facts: Sequence[Fact]) -> Fact:
-    """What all conditions that concern requests say together; the first that does not hold names it."""
+def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
+    """What all conditions that concern requests say together; the first that does not hold names it. As few
+    engines or gateways as the spec wants may be too few."""
     needed = (
         Condition.ENGINES_READY,
         Condition.STORE_READY,
@@ -309,6 +316,12 @@ def _ready(facts: Sequence[Fact]) -> Fact:
     for fact in facts:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
+    if not any(spec.replicas for role, spec in vllm.roles(pool) if role is not Role.PREFILL):
+        return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: nobody answers.")
+    nobody_decides = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
+    if nobody_decides and not pool.spec.gateway.fail_open:
+        words = "gateway.replicas is 0 and failOpen false: requests get 503."
+        return Fact(Condition.READY, "False", Reason.NO_GATEWAY_WANTED, words)
     return Fact(Condition.READY, "True", Reason.SERVING, "Requests are answered.")
 
 

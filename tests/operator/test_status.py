@@ -166,6 +166,36 @@ def test_what_is_wrong_has_a_reason(
     assert made["Ready"][0] == ready
 
 
+@pytest.mark.parametrize(
+    ("change", "ready"),
+    [
+        pytest.param({"replicas": 0}, ("False", "NoEnginesWanted"), id="no engines"),
+        pytest.param({"gateway": {"replicas": 0}}, ("True", "Serving"), id="nobody decides, requests pass"),
+        pytest.param(
+            {"gateway": {"replicas": 0, "failOpen": False}},
+            ("False", "NoGatewayWanted"),
+            id="nobody decides, requests do not pass",
+        ),
+    ],
+)
+def test_a_pool_that_is_as_wanted_may_still_answer_nobody(change: Object, ready: tuple[str, str]) -> None:
+    change["gateway"] = {**change.get("gateway", {}), "parent": {"name": "g"}}
+    pods = () if change.get("replicas") == 0 else (pod("a"), pod("b"))
+    made = conditions(of(seen(pods=pods), SPEC | change))
+    assert made["EnginesReady"][0] == made["GatewayReady"][0] == "True"
+    assert made["Ready"] == ready
+
+
+def test_a_role_does_not_stand_in_for_the_other() -> None:
+    spec = SPEC | {"roles": {"prefill": {}, "decode": {"replicas": 2}}, "mooncake": {"transfer": "connector"}}
+    pods = tuple(pod(name, role=role) for name, role in (("a", "prefill"), ("b", "prefill"), ("c", "decode")))
+    made = of(seen(pods=pods), spec)
+    assert made.ready == "3/3"
+    assert conditions(made)["EnginesReady"] == ("False", "WaitingForEngines")
+    (said,) = [c.message for c in made.conditions if c.type is Condition.ENGINES_READY]
+    assert said == "2 of 1 prefill endpoints and 1 of 2 decode endpoints are ready."
+
+
 def test_an_endpoint_that_does_not_come_says_why() -> None:
     stuck = replace(pod("b", ready=False), trouble="ImagePullBackOff (vllm:none)")
     (said,) = [c for c in of(seen(pods=(pod("a"), stuck))).conditions if c.type is Condition.ENGINES_READY]
