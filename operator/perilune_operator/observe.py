@@ -1,7 +1,7 @@
 """What is: the facts of one pool's surroundings, cut to what a plan reads. Reads, never decides."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,9 +119,10 @@ def key(obj: Object) -> Key:
     return Key(obj["kind"], meta.get("namespace", ""), meta["name"])
 
 
-def node(obj: Object, gpu_resources: Iterable[str] = ("nvidia.com/gpu",)) -> NodeFacts:
+def node(obj: Object) -> NodeFacts:
+    """A GPU is what its vendor calls one: nvidia.com/gpu, amd.com/gpu."""
     allocatable = obj.get("status", {}).get("allocatable") or {}
-    gpus = sum(int(allocatable.get(name, 0)) for name in gpu_resources)
+    gpus = sum(int(number) for name, number in allocatable.items() if name.endswith("/gpu"))
     labels = obj["metadata"].get("labels") or {}
     spec = obj.get("spec") or {}
     taints = {taint.get("key") for taint in spec.get("taints") or ()}

@@ -27,6 +27,18 @@ def test_a_node_that_is_being_emptied(spec: Object, leaving: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("room", "gpus"),
+    [
+        pytest.param({"cpu": "8", "memory": "1Gi"}, 0, id="none"),
+        pytest.param({"cpu": "8", "nvidia.com/gpu": "8"}, 8, id="NVIDIA"),
+        pytest.param({"amd.com/gpu": "4"}, 4, id="AMD"),
+    ],
+)
+def test_gpus_of_a_node(room: Object, gpus: int) -> None:
+    assert observe.node({"metadata": {"name": "n"}, "status": {"allocatable": room}}).gpus == gpus
+
+
+@pytest.mark.parametrize(
     ("annotations", "draining", "drained_by", "chosen"),
     [
         pytest.param({}, "", frozenset(), False, id="none"),
