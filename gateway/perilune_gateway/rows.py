@@ -5,8 +5,9 @@ made from, which is shared between decisions or never changes, so that the recor
 read in full, exactly as the policy saw it, as long as it is kept. Whoever goes over all candidates gets them
 made column by column, once.
 
-`addresses`, `loads`, `find` and `ranked` read one column of any candidates or costs, and of these without
-making the rest. Costs: 0.7 µs a candidate, 0.4 for all of many. Does not: know where values come from.
+`addresses`, `loads`, `find`, `totals` and `ranked` read one column of any candidates or costs, and of these
+without making the rest. Costs: 0.7 µs a candidate, 0.4 for all of many. Does not: know where values come
+from.
 """
 
 from __future__ import annotations
@@ -201,6 +202,13 @@ def find(candidates: Sequence[Candidate], address: str) -> Candidate | None:
     if isinstance(candidates, Rows):
         return candidates[candidates.addresses.index(address)] if address in candidates.addresses else None
     return next((c for c in candidates if c.endpoint.address == address), None)
+
+
+def totals(costs: Sequence[Cost]) -> dict[str, float]:
+    """By address."""
+    if isinstance(costs, Costs):
+        return dict(zip(costs.addresses, costs.totals, strict=True))
+    return {cost.address: cost.total for cost in costs}
 
 
 def ranked(costs: Sequence[Cost], count: int) -> list[str]:

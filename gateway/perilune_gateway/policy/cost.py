@@ -17,14 +17,14 @@ not, so either all of it or nothing is best. For the same reason more overlap ne
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from random import Random
+from typing import NamedTuple
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Cost, RequestView
-from perilune_gateway.rows import Costs, addresses, find, loads
+from perilune_gateway.rows import Costs, addresses, find, loads, totals
 
 
 class Source(StrEnum):
@@ -37,6 +37,7 @@ class Source(StrEnum):
     PEER = "peer"
 
 
+_new = tuple.__new__
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by no more than that share and seconds are not told apart."""
 
@@ -46,24 +47,28 @@ SAME_SHARE, SAME_S = 0.05, 0.01
 
 def lowest(candidates: Sequence[Candidate], key: Callable[[Candidate], object], rng: Random) -> Candidate:
     """The one with the smallest key; a draw among equals, so that equal endpoints share the work."""
-    keys = [key(c) for c in candidates]
+    return draw(candidates, [key(c) for c in candidates], rng)
+
+
+def draw(candidates: Sequence[Candidate], keys: Sequence[object], rng: Random) -> Candidate:
+    """`lowest`, by the keys of each."""
     best = min(keys)  # type: ignore[type-var]  # keys of one call are alike
-    equal = [c for c, k in zip(candidates, keys, strict=True) if k == best]
+    equal = [candidates[at] for at, key in enumerate(keys) if key == best]
     return equal[0] if len(equal) == 1 else rng.choice(equal)
 
 
 def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
     """The one with the lowest total; `costs` in the candidates' order."""
-    totals = {cost.address: cost.total for cost in costs}
-    return lowest(candidates, lambda c: totals[c.address], rng)
+    total = totals(costs)
+    return draw(candidates, [total[address] for address in addresses(candidates)], rng)
 
 
 def nearly_cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
     """Of those whose cost in seconds is not told apart from the lowest, the one with the fewest sessions; a
     draw among equals."""
-    limit = nearly(min(cost.total for cost in costs))
-    totals = {cost.address: cost.total for cost in costs}
-    equal = [c for c in candidates if totals[c.address] <= limit]
+    total = totals(costs)
+    limit = nearly(min(total.values()))
+    equal = [c for c in candidates if total[c.address] <= limit]
     return lowest(equal, lambda c: c.load.sessions, rng)
 
 
@@ -76,12 +81,10 @@ def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") 
     """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
     fewest sessions; the rest is a draw, so that equal endpoints share the work."""
     keys = [(load.pending_prefill_tokens, load.in_flight, load.sessions) for load in loads(candidates)]
-    least = min(keys)
     there = find(candidates, near) if near else None
-    if there is not None and there.load.pending_prefill_tokens == least[0]:
+    if there is not None and there.load.pending_prefill_tokens == min(keys)[0]:
         return there
-    equal = [at for at, key in enumerate(keys) if key == least]
-    return candidates[equal[0] if len(equal) == 1 else rng.choice(equal)]
+    return draw(candidates, keys, rng)
 
 
 def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -145,15 +148,15 @@ def pending_costs(candidates: Sequence[Candidate]) -> Costs:
             "prefill_s": prefill_s,
         }
 
-    totals = [float(load.pending_prefill_tokens) for load in loads(candidates)]
-    return Costs(addresses(candidates), totals, terms)
+    return Costs(
+        addresses(candidates), [float(load.pending_prefill_tokens) for load in loads(candidates)], terms
+    )
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(NamedTuple):
     """What one request costs on one endpoint."""
 
     queue_s: float
@@ -187,8 +190,9 @@ class Seconds:
     def total_s(self) -> float:
         return self.arriving_s + self.standing_s
 
-    def cost(self, address: str) -> Cost:
-        terms = {
+    @property
+    def terms(self) -> dict[str, float]:
+        return {
             "queue_s": self.queue_s,
             "fetch_s": self.fetch_s,
             "prefill_s": self.prefill_s,
@@ -198,28 +202,60 @@ class Seconds:
             "room_s": self.room_s,
             "cached_tokens": float(self.cached_tokens),
         }
-        return Cost(address, self.total_s, terms)
+
+    def cost(self, address: str) -> Cost:
+        return Cost(address, self.total_s, self.terms)
 
 
 def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
-    """The request's cost there. Costs a few µs."""
-    load = candidate.load
-    disturbed = params.interference_weight * load.decoding
-    waiting = _come_back(candidate, request, params)
-    weight = 1.0 + disturbed + waiting
-    source, peer, cached_tokens, fetch_s, prefill_s = cheapest_fetch(candidate, request, weight)
-    return Seconds(
-        load.pending_prefill_s,
-        fetch_s,
-        prefill_s,
-        _company_s(candidate, request, params),
-        disturbed * prefill_s,
-        waiting * prefill_s,
-        candidate.engine.prefill_s(missing_room_tokens(candidate, request)),
-        source,
-        peer,
-        cached_tokens,
-    )
+    """The request's cost there."""
+    return all_seconds((candidate,), request, params)[0]
+
+
+def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: PolicyParams) -> list[Seconds]:
+    """The request's cost on each. About 1 µs an idle endpoint: what depends on the engine and on how much it
+    holds is computed once for all that are alike."""
+    prompt, prefix = request.prompt_tokens, request.prefix
+    known = min(prefix.tokens, prompt)
+    interference, interval_s = params.interference_weight, params.turn_interval_seconds
+    rest_of: dict[int, float] = {}
+    alone: dict[tuple[int, int], float] = {}
+    found: list[Seconds] = []
+    for candidate in candidates:
+        _, load, (device, host, stored), _, _, _, engine, _, _ = candidate
+        same = id(engine)
+        disturbed = interference * max(0, load.in_flight - load.prefilling)
+        waiting = 0.0
+        if interval_s:
+            # In t seconds of this prefill each session bound there comes back t / interval times, and finds
+            # half of it left. As t counts the prefill that even the best holder has left, which keeps costs
+            # linear in prefill: squared, more overlap could raise them.
+            if (rest_s := rest_of.get(same)) is None:
+                rest_s = rest_of[same] = engine.prefill_s(prompt - known, known)
+            waiting = load.sessions * rest_s / (2.0 * interval_s)
+        if prefix.pullable or host > device or stored > device:
+            weight = 1.0 + disturbed + waiting
+            source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, weight)
+        else:
+            source, peer, cached, fetch_s = Source.DEVICE, "", device, 0.0
+            if (at := alone.get((same, device))) is None:
+                at = alone[same, device] = engine.prefill_s(prompt - device, device)
+            prefill_s = at
+        missing = prompt - device - load.kv_free_tokens
+        cost = (
+            load.pending_prefill_s,
+            fetch_s,
+            prefill_s,
+            _company_s(candidate, request, params) if load.in_flight else 0.0,
+            disturbed * prefill_s,
+            waiting * prefill_s,
+            engine.prefill_s(missing) if missing > 0 else 0.0,
+            source,
+            peer,
+            cached,
+        )
+        found.append(_new(Seconds, cost))
+    return found
 
 
 def cheapest_fetch(
@@ -256,22 +292,9 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source
             yield Source.PEER, peer, tokens, pull_s
 
 
-def _come_back(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
-    """Seconds that the sessions bound there wait per second of this prefill: in t seconds of it each comes
-    back t / interval times, and finds half of it left. As t counts the prefill that even the best holder has
-    left, which keeps costs linear in prefill: squared, more overlap could raise them."""
-    if not params.turn_interval_seconds:
-        return 0.0
-    known = min(request.prefix.tokens, request.prompt_tokens)
-    rest_s = candidate.engine.prefill_s(request.prompt_tokens - known, known)
-    return candidate.load.sessions * rest_s / (2.0 * params.turn_interval_seconds)
-
-
 def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
     """Seconds that those in flight there add to this request's decoding."""
     load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
-    if not load.in_flight:
-        return 0.0
     output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)
     together_s = engine.decode_step_s(load.in_flight + 1, load.active_kv_tokens + prompt)
     return output * (together_s - engine.decode_step_s(1, prompt))

@@ -17,7 +17,7 @@ Where links are slow a move costs more and happens less: nothing else has to be 
 saturation, where nothing dominates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 
 from perilune_api.pool import PolicyParams
@@ -33,28 +33,30 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.policy.cost import (
     Seconds,
+    all_seconds,
     cheapest,
+    draw,
     host_of,
     lasting_turns,
-    lowest,
     nearly_cheapest,
-    seconds,
 )
+from perilune_gateway.rows import Costs, addresses
 
 
 def perilune(
     request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
 ) -> Decision | NeedBody:
     """Lowest cost, or the host unless leaving it pays."""
-    here = {c.address: seconds(c, request, params) for c in candidates}
-    costs = tuple(here[c.address].cost(c.address) for c in candidates)
+    each, named = all_seconds(candidates, request, params), addresses(candidates)
+    costs = Costs(named, [there.total_s for there in each], lambda at: each[at].terms)
+    here = dict(zip(named, each, strict=True))
     host = host_of(request, candidates)
-    others = [c for c in candidates if c is not host]
     if host is None or request.session is None:
         if request.phase is Phase.HEADERS:
             return NEED_BODY
         target = nearly_cheapest(candidates, costs, rng)
         return _decision(target, Reason.COLD, here, costs)
+    others = [c for c in candidates if c is not host]
     if not others:
         return _decision(host, Reason.HOST, here, costs)
     if (
@@ -63,8 +65,10 @@ def perilune(
     ):
         return NEED_BODY
     turns = 1.0 if host.draining else lasting_turns(request.session.turns, params)
-    best = lowest(others, lambda c: -gain(here[host.address], here[c.address], turns, params), rng)
-    worth = host.draining or gain(here[host.address], here[best.address], turns, params) > 0
+    mine = here[host.address]
+    gains = gain(mine, (there for there in each if there is not mine), turns, params)
+    best = draw(others, [-g for g in gains], rng)
+    worth = host.draining or max(gains) > 0
     cooled = host.draining or request.session.seconds_since_move > params.cooldown_seconds
     if worth and cooled:
         if request.phase is Phase.HEADERS:
@@ -73,23 +77,29 @@ def perilune(
         return _decision(target, Reason.MOVED, here, costs, moved_from=host.address)
     if worth:
         return _decision(host, Reason.HOT_COOLDOWN, here, costs)
-    is_cheapest = here[host.address].total_s <= here[best.address].total_s
+    is_cheapest = mine.total_s <= here[best.address].total_s
     return _decision(host, Reason.HOST if is_cheapest else Reason.NOT_WORTH, here, costs)
 
 
-def gain(host: Seconds, other: Seconds, turns: float, params: PolicyParams) -> float:
-    """Benefit − worth × cost of leaving the host, in seconds; above 0 it pays. What pays must bring at least
-    `least_gain_seconds`, or sessions follow noise: most queues are gone before the next turn."""
-    benefit_s = (host.standing_s - other.standing_s) * turns + max(0.0, host.arriving_s - other.arriving_s)
-    cost_s = max(0.0, other.arriving_s - host.arriving_s)
-    return benefit_s - max(params.least_gain_seconds, params.migration_worth * cost_s)
+def gain(host: Seconds, others: Iterable[Seconds], turns: float, params: PolicyParams) -> list[float]:
+    """Benefit − worth × cost of leaving the host for each other one, in seconds; above 0 it pays. What pays
+    must bring at least `least_gain_seconds`, or sessions follow noise: most queues are gone before the next
+    turn."""
+    standing_s, arriving_s = host.standing_s, host.arriving_s
+    least_s, worth = params.least_gain_seconds, params.migration_worth
+    gains: list[float] = []
+    for other in others:
+        saved_s = arriving_s - other.arriving_s
+        benefit_s = (standing_s - other.standing_s) * turns + max(0.0, saved_s)
+        gains.append(benefit_s - max(least_s, worth * max(0.0, -saved_s)))
+    return gains
 
 
 def _decision(
     target: Candidate,
     reason: Reason,
     here: Mapping[str, Seconds],
-    costs: tuple[Cost, ...],
+    costs: Sequence[Cost],
     moved_from: str = "",
 ) -> Decision:
     there = here[target.address]
