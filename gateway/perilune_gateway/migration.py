@@ -64,8 +64,8 @@ queues."""
 ALL_TRIGGERS = frozenset(MoveTrigger)
 Subject = Hashable
 """Names a session or a prefix, for who asked."""
-
-MOVING = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
+APPROVED = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
+"""Reasons for a move; the others are reasons against one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Move:
 
     @property
     def approved(self) -> bool:
-        return self.reason in MOVING
+        return self.reason in APPROVED
 
     @property
     def value_s(self) -> float:

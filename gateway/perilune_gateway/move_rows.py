@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from perilune_gateway.explain import tenant_hash
 from perilune_gateway.identity import SessionKey
-from perilune_gateway.migration import MOVING, Move, MoveReason, Subject
+from perilune_gateway.migration import APPROVED, Move, MoveReason, Subject
 from perilune_gateway.planner import Ended, Lapse, Planner, PlannerStats, State
 from perilune_gateway.state.calibration import Calibration
 
@@ -76,7 +76,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     moves = CounterMetricFamily(
         "perilune_moves", "Moves that were planned, by what became of them.", labels=("reason", "state")
     )
-    for reason in sorted(MOVING):
+    for reason in sorted(APPROVED):
         for state in State:
             moves.add_metric((reason, state), stats.moves.get((reason, state), 0))
     yield moves
@@ -87,7 +87,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     refused = CounterMetricFamily(
         "perilune_moves_refused", "Sessions and prefixes that were weighed and stay.", labels=("reason",)
     )
-    for reason in sorted(set(MoveReason) - MOVING):
+    for reason in sorted(set(MoveReason) - APPROVED):
         refused.add_metric((reason,), stats.stays.get(reason, 0))
     yield refused
     yield GaugeMetricFamily(

@@ -23,7 +23,7 @@ import msgspec
 
 import perilune_gateway
 import perilune_lab
-from perilune_api import pool
+from perilune_api import pool, topology
 from perilune_lab.evaluate.cells import Cell, Result, batches, compute
 from perilune_lab.evaluate.search import Found, Search, find
 
@@ -33,6 +33,7 @@ J = TypeVar("J", Cell, Search)
 _GATEWAY = (
     "policy",
     "model.py",
+    "rows.py",
     "admission.py",
     "migration.py",
     "planner.py",
@@ -155,7 +156,12 @@ def default_folder() -> Path:
 def fingerprint() -> str:
     """Of the code that results come from: policies and what they read, simulator, traces, measurement."""
     gateway, lab = Path(perilune_gateway.__path__[0]), Path(perilune_lab.__path__[0])
-    roots = [*(gateway / name for name in _GATEWAY), *(lab / name for name in _LAB), Path(pool.__file__)]
+    roots = [
+        *(gateway / name for name in _GATEWAY),
+        *(lab / name for name in _LAB),
+        Path(pool.__file__),
+        Path(topology.__file__),
+    ]
     sources = [f for root in roots for f in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
     digest = hashlib.sha256()
     for source in sources:

@@ -59,7 +59,7 @@ def _policies(found: WhatIf) -> Table:
         *("refused", "no body", "busiest"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    by_ttft = sorted(found.arms.values(), key=lambda arm: mean(arm.ttft_changes_s) if arm.choices else 0.0)
+    by_ttft = sorted(found.arms.values(), key=lambda arm: arm.ttft_change_s / max(1, arm.compared))
     for arm in (found.recorded, *by_ttft):
         table.add_row(
             arm.policy, *_cells(arm, len(found.endpoints)), style="bold" if arm is found.recorded else ""
@@ -71,16 +71,17 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
     if not arm.choices:
         return [*[""] * 9, str(arm.refused or ""), str(arm.needs_body or ""), ""]
     is_other = arm.policy != RECORDED
-    ttft = sorted(choice.ttft_s for choice in arm.choices)
-    prompts = sum(choice.cached_tokens + choice.new_tokens for choice in arm.choices)
+    ttft = sorted(arm.ttft_s)
+    prompts = arm.cached_tokens + arm.new_tokens
+    changes = is_other and arm.compared
     return [
         f"{arm.same / arm.decisions:.1%}" if is_other else "",
         f"{mean(ttft):.3f}",
-        f"{mean(arm.ttft_changes_s):+.3f}" if is_other and arm.ttft_changes_s else "",
+        f"{arm.ttft_change_s / arm.compared:+.3f}" if changes else "",
         f"{quantile(ttft, 0.9):.3f}",
-        f"{mean(choice.cost_s for choice in arm.choices):.3f}",
-        f"{mean(arm.cost_changes_s):+.3f}" if is_other and arm.cost_changes_s else "",
-        f"{sum(choice.cached_tokens for choice in arm.choices) / prompts:.1%}" if prompts else "",
+        f"{arm.cost_s / arm.choices:.3f}",
+        f"{arm.cost_change_s / arm.compared:+.3f}" if changes else "",
+        f"{arm.cached_tokens / prompts:.1%}" if prompts else "",
         f"{arm.moves} of {len(arm.moved)}" if arm.moves else "",
         f"{arm.off_host / arm.had_host:.1%}" if arm.had_host else "",
         str(arm.refused or ""),
@@ -91,17 +92,9 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
 
 def busiest(arm: Arm, endpoints: int) -> float:
     """Uncached tokens at the busiest of so many endpoints / their mean there."""
-    tokens = [new for _, new in by_endpoint(arm).values()]
-    return max(tokens) * endpoints / sum(tokens) if sum(tokens) else 1.0
-
-
-def by_endpoint(arm: Arm) -> dict[str, tuple[int, int]]:
-    """(requests, uncached tokens) by address."""
-    found: dict[str, tuple[int, int]] = {}
-    for choice in arm.choices:
-        requests, new = found.get(choice.target, (0, 0))
-        found[choice.target] = requests + 1, new + choice.new_tokens
-    return dict(sorted(found.items()))
+    if not arm.new_tokens:
+        return 1.0
+    return max(new for _, new in arm.by_endpoint.values()) * endpoints / arm.new_tokens
 
 
 def _reasons(found: WhatIf) -> Table:
@@ -135,7 +128,7 @@ def document(found: WhatIf) -> dict[str, object]:
 
 
 def _arm(arm: Arm) -> dict[str, object]:
-    ttft = sorted(choice.ttft_s for choice in arm.choices)
+    ttft = sorted(arm.ttft_s)
     return {
         "same": arm.same,
         "refused": arm.refused,
@@ -152,13 +145,13 @@ def _arm(arm: Arm) -> dict[str, object]:
         }
         if ttft
         else None,
-        "ttft_change_s": mean(arm.ttft_changes_s) if arm.ttft_changes_s else None,
-        "cost_s": mean(choice.cost_s for choice in arm.choices) if arm.choices else None,
-        "cost_change_s": mean(arm.cost_changes_s) if arm.cost_changes_s else None,
-        "cached_tokens": sum(choice.cached_tokens for choice in arm.choices),
+        "ttft_change_s": arm.ttft_change_s / arm.compared if arm.compared else None,
+        "cost_s": arm.cost_s / arm.choices if arm.choices else None,
+        "cost_change_s": arm.cost_change_s / arm.compared if arm.compared else None,
+        "cached_tokens": arm.cached_tokens,
         "reasons": dict(arm.reasons),
         "endpoints": {
             address: {"requests": requests, "uncached_tokens": new}
-            for address, (requests, new) in by_endpoint(arm).items()
+            for address, (requests, new) in sorted(arm.by_endpoint.items())
         },
     }

@@ -16,7 +16,7 @@ from perilune_gateway.policy import LIVE
 from perilune_gateway.testing import PLAIN, candidate, fleet, request, session
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf
-from perilune_lab.whatif.text import busiest, by_endpoint
+from perilune_lab.whatif.text import busiest
 
 ROUTING = Routing("ear")
 
@@ -52,10 +52,9 @@ class TestArms:
         here = candidate("a", pending=5_000, pending_s=5.0, cached=400, engine=PLAIN)
         there = candidate("b", engine=PLAIN)
         arm = seen(record(here, there), policies=("least_loaded",)).arms["least_loaded"]
-        (choice,) = arm.choices
         # 1,000 tokens at 1 ms; a: 5 s of queue and 600 new ones, b: all of them
-        assert (choice.target, choice.ttft_s, choice.new_tokens) == ("b", 1.0, 1000)
-        assert arm.ttft_changes_s == pytest.approx([1.0 - 5.6])
+        assert (list(arm.ttft_s), arm.by_endpoint) == ([1.0], {"b": (1, 1000)})
+        assert (arm.compared, arm.ttft_change_s) == (1, pytest.approx(1.0 - 5.6))
         assert (arm.same, arm.had_host, arm.off_host, arm.moves) == (0, 1, 1, 0)
 
     def test_overrides_hold_for_the_arms_only(self):
@@ -69,13 +68,13 @@ class TestArms:
     def test_what_needs_the_body_is_not_guessed(self):
         early = record(view=replace(request(of=session("a")), phase=Phase.HEADERS))
         arm = seen(early, policies=("mooncake",)).arms["mooncake"]
-        assert (arm.needs_body, arm.decisions, arm.choices) == (1, 0, [])
+        assert (arm.needs_body, arm.decisions, arm.choices) == (1, 0, 0)
 
     def test_refusals_on_both_sides(self):
         refused = record(verdict=Refusal(RefuseReason.OVERLOADED, ""))
         found = seen(refused)
         assert (found.recorded.refused, found.arms["sticky"].refused) == (1, 0)
-        assert found.arms["sticky"].ttft_changes_s == [], "there is no recorded choice to compare with"
+        assert found.arms["sticky"].compared == 0, "there is no recorded choice to compare with"
 
     def test_the_planners_choices_are_set_apart(self):
         found = seen(record(verdict=Decision("b", Reason.PLANNED, moved_from="a")))
@@ -95,7 +94,7 @@ class TestArms:
             arm.take(
                 record(*fleet(a=0, b=0, c=0), target=target), Decision(target, Reason.RANDOM), PolicyParams()
             )
-        assert by_endpoint(arm) == {"a": (2, 2000), "b": (1, 1000)}
+        assert arm.by_endpoint == {"a": (2, 2000), "b": (1, 1000)}
         assert busiest(arm, endpoints=3) == 2.0
 
 
