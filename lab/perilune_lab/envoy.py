@@ -10,7 +10,8 @@ What is as under Envoy Gateway: the destination header is read by an `override_h
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
 retries what no endpoint has answered; buffers of 32 MiB; the call to the gateway is retried 8 times from
 25 ms on, and its circuit breaker is high, since every running request holds one stream.
-What is not: no xDS, no TLS; one route to one cluster.
+What is not: no xDS, no TLS; one route to one cluster. Envoy Gateway 1.9 cannot say of the call to the gateway
+that a retry goes to another one, which `retry_host_predicate` does here; on routes it says so too.
 
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.

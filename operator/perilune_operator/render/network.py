@@ -38,6 +38,14 @@ OPTIONAL_KINDS = (
 """APIs that a cluster may have or lack."""
 
 BUFFER = "32Mi"
+AT_ONCE = 65_536
+"""Requests that one Envoy may have under way to the engines, and so to the gateway: every running answer is
+one, for minutes. Of more than its own 1,024 it would answer 503; who is refused is the gateway's business."""
+BREAKER: Object = {
+    "maxConnections": AT_ONCE,
+    "maxPendingRequests": AT_ONCE,
+    "maxParallelRequests": AT_ONCE,
+}
 METRICS_LABEL = "perilune.dev/metrics"
 """On a namespace, `true`: its pods may scrape ours."""
 
@@ -130,6 +138,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                 "endpointOverride": {"extractFrom": [{"header": header}]},
             },
             "connection": {"bufferLimit": BUFFER},
+            "circuitBreaker": dict(BREAKER),
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
                 "numRetries": 2,
@@ -176,6 +185,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                         },
                         "http2": {"initialStreamWindowSize": "16Mi", "initialConnectionWindowSize": "16Mi"},
                         "connection": {"bufferLimit": BUFFER},
+                        "circuitBreaker": dict(BREAKER),
                     },
                 }
             ],
