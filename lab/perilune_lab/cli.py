@@ -56,7 +56,7 @@ COMMANDS = {
         "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
     ),
     "crosscheck": Command(
-        "perilune_lab.crosscheck",
+        "perilune_lab.crosscheck.cli",
         "one workload live and simulated, side by side: does the simulator tell the truth?",
         "perilune crosscheck --policies ear,round_robin --seconds 20",
     ),

@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from perilune_api.pool import SpecError
-from perilune_lab import crosscheck
-from perilune_lab.crosscheck import Crosscheck, Options, Pair, Simulated
+from perilune_lab.crosscheck import cli, compare, workload
+from perilune_lab.crosscheck.compare import Pair, Simulated
+from perilune_lab.crosscheck.play import Crosscheck
+from perilune_lab.crosscheck.workload import Options
 from perilune_lab.report import Quantiles, Run
 
 
@@ -44,29 +46,29 @@ ROBIN = pair("round_robin", 2.0, 2.2)
     ],
 )
 def test_verdicts(pairs: list[Pair], holds: list[bool]):
-    assert [verdict for verdict, _ in crosscheck.verdicts(pairs)] == holds
+    assert [verdict for verdict, _ in compare.verdicts(pairs)] == holds
 
 
 @pytest.mark.parametrize(
     ("found", "status", "said"),
     [
         (pair("ear", 1.0, 1.1), 0, "met: TTFT p90 within 20%: largest difference +10% (ear)"),
-        (pair("ear", 1.0, 1.5), crosscheck.FAILED, "MISSED: TTFT p90 within 20%"),
-        (pair("ear", 1.0, 0.5, waited_s=0.3), crosscheck.TOO_BUSY, "waited 300 ms for a CPU (ear)"),
+        (pair("ear", 1.0, 1.5), cli.FAILED, "MISSED: TTFT p90 within 20%"),
+        (pair("ear", 1.0, 0.5, waited_s=0.3), cli.TOO_BUSY, "waited 300 ms for a CPU (ear)"),
         (pair("ear", 1.0, 1.0, waited_s=0.3), 0, "do not judge by this run"),
     ],
 )
 def test_what_is_said(found: Pair, status: int, said: str, tmp_path: Path):
     out = Console(width=200, file=StringIO(), record=True)
     file = tmp_path / "found.json"
-    assert crosscheck.conclude(Options(json=file), [found], out) == status
+    assert cli.conclude(Options(json=file), [found], out) == status
     assert said in out.export_text()
     assert msgspec.json.decode(file.read_bytes(), type=list[Pair]) == [found]
 
 
 def test_both_ways_play_the_same_turns():
     trace = Options(seconds=5.0).trace()
-    other = crosscheck.renamed(trace, "ear/")
+    other = workload.renamed(trace, "ear/")
     assert [t.prompt_tokens for t in other.turns()] == [t.prompt_tokens for t in trace.turns()]
     keys = {segment.key for t in trace.turns() for segment in (*t.prompt, t.answer)}
     others = {segment.key for t in other.turns() for segment in (*t.prompt, t.answer)}
@@ -75,12 +77,12 @@ def test_both_ways_play_the_same_turns():
 
 def test_jitter_delays_a_little():
     trace = Options(seconds=5.0).trace()
-    late = crosscheck.jittered(trace, Random(1))
+    late = workload.jittered(trace, Random(1))
     assert [s.session_id for s in late.sessions] == [s.session_id for s in trace.sessions]
     for before, after in zip(trace.sessions, late.sessions, strict=True):
-        assert 0 <= after.start_s - before.start_s <= crosscheck.JITTER_S
+        assert 0 <= after.start_s - before.start_s <= workload.JITTER_S
         for a, b in zip(before.turns, after.turns, strict=True):
-            assert 0 <= b.gap_s - a.gap_s <= crosscheck.JITTER_S
+            assert 0 <= b.gap_s - a.gap_s <= workload.JITTER_S
             assert a.prompt == b.prompt
 
 
@@ -95,14 +97,14 @@ def test_what_is_simulated_has_a_spread():
 @pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"]])
 def test_wrong_policies(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
-        crosscheck.parse(argv)
-    assert crosscheck.main(argv) == crosscheck.WRONG_CALL
+        cli.parse(argv)
+    assert cli.main(argv) == cli.WRONG_CALL
     assert argv[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--rate", "0"], ["--seconds", "nan"], ["--endpoints", "0"]])
 def test_wrong_numbers(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as left:
-        crosscheck.parse(argv)
-    assert left.value.code == crosscheck.WRONG_CALL
+        cli.parse(argv)
+    assert left.value.code == cli.WRONG_CALL
     assert argv[0] in capsys.readouterr().err

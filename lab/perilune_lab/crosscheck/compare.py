@@ -1,0 +1,128 @@
+"""One policy live and simulated, side by side; and three verdicts over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import inf
+
+import msgspec
+from rich.table import Table
+
+from perilune_lab.report import Run
+
+TTFT_WITHIN = 0.20
+APC_WITHIN = 0.02
+TIE = 0.10
+"""Policies whose TTFT p90 differ by less are not in an order."""
+WAITED = 0.25
+"""Of all our processes for a CPU, per request, as a share of TTFT p50: above it live times say too much about
+this machine."""
+
+
+class Simulated(msgspec.Struct, frozen=True):
+    """Means over plays, and standard deviations."""
+
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p90_spread_s: float
+    apc: float
+    apc_spread: float
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """One policy both ways."""
+
+    live: Run
+    simulated: Simulated
+    waited_s: float
+    """Our processes for a CPU, per live request."""
+
+    @property
+    def policy(self) -> str:
+        return self.live.policy
+
+    @property
+    def ttft_off(self) -> float:
+        """Simulated / live TTFT p90, − 1."""
+        return self.simulated.ttft_p90_s / p90_s(self.live) - 1.0
+
+    @property
+    def apc_off(self) -> float:
+        """Simulated − live hit rate, 0–1."""
+        return self.simulated.apc - (self.live.apc or 0.0)
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.ttft_off) <= TTFT_WITHIN and abs(self.apc_off) <= APC_WITHIN
+
+    @property
+    def disturbed(self) -> bool:
+        return self.waited_s > WAITED * (self.live.ttft_s.p50 if self.live.ttft_s else 0.0)
+
+
+def p90_s(run: Run) -> float:
+    """TTFT p90; inf where nothing was measured."""
+    return run.ttft_s.p90 if run.ttft_s else inf
+
+
+def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
+    """Policies that the simulation puts in another order than the live run, both times clearly."""
+    found = []
+    for a, b in combinations(pairs, 2):
+        live = p90_s(a.live) / p90_s(b.live)
+        simulated = a.simulated.ttft_p90_s / b.simulated.ttft_p90_s
+        clear = all(not 1 - TIE < ratio < 1 / (1 - TIE) for ratio in (live, simulated))
+        if clear and (live < 1) != (simulated < 1):
+            found.append((a.policy, b.policy))
+    return found
+
+
+def table(pairs: Sequence[Pair]) -> Table:
+    """A row per policy, lowest live TTFT p90 first."""
+    grid = Table(title="live: real Envoy and gateway, simulated engines in real time · simulated: all of it")
+    grid.add_column("policy", no_wrap=True)
+    for name in (
+        "TTFT p50 live",
+        "simulated",
+        "p90 live",
+        "simulated",
+        "off",
+        "APC live",
+        "simulated",
+        "off",
+    ):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for pair in sorted(pairs, key=lambda pair: p90_s(pair.live)):
+        live, simulated = pair.live, pair.simulated
+        grid.add_row(
+            pair.policy + ("" if pair.agrees else " (!)"),
+            f"{live.ttft_s.p50 * 1e3:,.0f} ms" if live.ttft_s else "–",
+            f"{simulated.ttft_p50_s * 1e3:,.0f} ms",
+            f"{p90_s(live) * 1e3:,.0f} ms",
+            f"{simulated.ttft_p90_s * 1e3:,.0f} ± {simulated.ttft_p90_spread_s * 1e3:,.0f} ms",
+            f"{pair.ttft_off:+.0%}",
+            f"{live.apc or 0:.1%}",
+            f"{simulated.apc:.1%} ± {simulated.apc_spread * 100:.1f}",
+            f"{pair.apc_off * 100:+.1f}",
+        )
+    return grid
+
+
+def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
+    """(does it hold, in words)."""
+    ttft, apc = (max(pairs, key=lambda pair: abs(getattr(pair, off))) for off in ("ttft_off", "apc_off"))
+    wrong = swapped(pairs)
+    order = ", ".join(f"{a} and {b}" for a, b in wrong) or "none"
+    return [
+        (
+            abs(ttft.ttft_off) <= TTFT_WITHIN,
+            f"TTFT p90 within {TTFT_WITHIN:.0%}: largest difference {ttft.ttft_off:+.0%} ({ttft.policy})",
+        ),
+        (
+            abs(apc.apc_off) <= APC_WITHIN,
+            f"hit rate within {APC_WITHIN * 100:.0f} points: largest difference"
+            f" {apc.apc_off * 100:+.1f} ({apc.policy})",
+        ),
+        (not wrong, f"the same order of policies: swapped {order} (closer than {TIE:.0%} is a tie)"),
+    ]
