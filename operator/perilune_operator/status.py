@@ -230,10 +230,17 @@ def _route(pool: Context, observed: Observed) -> Fact:
                 return Fact(kind, "False", Reason.ROUTE_REFUSED, said[:400])
         if not verdicts:
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
+    words = "Envoy asks the gateway."
     elsewhere = pool.spec.gateway.parent.namespace not in ("", pool.namespace)
     if elsewhere and made is GatewayMode.ENVOY_GATEWAY:
-        return Fact(kind, "True", Reason.PROGRAMMED, f"Envoy asks the gateway. {_STRIP}")
-    return Fact(kind, "True", Reason.PROGRAMMED, "Envoy asks the gateway.")
+        words = f"{words} {_STRIP}"
+    shared = Key("ClientTrafficPolicy", pool.namespace, network.shared_policy_name(pool.spec.gateway.parent))
+    for condition in _verdicts(observed.children.get(shared, {})):
+        if condition["status"] == "False":  # the Gateway has one already, which may or may not do the same
+            said = f"{shared.kind} {shared.name}: {condition.get('reason', '')}"
+            words = f"{words} {said}: the one that counts has to remove {names.DESTINATION_HEADER} early, "
+            words += "or clients can choose their endpoint."
+    return Fact(kind, "True", Reason.PROGRAMMED, words)
 
 
 def _verdicts(child: Object) -> list[Object]:

@@ -166,6 +166,19 @@ def test_what_is_wrong_has_a_reason(
     assert made["Ready"][0] == ready
 
 
+def test_a_gateway_whose_owner_has_a_policy_of_his_own_is_told_what_it_has_to_do() -> None:
+    said = {"type": "Accepted", "status": "False", "reason": "Conflicted", "message": "another one"}
+    shared = {"kind": "ClientTrafficPolicy", "status": {"ancestors": [{"conditions": [said]}]}}
+    made = of(seen((Key("ClientTrafficPolicy", "ns", "g-perilune"), shared)))
+    (told,) = [c for c in made.conditions if c.type is Condition.ROUTE_PROGRAMMED]
+    assert (told.status, told.reason) == ("True", "Programmed")
+    assert (
+        "ClientTrafficPolicy g-perilune: Conflicted: the one that counts has to remove x-gateway"
+        in told.message
+    )
+    assert conditions(made)["Ready"] == ("True", "Serving")
+
+
 @pytest.mark.parametrize(
     ("change", "ready"),
     [

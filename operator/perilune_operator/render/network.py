@@ -195,7 +195,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
         shared = pool.object(
             api,
             "ClientTrafficPolicy",
-            f"{parent.name}-perilune",
+            shared_policy_name(parent),
             "gateway",
             spec={
                 "targetRefs": [{"group": GATEWAY_API, "kind": "Gateway", "name": parent.name}],
@@ -204,6 +204,11 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             },
         )
         yield _shared(shared)
+
+
+def shared_policy_name(parent: ParentRef) -> str:
+    """Of the ClientTrafficPolicy of all pools behind one Gateway."""
+    return f"{parent.name}-perilune"
 
 
 def _shared(obj: Object) -> Object:
