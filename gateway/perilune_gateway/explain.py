@@ -154,6 +154,7 @@ class Decisions:
         self._max_rows = max_rows
         self._log = log
         self._records: dict[int, DecisionRecord] = {}
+        self._endings: dict[int, Ending] = {}
         self._numbers: dict[str, int] = {}
         self._first = 0
         self._next = 0
@@ -186,14 +187,14 @@ class Decisions:
     ) -> None:
         """Fill in how it ended; a record that has left the ring stays away."""
         ending = Ending(outcome, duration_s, served, status, cached_tokens)
-        if record := self._records.get(number):
-            self._records[number] = replace(record, ending=ending)
+        if number in self._records:
+            self._endings[number] = ending
         if self._log is not None:
             self._log.ended(number, ending)
 
     def get(self, request_id: str) -> DecisionRecord | None:
         number = self._numbers.get(request_id)
-        return None if number is None else self._records[number]
+        return None if number is None else self._ended(number)
 
     def query(self, session: str = "", n: int = 50) -> list[DecisionRecord]:
         """The newest `n` records, newest first; of one session where given."""
@@ -201,13 +202,17 @@ class Decisions:
         for number in range(self._next - 1, self._first - 1, -1):
             if len(found) >= n:
                 break
-            record = self._records[number]
-            if not session or record.session_id == session:
-                found.append(record)
+            if not session or self._records[number].session_id == session:
+                found.append(self._ended(number))
         return found
+
+    def _ended(self, number: int) -> DecisionRecord:
+        record, ending = self._records[number], self._endings.get(number)
+        return record if ending is None else replace(record, ending=ending)
 
     def _drop_oldest(self) -> None:
         oldest = self._records.pop(self._first)
+        self._endings.pop(self._first, None)
         if self._numbers[oldest.request_id] == self._first:
             del self._numbers[oldest.request_id]
         self._first += 1

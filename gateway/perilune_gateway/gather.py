@@ -193,8 +193,7 @@ class Gatherer:
         tail, or nothing once the tail was evicted."""
         if not self.publishes_events(session.host):
             return session.tail_tokens
-        found = self._index.find_matches((session.tail,), now)
-        return session.tail_tokens if session.host in found.device else 0
+        return session.tail_tokens if self._index.holds(session.host, session.tail, now) else 0
 
     def engine_of(self, address: str, now: float) -> EngineModel:
         """As fast as it was observed to be."""

@@ -12,6 +12,7 @@ configured header or a hash of the Authorization value. Ids over 256 characters 
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class Identity(NamedTuple):
 
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     """`headers` by lower-case name."""
-    session_id = _first(headers, (*keys.headers, *names.SESSION_HEADERS)) or _cookie(headers, keys.cookie)
+    session_id = _first(headers, _session_headers(keys.headers)) or _cookie(headers, keys.cookie)
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:
@@ -67,8 +68,17 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
     return identity._replace(session_id=_bounded(told))
 
 
+@lru_cache(maxsize=16)
+def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
+    """In lower case."""
+    return tuple(name.lower() for name in (*own, *names.SESSION_HEADERS))
+
+
 def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
-    return next((headers[name.lower()] for name in wanted if headers.get(name.lower())), "")
+    for name in wanted:
+        if value := headers.get(name):
+            return value
+    return ""
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:

@@ -1,8 +1,8 @@
 """Every metric of the gateway on one page: name, unit, labels, help.
 
-Two kinds. What *happens* (a decision, a refusal, an answer's end) is counted when it happens, with label
-children bound beforehand: about 5 µs for a request decided from its headers. What *is* (load, index, feeds)
-is read from one snapshot when a scrape asks for it, and costs requests nothing.
+Two kinds. What *happens* (a decision, a refusal, an answer's end) is counted when it happens, in a dict that
+is emptied into the counters when a scrape begins: about 3 µs for a request decided from its headers. What
+*is* (load, index, feeds) is read from one snapshot when a scrape asks for it, and costs requests nothing.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
@@ -15,11 +15,15 @@ perilune_migrations_total.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import accumulate
+from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from perilune_gateway import move_rows
 from perilune_gateway.explain import DecisionRecord
@@ -86,12 +90,36 @@ class Window:
         return sum(self._parts[i] for i in live) / whole if whole else None
 
 
+class Distribution:
+    """A histogram's counts: a quarter of the cost of prometheus_client's."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: upper ends of the buckets, ascending."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """(upper end, how many are not above it)."""
+        ends = [floatToGoString(bound) for bound in (*self._bounds, inf)]  # type: ignore[no-untyped-call]
+        return list(zip(ends, accumulate(self._counts), strict=True))
+
+
 class Metrics:
     """What the router, the exchange and the feeds report, and what a scrape reads."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
+        registry.register(_Emptied(self))  # the first, so that all others are up to date
         self._clock = clock
+        self._tally: dict[Counter, float] = {}
+        """What was counted since the last scrape."""
+        self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
+        self._open = 0
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
 
@@ -99,13 +127,6 @@ class Metrics:
             return Counter(f"perilune_{name}", text, labels, registry=registry)
 
         # Decisions
-        scheduling = Histogram(
-            "perilune_scheduling_seconds",
-            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
-            ["step"],
-            buckets=SCHEDULING_BUCKETS_S,
-            registry=registry,
-        )
         self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
         refusals = counter("refusals", "Requests answered with an error instead of an endpoint.", "reason")
         sources = counter("token_counts", "Prompts by where their token count came from.", "source")
@@ -120,13 +141,13 @@ class Metrics:
 
         # Streams
         self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
-        self._streams = Gauge("perilune_streams_open", "Envoy streams open now.", registry=registry)
+        streams = Gauge("perilune_streams_open", "Envoy streams open now.", registry=registry)
+        streams.set_function(lambda: self._open)
         self._body = counter("body_received_bytes", "Request body bytes that reached the gateway.")
         self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
 
         # Children of enum labels exist from the start: a rate() over a series that appears late is wrong.
-        self._steps = {step: scheduling.labels(step.value) for step in Step}
         self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
         self._sources = {source: sources.labels(source.value) for source in TokenSource}
         self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
@@ -141,16 +162,16 @@ class Metrics:
     def decided(self, record: DecisionRecord) -> None:
         """Count one decision or refusal."""
         for step, us in record.timings_us.items():
-            self._steps[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
-        verdict = record.verdict
+            self._seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
+        verdict, count = record.verdict, self._count
         if not isinstance(verdict, Decision):
-            self._refusals[verdict.reason].inc()
+            count(self._refusals[verdict.reason])
             return
         key = (record.policy, verdict.reason, record.view.phase)
         chosen = self._chosen.get(key)
         if chosen is None:
             chosen = self._chosen[key] = self._decisions.labels(*key)
-        chosen.inc()
+        count(chosen)
         if verdict.reason is Reason.PASS_THROUGH:
             return
         view = record.view
@@ -158,14 +179,14 @@ class Metrics:
         if tokens is None:
             target = verdict.target
             tokens = self._tokens[target] = (self._prompt.labels(target), self._cached.labels(target))
-        tokens[0].inc(view.prompt_tokens)
-        tokens[1].inc(record.cached_tokens)
+        count(tokens[0], view.prompt_tokens)
+        count(tokens[1], record.cached_tokens)
         self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
-        self._sources[view.token_source].inc()
+        count(self._sources[view.token_source])
         if verdict.moved_from:
-            self._migrations.inc()
+            count(self._migrations)
         if view.session is not None:
-            self._affinity[affinity_of(view.session.host, verdict)].inc()
+            count(self._affinity[affinity_of(view.session.host, verdict)])
 
     def refused(self, reason: RefuseReason) -> None:
         """Count a refusal that has no record (the request never became one)."""
@@ -177,21 +198,30 @@ class Metrics:
         child = self._ended.get(key)
         if child is None:
             child = self._ended[key] = self._requests.labels(*key)
-        child.inc()
+        self._count(child)
 
     def body_received(self, size_bytes: int) -> None:
-        self._body.inc(size_bytes)
+        self._count(self._body, size_bytes)
 
     def stream_opened(self) -> None:
-        self._streams.inc()
+        self._open += 1
 
     def stream_closed(self) -> None:
-        self._streams.dec()
+        self._open -= 1
 
     def scrape_failed(self, endpoint: str) -> None:
         if endpoint not in self._unread:
             self._unread[endpoint] = self._scrape_errors.labels(endpoint)
         self._unread[endpoint].inc()
+
+    def _count(self, counter: Counter, more: float = 1.0) -> None:
+        self._tally[counter] = self._tally.get(counter, 0.0) + more
+
+    def empty(self) -> None:
+        """The counters get what was counted since the last time."""
+        tally, self._tally = self._tally, {}
+        for counter, more in tally.items():
+            counter.inc(more)
 
     # What is
 
@@ -216,6 +246,16 @@ class Metrics:
         for key in [key for key in self._ended if key[0] == endpoint]:
             del self._ended[key]
             self._requests.remove(*key)
+
+    def scheduling(self) -> HistogramMetricFamily:
+        found = HistogramMetricFamily(
+            "perilune_scheduling_seconds",
+            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
+            labels=("step",),
+        )
+        for step, seconds in self._seconds.items():
+            found.add_metric((step.value,), seconds.cumulated(), seconds.sum)
+        return found
 
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None
@@ -262,8 +302,22 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
 """perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
 
 
+class _Emptied:
+    """Yields nothing: what was counted goes into the counters."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        self._metrics.empty()
+        return iter(())
+
+
 class _Mirror:
-    """Gauges that are read at scrape time."""
+    """What is read at scrape time."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -273,6 +327,7 @@ class _Mirror:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
+        yield self._metrics.scheduling()
         ratio = self._metrics.hit_ratio()
         hit = GaugeMetricFamily(
             "perilune_cache_hit_ratio",

@@ -414,6 +414,8 @@ def _unusable(policy: str) -> str:
 
 def _milliseconds(text: str) -> float:
     """A header's value in seconds; 0 when it is no number above 0."""
+    if not text:
+        return 0.0
     try:
         value = float(text)
     except ValueError:

@@ -102,14 +102,19 @@ def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
 
 
 def _response_headers(message: pb.ProcessingRequest) -> ResponseHeaders:
-    headers = _headers(message.response_headers.headers)
-    status = headers.get(":status", "")
+    status = content_type = ""
+    for header in message.response_headers.headers.headers:
+        match header.key.lower():
+            case ":status":
+                status = str(header.raw_value, "utf-8", "replace") or header.value
+            case "content-type":
+                content_type = str(header.raw_value, "utf-8", "replace") or header.value
     if not (status.isascii() and status.isdigit()):
         raise ProtocolError(f"response status {status!r}")
     modes = _modes(message)
     return ResponseHeaders(
         status=int(status),
-        content_type=headers.get("content-type", ""),
+        content_type=content_type,
         served=_served(message),
         end_of_stream=message.response_headers.end_of_stream,
         response_mode=modes[1] if modes else None,
@@ -120,8 +125,8 @@ def _headers(found: pb.HeaderMap) -> dict[str, str]:
     """Lower-case names; values of equal names are joined as HTTP says."""
     headers: dict[str, str] = {}
     for header in found.headers:
-        value = header.raw_value.decode("utf-8", "replace") or header.value
         name = header.key.lower()
+        value = str(header.raw_value, "utf-8", "replace") or header.value
         if name in headers:
             value = f"{headers[name]}{'; ' if name == 'cookie' else ', '}{value}"
         headers[name] = value

@@ -304,6 +304,20 @@ class PrefixIndex:
             self._frequencies(blocks[:longest], now) if self._window_s else (),
         )
 
+    def holds(self, endpoint: str, block: int, now: float) -> bool:
+        """It is on the device, announced or claimed: what `find_matches` says of this block alone."""
+        run = self._where.get(block)
+        if run is None:
+            return False
+        at = run.blocks.index(block)
+        if (holder := self._holders.get((endpoint, 0))) and self._has(run, holder.device, at, now):
+            return True
+        return any(self._has(run, holder.device, at, now) for holder in self._of(endpoint, None))
+
+    @staticmethod
+    def _has(run: Run, bit: int, at: int, now: float) -> bool:
+        return bool((run.held(bit) | run.claimed(bit, now)) >> at & 1)
+
     def announced(self, endpoint: str, block: int) -> bool:
         """Its engine said that it holds this block on the device (a claim does not count)."""
         run = self._where.get(block)
