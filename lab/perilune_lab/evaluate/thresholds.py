@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from perilune_api.pool import PolicyParams
 from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.cells import Arm
 from perilune_lab.evaluate.findings import Estimate, Findings
@@ -33,11 +34,17 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    f, w = f.side, plan.world(f.at_r)
+    f, w, defaults = f.side, plan.world(f.at_r), PolicyParams()
+    cooldown_s = defaults.cooldown_seconds
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
-        ("ear: T_hot, tokens", 16_384, plan.T_HOT_TOKENS, lambda tokens: plan.t_hot_arm(int(tokens))),
-        ("ear: T_cool, s", 30.0, plan.T_COOL_S, lambda s: plan.t_cool_arm("ear", s)),
-        ("perilune: T_cool, s", 30.0, plan.T_COOL_S, lambda s: plan.t_cool_arm("perilune", s)),
+        (
+            "ear: T_hot, tokens",
+            defaults.hot_pending_tokens,
+            plan.T_HOT_TOKENS,
+            lambda tokens: plan.t_hot_arm(int(tokens)),
+        ),
+        ("ear: T_cool, s", cooldown_s, plan.T_COOL_S, lambda s: plan.t_cool_arm("ear", s)),
+        ("perilune: T_cool, s", cooldown_s, plan.T_COOL_S, lambda s: plan.t_cool_arm("perilune", s)),
     ]
     found = []
     for name, default, values, arm in sweeps:

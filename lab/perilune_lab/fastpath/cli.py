@@ -62,7 +62,7 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
     tally = Tally(policy)
     setting = Setting(
         policy,
-        PolicyParams(hot_pending_tokens=int(16_384 * LENGTHS)),
+        PolicyParams(hot_pending_tokens=int(PolicyParams().hot_pending_tokens * LENGTHS)),
         endpoints=options.endpoints,
         restart_every_s=options.restart_every_s,
         seed=options.seed,
