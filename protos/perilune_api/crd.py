@@ -149,8 +149,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     startup_seconds: Positive = 1800
     """How long loading the model may take before the engine is restarted, in seconds."""
     pod_template: Raw = msgspec.field(default_factory=dict)
-    """Merged over the pod template that the operator renders: metadata and spec, containers by name (the
-    engine's is called engine)."""
+    """Merged over the pod template that the operator renders: metadata and spec; containers by name (the
+    engine's is called engine), volumes and variables replaced by name, any other list as a whole."""
 
 
 class RoleSpec(_Struct, frozen=True):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from perilune_api import crd, names
 from perilune_api.pool import Role, SpecError, parse
+from perilune_gateway.main import arguments
 from perilune_operator import apply, observe
 from perilune_operator.observe import NodeFacts, Observed
 from perilune_operator.plan import Plan, plan
@@ -131,6 +132,35 @@ def test_laying_over(over: Object, expected: Object) -> None:
 )
 def test_quantities(quantity: str, number: int) -> None:
     assert quantity_bytes(quantity) == number
+
+
+def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:
+    base = {
+        "volumes": [{"name": "home", "emptyDir": {}}],
+        "env": [{"name": "POD_IP", "valueFrom": {}}, {"name": "HOME", "value": "/"}],
+    }
+    over = {
+        "volumes": [{"name": "home", "persistentVolumeClaim": {}}],
+        "env": [{"name": "POD_IP", "value": "1.2.3.4"}],
+    }
+    assert overlaid(base, over) == {**over, "env": [*over["env"], {"name": "HOME", "value": "/"}]}
+
+
+def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
+    """And a user may give all others."""
+    spec = {"model": {"name": "m"}, "gateway": {"args": ["--transport=grpc", "--decision-log=/data/d"]}}
+    objects = made(spec, Observed("u", 1)).objects or ()
+    (pod,) = (
+        o["spec"]["template"]["spec"]
+        for o in objects
+        if o["metadata"]["name"] == "p-gateway" and o["kind"] == "Deployment"
+    )
+    args = pod["containers"][0]["args"]
+    read = arguments(args)
+    assert (read.kubernetes, read.listen, read.admin) == (("ns", "p"), "0.0.0.0:9002", "0.0.0.0:9003")
+    assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
+    ours = {arg.split("=")[0] for arg in args} - {"--transport", "--decision-log"}
+    assert ours | {"--pool"} == crd.GATEWAY_ARGS
 
 
 def test_roles_have_names_of_their_own() -> None:

@@ -122,18 +122,23 @@ def resources(given: Resources, **more: str) -> Object:
     return {name: value for name, value in made.items() if value}
 
 
+ONE_OF = frozenset({"volumes", "env"})
+"""Lists whose things have one of several fields (a volume's or a variable's source): replaced by name."""
+
+
 def overlaid(base: Object, over: Object) -> Object:
     """`over` laid over `base`: maps by key, lists of named things by name, anything else replaced."""
-    return {**base, **{key: _merged(base[key], over[key]) if key in base else over[key] for key in over}}
+    return {**base, **{key: _merged(key, base[key], over[key]) if key in base else over[key] for key in over}}
 
 
-def _merged(base: Any, over: Any) -> Any:
+def _merged(key: str, base: Any, over: Any) -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
         return overlaid(base, over)
     if _named(base) and _named(over):
         ours = {item["name"]: item for item in base}
         for item in over:
-            ours[item["name"]] = _merged(ours.get(item["name"], {}), item)
+            name = item["name"]
+            ours[name] = item if key in ONE_OF else overlaid(ours.get(name, {}), item)
         return list(ours.values())
     return over
 
