@@ -34,9 +34,9 @@ from perilune_gateway.engine_model import H20_30B
 from perilune_lab import admin_pages, report
 from perilune_lab.arguments import count, positive, url
 from perilune_lab.client import Load, Result, TargetError, Words, models, run_load
-from perilune_lab.text import Vocabulary
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
+from perilune_lab.vocabulary import Vocabulary
 
 DOWN, WRONG_CALL, INTERRUPTED = 1, 2, 130
 _LINE_EVERY_S = 5.0

@@ -403,6 +403,6 @@ def _read(file: Path) -> str:
 
 def _write_tokenizer(folder: Path) -> None:
     """Tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
-    from perilune_lab.text import Vocabulary, write_tokenizer
+    from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
     write_tokenizer(folder, Vocabulary())

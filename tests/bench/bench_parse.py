@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from perilune_gateway.openai import parse
 from perilune_gateway.tokens import chat_template
 from perilune_gateway.tokens.conversation import read
-from perilune_lab.text import Vocabulary, write_tokenizer
+from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
 PATH = "/v1/chat/completions"
 

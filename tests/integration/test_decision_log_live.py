@@ -15,8 +15,8 @@ from perilune_gateway.policy import LIVE
 from perilune_lab import whatif
 from perilune_lab.client import Load, run_load
 from perilune_lab.stack import EngineOptions, Stack
-from perilune_lab.text import Vocabulary
 from perilune_lab.traces.agentic import demo_workload
+from perilune_lab.vocabulary import Vocabulary
 
 SECONDS, SCALE = 2.5, 40.0
 

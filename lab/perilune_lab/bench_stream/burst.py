@@ -20,8 +20,8 @@ from msgspec import UNSET, UnsetType
 from perilune_lab.bench_stream.histograms import Scrape, scrape
 from perilune_lab.client import Load, Result, models, run_load
 from perilune_lab.report import Quantiles, quantiles
-from perilune_lab.text import Vocabulary
 from perilune_lab.traces.model import Segment, Session, Style, Turn
+from perilune_lab.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

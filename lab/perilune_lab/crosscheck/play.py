@@ -33,8 +33,8 @@ from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.simulation import Fleet, simulate
 from perilune_lab.simulator.workload import prepare
 from perilune_lab.stack import EngineOptions, Stack
-from perilune_lab.text import Vocabulary
 from perilune_lab.traces.model import Mode
+from perilune_lab.vocabulary import Vocabulary
 
 PLAYS = 16
 """Simulations of each policy."""

@@ -40,9 +40,9 @@ from perilune_lab.demo import live, text
 from perilune_lab.demo.options import Options, parse
 from perilune_lab.demo.watch import Watch
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
-from perilune_lab.text import Vocabulary
 from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.traces.model import Mode
+from perilune_lab.vocabulary import Vocabulary
 
 PROGRAMS = Programs()
 COOLDOWN_S = 30.0

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from perilune_lab.text import BYTES, CHAT_TEMPLATE, LabTokenizer, Vocabulary
+from perilune_lab.vocabulary import BYTES, CHAT_TEMPLATE, LabTokenizer, Vocabulary
 
 Messages = Sequence[Mapping[str, Any]]
 

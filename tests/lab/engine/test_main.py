@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from perilune_lab.text import LabTokenizer, Vocabulary
+from perilune_lab.vocabulary import LabTokenizer, Vocabulary
 
 FAST = ("--time-scale", "50")
 VOCABULARY = Vocabulary()

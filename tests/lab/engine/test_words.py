@@ -3,7 +3,7 @@ import json
 import pytest
 
 from perilune_lab.engine.words import LabText, ModelText, load
-from perilune_lab.text import Vocabulary, write_tokenizer
+from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from perilune_gateway import openai
 from perilune_gateway.tokens import chat_template
 from perilune_gateway.tokens.conversation import read
-from perilune_lab.text import (
+from perilune_lab.vocabulary import (
     BYTES,
     SPECIALS,
     WORDS,
