@@ -12,11 +12,11 @@ import pytest
 from perilune_api import pool as spec
 from perilune_gateway.decision_log import Ended, Logged, read
 from perilune_gateway.policy import LIVE
-from perilune_lab.whatif import cli as whatif
 from perilune_lab.client import Load, run_load
 from perilune_lab.stack import EngineOptions, Stack
 from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.vocabulary import Vocabulary
+from perilune_lab.whatif import cli as whatif
 
 SECONDS, SCALE = 2.5, 40.0
 
