@@ -4,18 +4,15 @@
 
 Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
 from (gateway, simulator, traces, and how a cell is measured): other code, other file. A line that an
-interruption cut short is dropped. Workers ignore Ctrl-C and are terminated when the caller leaves.
+interruption cut short is dropped.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +23,7 @@ import perilune_lab
 from perilune_api import pool, topology
 from perilune_lab.evaluate.cells import Cell, Result, batches, compute
 from perilune_lab.evaluate.search import Found, Search, find
+from perilune_lab.processes import mapped
 
 T = TypeVar("T", bound=msgspec.Struct)
 J = TypeVar("J", Cell, Search)
@@ -111,7 +109,7 @@ class Work:
             return
         total, done = sum(len(batch) for batch in work), 0
         self._show(Progress(0, total, what))
-        with self.path.open("ab") as file, _mapped(function, work, self._jobs) as answers:
+        with self.path.open("ab") as file, mapped(function, work, self._jobs, ordered=False) as answers:
             for answer in answers:
                 for job, value in answer:
                     raw = msgspec.Raw(msgspec.json.encode(value))
@@ -130,22 +128,6 @@ class Work:
         for row in whole.splitlines():
             line = msgspec.json.decode(row, type=_Line)
             self._known[line.key] = line.value
-
-
-@contextmanager
-def _mapped(
-    function: Callable[[Sequence[J]], list[tuple[J, T]]], work: Sequence[Sequence[J]], jobs: int
-) -> Iterator[Iterable[list[tuple[J, T]]]]:
-    """Answers as they come. Leaving early terminates the workers."""
-    if jobs <= 1:
-        yield map(function, work)
-        return
-    with get_context("fork").Pool(jobs, initializer=_ignore_interrupts) as workers:
-        yield workers.imap_unordered(function, work)
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def default_folder() -> Path:

@@ -9,11 +9,11 @@ Cost: 6 to 10 simulations per policy and seed; seeds run in processes of their o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
 
+from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
@@ -68,11 +68,8 @@ def slo_capacity(
     the first guess has 0 there, one that holds everywhere the largest rate tried."""
     one = partial(_of_seed, plan, slo or Slo())
     work = [(policy, seed) for policy in plan.policies for seed in seeds]
-    if jobs <= 1:
-        yield from _grouped(plan.policies, len(seeds), map(one, work))
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from _grouped(plan.policies, len(seeds), pool.map(one, work))
+    with mapped(one, work, jobs) as rates:
+        yield from _grouped(plan.policies, len(seeds), iter(rates))
 
 
 def _grouped(policies: Sequence[str], seeds: int, rates: Iterator[float]) -> Iterator[Capacity]:

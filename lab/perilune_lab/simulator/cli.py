@@ -27,7 +27,6 @@ from perilune_lab.arguments import assignments, count, is_positive, not_negative
 from perilune_lab.policy_arguments import changed
 from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
-from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
 from perilune_lab.simulator.harness import Load, Plan, find_rate, play, pooled
 from perilune_lab.simulator.routing import PLANNER
@@ -38,7 +37,8 @@ from perilune_lab.traces.source import AGENTIC
 
 WRONG_CALL = 2
 _SEEDS_FOR_R = 8
-_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?$")
+_DRAWN = (".png", ".svg", ".pdf")
+_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
@@ -94,6 +94,8 @@ def run(options: Options, out: Console, err: Console) -> int:
             f" {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core",
             highlight=False,
         )
+    if not any(row.run.requests for row in rows):
+        raise SpecError("no request falls into what is measured - at `--rates`, `--window`")
     runs = pooled(plan, rows)
     for grid in output.tables(runs, _unit(plan)):
         out.print(grid)
@@ -154,19 +156,28 @@ def _rates(options: Options, err: Console) -> list[float]:
     found_r = 0.0
     rates = []
     for text in options.rates:
-        match = _RATE.match(text)
-        if match is None:
+        if (times := _times_r(text)) is None:
             rates.append(float(text))
             continue
         if not found_r:
             seeds = options.seeds[:_SEEDS_FOR_R]
             try:
                 found_r = find_rate(options.plan, seeds, options.reference, options.jobs)
+            except SpecError:
+                raise
             except ValueError as error:
                 raise SpecError(f"{error} - at `--rates`") from None
             err.print(f"R = {found_r:.4g} {_unit(options.plan)} ({options.reference})", highlight=False)
-        rates.append(found_r * float(match["times"] or 1) / float(match["by"] or 1))
-    return rates
+        rates.append(found_r * times)
+    return list(dict.fromkeys(rates))
+
+
+def _times_r(text: str) -> float | None:
+    """`R`, `R/2`, `1.25R`; None: it is no multiple of R."""
+    match = _RATE.fullmatch(text)
+    if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
+        return None
+    return float(found[0]) / float(found[1])
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -184,7 +195,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
     add("--endpoints", type=count, default=8, metavar="N", help="[%(default)s]")
     add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
-    add("--seeds-from", type=int, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
     add("--window", type=positive, default=1800.0, metavar="S", help="of generated traffic [%(default)s]")
     add("--warmup", type=not_negative, default=600.0, metavar="S", help="of it, not measured [%(default)s]")
@@ -204,28 +215,39 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
     add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=Path, metavar="FILE", help="draw it")
+    add("--png", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
     args = parser.parse_args(argv)
-    for path in (args.json, args.png):
+    for option, path in (("--json", args.json), ("--png", args.png)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise SpecError(f"{path.parent}: no such folder")
+            raise SpecError(f"{path.parent}: no such folder - at `{option}`")
+        if path is not None and path.is_dir():
+            raise SpecError(f"{path}: is a folder - at `{option}`")
+    if args.png and args.png.suffix not in _DRAWN:
+        raise SpecError(f"{args.png}: must end in {' or '.join(_DRAWN)} - at `--png`")
     hardware = replace(H20, link=LINKS[args.link])
     if args.kv_tokens:
         hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
     if args.store:
         hardware = with_store(hardware, _bytes_per_s(args.store))
     load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, Agentic(zipf_alpha=args.zipf))
+    if load.trace != AGENTIC and not Path(load.trace).is_file():
+        raise SpecError(f"{load.trace}: no such file - at `--trace`")
     if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
     if load.trace == AGENTIC and load.warmup_s >= load.window_s:
         raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
+    faults = faults_of.parse(args.faults)
+    if faults.dead_endpoint >= args.endpoints:
+        raise SpecError(
+            f"dead={faults.dead_endpoint}: the last endpoint is {args.endpoints - 1} - at `--faults`"
+        )
     rates = tuple(args.rates.split(","))
     for rate in rates:
-        if not (_RATE.match(rate) or is_positive(rate)):
+        if _times_r(rate) is None and not is_positive(rate):
             raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
     return Options(
         plan=Plan(
-            policies=_policies(args.policies),
+            policies=_policies(args.policies, "--policies"),
             load=load,
             fleet=Fleet(
                 args.endpoints,
@@ -234,12 +256,12 @@ def parse(argv: Sequence[str]) -> Options:
                 overlapped=args.overlapped,
                 host_tokens=args.host_tokens,
             ),
-            faults=faults_of.parse(args.faults) if args.faults else Faults(),
+            faults=faults,
             params=changed(PolicyParams(), assignments(args.param, "--param"), "--param"),
             pullable=not args.no_pull,
         ),
         rates=rates,
-        reference=_policies(args.reference)[0],
+        reference=_reference(args.reference),
         seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
         jobs=args.jobs,
         json=args.json,
@@ -247,11 +269,18 @@ def parse(argv: Sequence[str]) -> Options:
     )
 
 
-def _policies(text: str) -> tuple[str, ...]:
+def _reference(text: str) -> str:
+    names = _policies(text, "--reference")
+    if len(names) != 1:
+        raise SpecError(f"{text}: must be one policy - at `--reference`")
+    return names[0]
+
+
+def _policies(text: str, option: str) -> tuple[str, ...]:
     names = tuple(POLICIES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name.removesuffix(PLANNER) not in POLICIES:
-            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `--policies`")
+            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")
     return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from perilune_api.pool import SpecError
 
@@ -43,6 +44,8 @@ NAMES = {
     "link-belief": "link_belief",
 }
 DEFAULTS = {"slow-links": "10", "outliers": "0.05", "dead": "0@60", "lag": "2", "estimates": "0.2"}
+_FROM_0_TO_1 = {"outlier_share", "token_error"}
+_MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s"}
 
 
 def parse(text: str) -> Faults:
@@ -56,11 +59,25 @@ def parse(text: str) -> Faults:
         if field is None or not value:
             raise SpecError(f"{part}: a fault is one of {', '.join(NAMES)}, as name=value - at `--faults`")
         value, _, at_s = value.partition("@")
-        try:
-            if field == "dead_endpoint":
-                faults = replace(faults, dead_endpoint=int(value), dead_at_s=float(at_s or 0.0))
-            else:
-                faults = replace(faults, **{field: float(value)})  # type: ignore[arg-type]
-        except ValueError:
-            raise SpecError(f"{part}: not a number - at `--faults`") from None
+        if at_s and field != "dead_endpoint":
+            raise SpecError(f"{part}: only `dead` has a time - at `--faults`")
+        if field == "dead_endpoint":
+            at = _number(part, "dead_at_s", at_s or DEFAULTS["dead"].partition("@")[2])
+            faults = replace(faults, dead_endpoint=int(_number(part, field, value)), dead_at_s=at)
+        else:
+            faults = replace(faults, **{field: _number(part, field, value)})  # type: ignore[arg-type]
     return faults
+
+
+def _number(part: str, field: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise SpecError(f"{part}: not a number - at `--faults`") from None
+    most = 1.0 if field in _FROM_0_TO_1 else inf
+    if not (0.0 <= value <= most and value < inf and (value or field in _MAY_BE_0)):
+        limits = "from 0 to 1" if most == 1.0 else "0 or above" if field in _MAY_BE_0 else "above 0"
+        raise SpecError(f"{part}: must be {limits} - at `--faults`")
+    if field == "dead_endpoint" and not value.is_integer():
+        raise SpecError(f"{part}: must be an endpoint's number, from 0 - at `--faults`")
+    return value

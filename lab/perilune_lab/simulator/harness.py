@@ -6,8 +6,7 @@ of their own, as many as `jobs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from perilune_api.pool import Limits, PolicyParams
 from perilune_gateway.policy import SIMULATED_ONLY
+from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
@@ -111,17 +111,8 @@ def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
 def play(plan: Plan, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1) -> Iterator[list[Played]]:
     """Piece by piece, in order: rates outside, seeds inside."""
     work = [(rate, seed) for rate in rates for seed in seeds]
-    yield from _map(partial(piece, plan), work, jobs)
-
-
-def _map(
-    function: Callable[[tuple[float, int]], list[Played]], work: Iterable[tuple[float, int]], jobs: int
-) -> Iterator[list[Played]]:
-    if jobs <= 1:
-        yield from map(function, work)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(function, work)
+    with mapped(partial(piece, plan), work, jobs) as pieces:
+        yield from pieces
 
 
 def pooled(plan: Plan, played: Iterable[Played]) -> list[Run]:

@@ -60,8 +60,16 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--param", "cooldown_seconds=-1"], "at `--param`"),
         (["--mode", "max"], "no timestamps"),
         (["--warmup", "1800"], "nothing is measured"),
-        (["--trace", "absent.jsonl", "--rates", "1"], "absent.jsonl"),
-        (["--json", "absent/r.json"], "no such folder"),
+        (["--rates", "0R"], "at `--rates`"),
+        (["--rates", "R/0"], "at `--rates`"),
+        (["--reference", "best"], "at `--reference`"),
+        (["--reference", "ear,sticky"], "one policy - at `--reference`"),
+        (["--faults", "dead=8@60"], "the last endpoint is 7 - at `--faults`"),
+        (["--trace", "absent.jsonl"], "absent.jsonl: no such file - at `--trace`"),
+        (["--json", "absent/r.json"], "no such folder - at `--json`"),
+        (["--json", "."], "is a folder - at `--json`"),
+        (["--png", "r.bmp"], ".png or .svg or .pdf - at `--png`"),
+        (["--rates", "0.0001", "--window", "2", "--warmup", "1", "--seeds", "1"], "no request"),
     ],
 )
 def test_wrong_calls_are_one_line(argv: list[str], what: str, capsys: pytest.CaptureFixture[str]):
@@ -83,3 +91,9 @@ def test_assumptions_reach_the_plan():
     assert plan.params.cooldown_seconds == 10.0
     assert plan.load.parameters.zipf_alpha == 0.5
     assert options.seeds == (7, 8)
+
+
+def test_a_rate_given_twice_is_played_once(tmp_path: Path):
+    path = tmp_path / "r.json"
+    assert main(["--policies", "ear", "--rates", "1,1.0", *QUICK, "--json", str(path)]) == 0
+    assert [run.seeds for run in report.decode(path.read_bytes()).runs] == [(1, 2)]

@@ -203,6 +203,7 @@ def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
     [
         ("slow-links=3", Faults(link_factor=3.0)),
         ("outliers", Faults(outlier_share=0.05)),
+        ("dead=3", Faults(dead_endpoint=3, dead_at_s=60.0)),
         ("dead=3@120, lag=1.5", Faults(dead_endpoint=3, dead_at_s=120.0, event_lag_s=1.5)),
         ("estimates=0.1,link-belief=1", Faults(token_error=0.1, link_belief=1.0)),
     ],
@@ -214,6 +215,25 @@ def test_faults_are_named(text: str, faults: Faults):
 @pytest.mark.parametrize("text", ["slow", "outliers=x", "dead=a", "=3"])
 def test_unknown_faults_are_refused(text: str):
     with pytest.raises(SpecError, match="--faults"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("slow-links=0", "above 0"),
+        ("slow-links=inf", "above 0"),
+        ("slow-links=nan", "above 0"),
+        ("outliers=2", "from 0 to 1"),
+        ("estimates=-0.1", "from 0 to 1"),
+        ("lag=-1", "0 or above"),
+        ("dead=1.5", "endpoint's number"),
+        ("dead=1@-3", "0 or above"),
+        ("lag=2@60", "only `dead` has a time"),
+    ],
+)
+def test_impossible_faults_are_refused(text: str, what: str):
+    with pytest.raises(SpecError, match=f"{what}.* - at `--faults`"):
         parse(text)
 
 

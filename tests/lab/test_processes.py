@@ -1,0 +1,44 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from perilune_lab.processes import mapped
+
+INTERRUPTED = """
+import time
+from perilune_lab.processes import mapped
+
+def item(number):
+    print("at work", flush=True)
+    time.sleep(600)
+
+with mapped(item, range(8), 2) as answers:
+    list(answers)
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_every_item_is_answered(jobs: int, ordered: bool):
+    items: Sequence[int] = range(-5, 5)
+    with mapped(abs, items, jobs, ordered=ordered) as answers:
+        found = list(answers)
+    assert found == [abs(i) for i in items] if ordered else sorted(found) == sorted(map(abs, items))
+
+
+def test_ctrl_c_ends_the_work_at_once():
+    """As a terminal sends it: to the command and to its workers."""
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert said.rstrip().endswith("KeyboardInterrupt")
