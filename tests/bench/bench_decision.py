@@ -130,9 +130,8 @@ the best one.
 
 By step, µs (median, wall clock): {parts}; the rest of the total is recording. p50 during ingest
 {quantile(during, 0.5):.2f} ms. A known session's turn, by its headers alone: p50
-{quantile(headers, 0.5):.2f} ms, p99 {quantile(headers, 0.99):.2f} ms. A prompt of which nobody holds anything:
-p50 {quantile(cold, 0.5):.2f} ms,
-p99 {quantile(cold, 0.99):.2f} ms.
+{quantile(headers, 0.5):.2f} ms, p99 {quantile(headers, 0.99):.2f} ms. A prompt of which nobody holds
+anything: p50 {quantile(cold, 0.5):.2f} ms, p99 {quantile(cold, 0.99):.2f} ms.
 """,
     )
     assert len(alone) == TURNS

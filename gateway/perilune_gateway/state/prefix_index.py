@@ -464,13 +464,16 @@ class PrefixIndex:
         if not run.blocks:
             self._runs.pop(run, None)
 
-    def _forget(self, blocks: Iterable[int]) -> None:
+    def _forget(self, blocks: Sequence[int]) -> None:
+        where, hits, uses = self._where, self._hits, self._uses
         for block in blocks:
-            del self._where[block]
-            if self._hits:
-                self._hits.pop(block, None)
-            if self._uses:
-                self._uses.pop(block, None)
+            del where[block]
+        if hits:
+            for block in filter(hits.__contains__, blocks):
+                del hits[block]
+        if uses:
+            for block in filter(uses.__contains__, blocks):
+                del uses[block]
         if self._edges:
             self._edges.shrink(self)
 
