@@ -12,7 +12,8 @@ winner's own prefix is that much shorter than the best one, the best holder's KV
 The test is a ratio (`kvcache_balancing_threshold`) as published, so a cost jumps where an endpoint's own
 prefix crosses best / threshold: a longer own prefix may then cost more. Transfer = bytes / bandwidth of the
 link: no congestion, nothing learned. Where endpoints cannot pull from each other only the second line is
-left. Without an SLO nothing is refused.
+left. Without an SLO nothing is refused; an SLO that even an idle endpoint misses is refused there too, which
+admission (admission.py) would not.
 """
 
 from collections.abc import Sequence

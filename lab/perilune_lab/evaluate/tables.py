@@ -142,6 +142,7 @@ def setup(f: Findings, trace: Stats) -> Table:
         ("R", f"{number(f.r)} sessions/s"),
         ("seconds", f"{number(w.window_s)} of traffic, the first {number(w.warmup_s)} not measured"),
         ("requests", f"{number(requests)} measured per simulation at R"),
+        ("sessions", f"{w.rate * w.window_s:,.0f} begin per simulation at R, on average"),
         ("seeds", f"{f.size.seeds[0]}–{f.size.seeds[-1]}; side studies {len(f.size.side_seeds)} of them"),
         ("prompt tokens per request", _spread(trace.input_tokens)),
         ("output tokens per request", _spread(trace.output_tokens)),

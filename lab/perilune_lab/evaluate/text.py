@@ -10,7 +10,7 @@ from perilune_lab.evaluate.cells import Arm
 from perilune_lab.evaluate.figures.f8 import amplification, measured_amplification
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import ABLATION, BAR_LOADS, LOADS, OURS, STRONGEST, Point
-from perilune_lab.evaluate.table import number, percent, seconds
+from perilune_lab.evaluate.table import number, percent, ranged, seconds
 from perilune_lab.evaluate.thresholds import choices
 
 _P90 = "ttft_s.p90"
@@ -69,6 +69,8 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
         else:
             yield f"At {load}, no policy is better in any of the ten metrics."
     yield _overload(f)
+    if len(f.capacities) > 1:
+        yield _capacity(f)
 
 
 def _overload(f: Findings) -> str:
@@ -81,6 +83,14 @@ def _overload(f: Findings) -> str:
         f"Past saturation ({plan.OVERLOAD}) queues decide: the lowest TTFT p90 is {best.arm.policy}'s"
         f" ({seconds(f.estimate(best, _P90).value)}), perilune is number {place} with {seconds(ours)}."
     )
+
+
+def _capacity(f: Findings) -> str:
+    by_rate = sorted(f.capacities.items(), key=lambda row: -row[1].value)
+    named = "; ".join(
+        f"{name.replace(', store', ' with a store')} {ranged(found)}" for name, found in by_rate
+    )
+    return f"Sessions/s within the SLO, the most first: {named}."
 
 
 # -- departures --------------------------------------------------------------------------------------------

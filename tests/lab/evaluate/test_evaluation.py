@@ -132,6 +132,8 @@ def test_everything_is_written_and_read_again(written: Written):
     page = (out / readme.README).read_text()
     assert "**simulated**" in page
     assert "P9 was tried twice." in page
+    assert "- Sessions/s within the SLO, the most first: " in page
+    assert "begin per simulation at R" in page
     assert all(f"![{name}, simulated]({name}.svg)" in page for name in FIGURES)
     assert all(f"\n{name} " in written.shown for name in BARS)
     assert "agree with those of" not in written.shown  # there was nothing to compare with
