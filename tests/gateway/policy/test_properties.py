@@ -124,3 +124,24 @@ def test_renaming_endpoints_renames_the_result(
 def test_what_only_the_simulator_runs_is_said_with_its_reason() -> None:
     assert set(SIMULATED_ONLY) == {"static_pd", "dynamo_disagg"}
     assert set(LIVE) == set(POLICIES) - set(SIMULATED_ONLY)
+
+
+FULL = {
+    "pending": 200_000,
+    "pending_s": 90.0,
+    "in_flight": 30,
+    "prefilling": 20,
+    "waiting": 9,
+    "kv_usage": 1.0,
+    "kv_free": 0,
+    "active_kv": 281_600,
+}
+
+
+@pytest.mark.parametrize("there", [{}, FULL], ids=["empty", "full"])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"round_robin"}))
+def test_equal_endpoints_of_an_empty_or_full_fleet_share_new_sessions(name: str, there: dict) -> None:
+    three = [candidate(address, **there) for address in "abc"]
+    r = request(tokens=4_000, of=session(""))
+    chosen = {POLICIES[name](r, three, PolicyParams(), Random(seed)).target for seed in range(40)}
+    assert chosen == {"a", "b", "c"}
