@@ -9,7 +9,7 @@
 
 Costs: add, finish and get are O(1); a query walks the ring backwards. A record keeps its candidates alive,
 so the ring is bounded in records and in candidate rows (65,536 rows are about 25 MB).
-Does not: write (decision_log.py does), count (metrics.py does), or know where the values came from.
+Does not: write (decision_log does), count (metrics.py does), or know where the values came from.
 """
 
 from __future__ import annotations

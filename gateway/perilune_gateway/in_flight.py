@@ -112,6 +112,10 @@ class InFlight:
     def configure(self, block_size: int) -> None:
         self._block_size = block_size
 
+    def forget(self, address: str) -> None:
+        """It left the pool. Its requests in flight go on."""
+        self._prefilled_at.pop(address, None)
+
     def started(self, ticket: int, running: Running, move: Move | None = None) -> None:
         """`move`: that it carries out."""
         self._running[ticket] = running

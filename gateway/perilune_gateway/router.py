@@ -161,6 +161,7 @@ class Router:
             self.sessions.forget_host(address)
             self.metrics.forget(address)
             self.calibration.forget(address)
+            self.in_flight.forget(address)
             if self._parity:
                 self._parity.forget(address)
 
