@@ -1,4 +1,8 @@
-"""Which T_hot and T_cool to take, from sweeps at R: the default where it is within 5 % of the best."""
+"""Which T_hot and T_cool to take, from sweeps at R: the default unless another is surely better.
+
+Surely: more than 5 % better on the mean, over at least 8 seeds, and the interval of the paired ratio leaves
+out 1. The best of six values on few seeds is mostly luck.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from perilune_lab.evaluate.plan import Point
 from perilune_lab.evaluate.table import Table, number, seconds
 
 _CLOSE = 1.05
+_ENOUGH_SEEDS = 8
 
 
 class Choice(NamedTuple):
@@ -24,12 +29,23 @@ class Choice(NamedTuple):
     flat: Sequence[float]
     """Values whose mean is within 5 % of the best."""
     best: float
+    seeds: int
+    worse: Estimate
+    """TTFT p90 with the default over that with the best, paired."""
+
+    @property
+    def chosen(self) -> float:
+        sure = self.seeds >= _ENOUGH_SEEDS and self.worse.low > 1.0
+        return self.best if sure and self.default not in self.flat else self.default
 
     @property
     def reason(self) -> str:
         if self.default in self.flat:
             span = f"{number(min(self.flat))}–{number(max(self.flat))}"
             return f"within 5 % of the best, as everything of {span} that was tried is; the default stays"
+        if self.chosen == self.default:
+            best = f"the lowest, of {number(self.best)}"
+            return f"not told apart from {best}, by {self.seeds} seeds; the default stays"
         return f"best of those tried; the default {number(self.default)} is more than 5 % worse"
 
 
@@ -51,14 +67,16 @@ def choices(f: Findings) -> list[Choice]:
         swept = [(value, f.estimate(Point(w, arm(value)), "ttft_s.p90")) for value in values]
         best, lowest = min(swept, key=lambda row: row[1].value)
         flat = [value for value, e in swept if e.value <= _CLOSE * lowest.value]
-        found.append(Choice(name, swept, default, flat, best))
+        points = Point(w, arm(default)), Point(w, arm(best))
+        seeds = len(f.values(points[0], "ttft_s.p90"))
+        worse = f.ratio(*points, "ttft_s.p90")
+        found.append(Choice(name, swept, default, flat, best, seeds, worse))
     return found
 
 
 def thresholds(f: Findings) -> Table:
     rows = []
     for choice in choices(f):
-        chosen = choice.default if choice.default in choice.flat else choice.best
         swept = ", ".join(f"{number(v)}: {seconds(e.value)}" for v, e in choice.values)
-        rows.append((choice.name, number(chosen), choice.reason, swept))
+        rows.append((choice.name, number(choice.chosen), choice.reason, swept))
     return Table("T_hot and T_cool", ("parameter", "chosen", "reason", "TTFT p90 at R"), rows)
