@@ -153,7 +153,7 @@ def document(rows: list) -> str:
 _HEAD = f"""\
 ## Simulator
 
-`PERILUNE_DYNAMO=install make bench ARGS='-k offline_replay --write'` · {bars.machine()}
+`PERILUNE_DYNAMO=install make bench-long ARGS='-k offline_replay'` · {bars.machine()}
 
 The Mooncake conversation trace (12,031 requests, open loop) at {WORKERS} endpoints, beside Dynamo's own
 offline replay (`run_mocker_trace_replay` of {PEER.replace("==", " ")}), same run; CPU seconds
