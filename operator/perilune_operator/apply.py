@@ -188,9 +188,10 @@ class Applier:
             log.warning("event not written pool=%s error=%s", pool.name, error)
 
     def forget(self, namespace: str, pool: str) -> None:
-        """A pool is gone; garbage collection takes its objects."""
+        """A pool is gone; garbage collection takes its objects. Those of a pool `NAME-…` are forgotten with
+        those of `NAME`: they are applied once more."""
         for known in (self._ours, self._written):
-            for k in [k for k in known if k.namespace == namespace and k.name.startswith(pool)]:
+            for k in [k for k in known if k.namespace == namespace and f"{k.name}-".startswith(f"{pool}-")]:
                 del known[k]
 
     async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> str:
