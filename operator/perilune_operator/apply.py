@@ -96,6 +96,9 @@ def path(obj: Object) -> str:
 
 
 def digest(obj: Object) -> str:
+    """Of what we want, whichever version of it that was planned from."""
+    if "resourceVersion" in obj.get("metadata", ()):
+        obj = {**obj, "metadata": {k: v for k, v in obj["metadata"].items() if k != "resourceVersion"}}
     return hashlib.sha256(msgspec.json.encode(obj, order="deterministic")).hexdigest()[:16]
 
 
@@ -215,6 +218,8 @@ class Applier:
         except kube.ApiError as error:
             if error.status == 404 and "namespace" in error.message:
                 raise OSError(error.message) from error
+            if error.status == 409 and "resourceVersion" in meta:
+                return ""  # planned from what is no more: the watch will show what is, and wake us
             return f"{obj['kind']} {meta['name']}: {error.message}"
         before = live["metadata"]["resourceVersion"] if live else ""
         if made["metadata"]["resourceVersion"] != before:

@@ -56,10 +56,12 @@ def plan(
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     drains = _drains(pool, observed, now)
     deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
+    gateways, read_at = gateway.replicas(spec.gateway, deployment)
     pool = replace(
         pool,
         replicas={role: made.replicas for role, made in drains.items()},
-        gateways=gateway.replicas(spec.gateway, deployment),
+        gateways=gateways,
+        gateways_read_at=read_at,
     )
     objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
     again_in = min([STATS_S, *(made.again_in for made in drains.values())])

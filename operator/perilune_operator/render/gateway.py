@@ -65,7 +65,7 @@ def gateway(pool: Context) -> Iterator[Object]:
     scaled = spec.min_replicas is not None and spec.max_replicas is not None
     stated = (document.spec.model, document.spec.engine)
     digest = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()[:16]
-    yield pool.object(
+    deployment = pool.object(
         "apps/v1",
         "Deployment",
         name,
@@ -83,6 +83,9 @@ def gateway(pool: Context) -> Iterator[Object]:
             ),
         },
     )
+    if pool.gateways_read_at is not None:
+        deployment["metadata"]["resourceVersion"] = pool.gateways_read_at
+    yield deployment
     yield pool.object(
         "v1",
         "Service",
@@ -125,21 +128,23 @@ def gateway(pool: Context) -> Iterator[Object]:
         )
 
 
-def replicas(spec: crd.GatewaySpec, live: Object | None) -> int | None:
-    """What to claim of the Deployment's replicas; None: nothing, they belong to the autoscaler.
+def replicas(spec: crd.GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
+    """What to claim of the Deployment's replicas (None: nothing, they belong to the autoscaler), and the
+    version of it that this was read from, if it holds for no other.
 
     Whoever stops to claim a field deletes it, unless another claims it too: replicas would fall to 1 on the
-    way to autoscaling. So the number of now is claimed until somebody else has written one.
+    way to autoscaling. So the number of now is claimed until somebody else has written one; should that be
+    done between our reading and our writing, the server refuses ours.
     """
     if spec.min_replicas is None or spec.max_replicas is None:
-        return spec.replicas
+        return spec.replicas, None
     if live is None:
-        return max(spec.min_replicas, min(spec.max_replicas, spec.replicas))
+        return max(spec.min_replicas, min(spec.max_replicas, spec.replicas)), None
     for entry in live["metadata"].get("managedFields") or ():
         if entry["manager"] != MANAGER and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}):
-            return None
+            return None, None
     now: int = live.get("spec", {}).get("replicas", 1)
-    return max(spec.min_replicas, min(spec.max_replicas, now))
+    return max(spec.min_replicas, min(spec.max_replicas, now)), live["metadata"].get("resourceVersion")
 
 
 def _pod(pool: Context) -> Object:

@@ -42,6 +42,8 @@ class Context:
     """Of a role's workload, where that is not what the spec wants: some wait for their sessions to leave."""
     gateways: int | None = None
     """Replicas of the gateway; None: not ours to say, an autoscaler has said."""
+    gateways_read_at: str | None = None
+    """Version of the gateway's Deployment that `gateways` was read from and holds for alone."""
 
     def labels(self, component: str) -> dict[str, str]:
         """That select the pods of one component."""

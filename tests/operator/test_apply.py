@@ -1,0 +1,65 @@
+"""What the applier does when the cluster is not, by the time it writes, what the plan was made from."""
+
+from perilune_api import kube
+from perilune_operator.apply import Applier, Pool
+from perilune_operator.observe import Object, key
+
+
+class _Leader:
+    def remaining_s(self) -> float:
+        return 60.0
+
+
+async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client, namespace: str) -> None:
+    """On the way to autoscaling: replicas that we read hold only for the version they were read from."""
+    applier = Applier(client, _Leader(), clock=lambda: 0.0)
+    owner = await client.request(
+        "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
+    )
+    pool = Pool(namespace, "p", owner["metadata"]["uid"])
+    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
+
+    async def apply(replicas: int, image: str, live: Object | None) -> None:
+        wanted = _deployment(namespace, pool.uid, replicas, image)
+        if live is not None:
+            wanted["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
+        children = {} if live is None else {key(live): live}
+        applied = await applier.apply(pool, [wanted], children)
+        assert applied.errors == ()
+
+    await apply(3, "a", None)
+    read = await client.request("GET", path)
+    await client.request("PATCH", f"{path}/scale", {"spec": {"replicas": 5}}, content_type=kube.MERGE)
+    await apply(3, "b", read)
+    now = await client.request("GET", path)
+    assert (now["spec"]["replicas"], _image(now)) == (5, "a")
+
+    await apply(5, "b", now)
+    now = await client.request("GET", path)
+    assert (now["spec"]["replicas"], _image(now)) == (5, "b")
+
+
+def _image(deployment: Object) -> str:
+    return str(deployment["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def _deployment(namespace: str, owner: str, replicas: int, image: str) -> Object:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": "p-gateway",
+            "namespace": namespace,
+            "ownerReferences": [
+                {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner, "controller": True}
+            ],
+        },
+        "spec": {
+            "replicas": replicas,
+            "selector": {"matchLabels": {"a": "b"}},
+            "template": {
+                "metadata": {"labels": {"a": "b"}},
+                "spec": {"containers": [{"name": "c", "image": image}]},
+            },
+        },
+    }
