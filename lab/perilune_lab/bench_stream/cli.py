@@ -29,6 +29,9 @@ from perilune_lab.stack import EngineOptions, Stack, StackError
 
 DOWN = 1
 SCHEMA = "perilune.burst/v1"
+TOKENS_PER_STEP = 2048
+"""Of the simulated engine, so that a burst is admitted in several steps. Else TPOT hangs on how many requests
+came in time for the first."""
 _ERRORS_SHOWN = 5
 
 _EPILOG = """\
@@ -53,7 +56,8 @@ async def on_target(args: argparse.Namespace, burst: Burst) -> tuple[list[Measur
 async def on_simulated(burst: Burst) -> tuple[list[Measured], Counter[str]]:
     """A simulated engine in either mode, one after the other, at H20 speed."""
     found, errors = [], Counter[str]()
-    for name, arguments in (("serial", ("--serial-misses",)), ("batched", ())):
+    step = ("--tokens-per-step", str(TOKENS_PER_STEP))
+    for name, arguments in (("serial", (*step, "--serial-misses")), ("batched", step)):
         options = EngineOptions(time_scale=1.0, kv_tokens=281_600, arguments=arguments)
         async with Stack(engines=1, options=options, with_gateway=False, with_envoy=False) as stack:
             target = f"http://{stack.endpoints[0]}"
