@@ -6,6 +6,9 @@ catches a change of ours or a late write of another operator, the second anyone 
 takes it from us. After a start every object is applied once, which the server finds to be the same.
 Before an object is made, its name is looked up: what is there and not the pool's is left alone.
 
+What has users' own words in it (podTemplates, host names) is rehearsed first: the API server is asked what it
+would say (a dry run). If it refuses one, nothing at all is written, so that what runs goes on as it was.
+
 Objects of a pool are written side by side, in two waves: what others name (roles, accounts, configuration)
 goes first. Over all pools at most REQUESTS_AT_ONCE are on their way: a small API server answers a few fast
 sooner than many slowly.
@@ -17,7 +20,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -25,6 +28,7 @@ import msgspec
 from perilune_api import kube, names
 from perilune_api.crd import KIND, PLURAL, VERSION, InferencePoolStatus, StatusCondition
 from perilune_operator.observe import MANAGER, Key, Object, key
+from perilune_operator.refusal import Refusal, causes
 from perilune_operator.rollout import Mark
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,9 @@ SETTLE_S = 3.0
 REQUESTS_AT_ONCE = 8
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
 """They name objects of the first: a binding is refused without its role, pods without their account."""
+
+REHEARSED = frozenset({"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute"})
+"""They have words of the user in them that no schema of ours can check."""
 
 PLURALS: Mapping[str, str] = {
     "ConfigMap": "configmaps",
@@ -102,6 +109,18 @@ def digest(obj: Object) -> str:
     return hashlib.sha256(msgspec.json.encode(obj, order="deterministic")).hexdigest()[:16]
 
 
+@dataclass(slots=True)
+class _Memory:
+    """Of one pool's objects."""
+
+    ours: dict[Key, tuple[str, str]] = field(default_factory=dict)
+    """Hash and owned fields after our last apply."""
+    written: dict[Key, tuple[Object, float]] = field(default_factory=dict)
+    """What we wrote and no watch has shown yet."""
+    rehearsed: dict[Key, str] = field(default_factory=dict)
+    """Hash of what the API server would take, whatever its number of replicas."""
+
+
 class Applier:
     """Remembers of each object what we own in it."""
 
@@ -116,11 +135,36 @@ class Applier:
         self._fence = fence
         self._clock = clock
         self._on_write = on_write
-        self._ours: dict[Key, tuple[str, str]] = {}
-        """Hash and owned fields after our last apply."""
-        self._written: dict[Key, tuple[Object, float]] = {}
-        """What we wrote and no watch has shown yet."""
+        self._memories: dict[Pool, _Memory] = {}
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+    async def rehearse(
+        self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]
+    ) -> tuple[Refusal, ...]:
+        """What the API server would refuse for what is in it. Raises NotLeaderError, OSError."""
+        memory = self._memory(pool)
+        new = []
+        for obj in wanted:
+            live = children.get(key(obj))
+            stored = (live["metadata"].get("annotations") or {}).get(HASH) if live else None
+            if obj["kind"] in REHEARSED and digest(obj) != stored:
+                stamped = digest({**obj, "spec": {k: v for k, v in obj["spec"].items() if k != "replicas"}})
+                if memory.rehearsed.get(key(obj)) != stamped:
+                    new.append((obj, stamped))
+        said = await asyncio.gather(*(self._rehearse(obj) for obj, _ in new))
+        for (obj, stamped), refusal in zip(new, said, strict=True):
+            if refusal is None:
+                memory.rehearsed[key(obj)] = stamped
+        return tuple(filter(None, said))
+
+    async def _rehearse(self, obj: Object) -> Refusal | None:
+        params = {"fieldManager": MANAGER, "force": "true", "dryRun": "All"}
+        try:
+            await self._send("PATCH", path(obj), "", obj, params=params, content_type=kube.APPLY)
+        except kube.ApiError as error:
+            found = causes(error)
+            return Refusal(obj, found) if found else None  # for another reason: the write will meet it too
+        return None
 
     async def apply(self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]) -> Applied:
         """Make it so. Raises NotLeaderError, OSError."""
@@ -131,7 +175,7 @@ class Applier:
             errors += await asyncio.gather(*(self._apply(pool, obj, children.get(key(obj))) for obj in now))
         gone = [child for k, child in children.items() if k not in keep]
         errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
-        return Applied(tuple(filter(None, errors)), not any(k in self._written for k in keep))
+        return Applied(tuple(filter(None, errors)), not any(k in self._memory(pool).written for k in keep))
 
     async def mark(self, pool: Pool, mark: Mark) -> str:
         """Annotate a pod. Through its status, which is all that the right to do so then covers. Returns what
@@ -191,22 +235,24 @@ class Applier:
             log.warning("event not written pool=%s error=%s", pool.name, error)
 
     def forget(self, namespace: str, pool: str) -> None:
-        """A pool is gone; garbage collection takes its objects. Those of a pool `NAME-…` are forgotten with
-        those of `NAME`: they are applied once more."""
-        for known in (self._ours, self._written):
-            for k in [k for k in known if k.namespace == namespace and f"{k.name}-".startswith(f"{pool}-")]:
-                del known[k]
+        """A pool is gone; garbage collection takes its objects."""
+        for known in [k for k in self._memories if (k.namespace, k.name) == (namespace, pool)]:
+            del self._memories[known]
+
+    def _memory(self, pool: Pool) -> _Memory:
+        return self._memories.setdefault(pool, _Memory())
 
     async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> str:
         """What the API server refused, in words; empty: nothing."""
         k, stamped, manager = key(obj), digest(obj), _manager(pool, obj)
-        live = self._newest(k, live)
+        memory = self._memory(pool)
+        live = self._newest(memory, k, live)
         hash_name, meta = _hash_name(pool, obj), obj["metadata"]
         if live is not None:
             stored = (live["metadata"].get("annotations") or {}).get(hash_name)
-            if stored == stamped and self._ours.get(k) == (stamped, _owned(live, manager)):
+            if stored == stamped and memory.ours.get(k) == (stamped, _owned(live, manager)):
                 return ""
-        if live is None and k not in self._ours and await self._is_anothers(pool, obj):
+        if live is None and k not in memory.ours and await self._is_anothers(pool, obj):
             return f"{obj['kind']} {meta['name']} is there already and not this pool's: rename one of them"
         annotations = {**(meta.get("annotations") or {}), hash_name: stamped}
         body = {**obj, "metadata": {**meta, "annotations": annotations}}
@@ -224,8 +270,8 @@ class Applier:
         before = live["metadata"]["resourceVersion"] if live else ""
         if made["metadata"]["resourceVersion"] != before:
             log.info("applied kind=%s object=%s/%s", k.kind, k.namespace, k.name)
-            self._written[k] = (made, self._clock())
-        self._ours[k] = (stamped, _owned(made, manager))
+            memory.written[k] = (made, self._clock())
+        memory.ours[k] = (stamped, _owned(made, manager))
         return ""
 
     async def _is_anothers(self, pool: Pool, obj: Object) -> bool:
@@ -253,20 +299,21 @@ class Applier:
                 return f"{kind} {name}: {error.message}"
         else:
             log.info("pruned kind=%s object=%s/%s", kind, pool.namespace, name)
-        self._ours.pop(key(live), None)
-        self._written.pop(key(live), None)
+        memory = self._memory(pool)
+        for known in (memory.ours, memory.written, memory.rehearsed):
+            known.pop(key(live), None)
         return ""
 
-    def _newest(self, k: Key, live: Object | None) -> Object | None:
+    def _newest(self, memory: _Memory, k: Key, live: Object | None) -> Object | None:
         """What the watch says, unless it has not come to what we wrote yet."""
-        if k not in self._written:
+        if k not in memory.written:
             return live
-        written, at = self._written[k]
+        written, at = memory.written[k]
         if live is None and self._clock() - at < SETTLE_S:
             return written
         if live is not None and _version(live) < _version(written):
             return written
-        del self._written[k]
+        del memory.written[k]
         return live
 
     async def _send(
@@ -279,11 +326,13 @@ class Applier:
         params: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Object:
+        """`kind`: what is written; empty: nothing, it is a rehearsal."""
         async with self._turns:
             left = self._fence.remaining_s()
             if left <= 0:
                 raise NotLeaderError
-            self._on_write(method, kind)
+            if kind:
+                self._on_write(method, kind)
             return await self._client.request(
                 method,
                 where,

@@ -63,7 +63,10 @@ def plan(
         gateways=gateways,
         gateways_read_at=read_at,
     )
-    objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
+    try:
+        objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
+    except SpecError as error:  # a podTemplate that cannot be laid over ours
+        return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
     again_in = min([STATS_S, *(made.again_in for made in drains.values())])
     marks = tuple(mark for made in drains.values() for mark in made.marks)
     return Plan(objects, status.of_pool(pool, observed, drains, now), again_in, marks, scale_to)

@@ -1,6 +1,6 @@
 """One worker per pool: woken by any event, it observes, plans, applies, and sleeps until woken or due again.
 
-    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ apply objects ─▶ prune ─▶ status ─▶ events
+    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ rehearse ─▶ apply objects ─▶ prune ─▶ status ─▶ events
 
 What gateways say of themselves (sessions, hit ratio) is read beside that, by a task of each pool's own: a
 round waits for nobody but the API server.
@@ -22,7 +22,7 @@ import aiohttp
 from perilune_api import crd, kube
 from perilune_api.crd import InferencePoolSpec
 from perilune_api.pool import SpecError
-from perilune_operator import observe, status
+from perilune_operator import observe, refusal, status
 from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
 from perilune_operator.cluster import Cluster, PoolName
 from perilune_operator.metrics import Metrics
@@ -180,13 +180,16 @@ class Reconciler:
         pool = Pool(namespace, pool_name, body["metadata"]["uid"])
         observed = self._observe(name, worker)
         made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
-        said, again_in = made.status, made.again_in
-        if made.objects is not None:
+        said, again_in, objects = made.status, made.again_in, made.objects
+        if refused := await self._applier.rehearse(pool, objects or (), observed.children):
+            words = refusal.told(refused, body["spec"])
+            said, objects = status.of_refusal(words, observed, now), None
+        if objects is not None:
             if made.scale_to is not None:
                 log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
                 await self._applier.scale(pool, made.scale_to)
             marked = await asyncio.gather(*(self._applier.mark(pool, mark) for mark in made.marks))
-            applied = await self._applier.apply(pool, made.objects, observed.children)
+            applied = await self._applier.apply(pool, objects, observed.children)
             if errors := [*filter(None, marked), *applied.errors]:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from perilune_api import pool
+from perilune_api import pool, quantities
 from perilune_api.conditions import Condition
 from perilune_api.pool import Bandwidth, Name, Positive, SpecError
 
@@ -413,7 +413,8 @@ class InferencePoolSpec(_Struct, frozen=True):
 
     model: ModelSpec
     replicas: Count = 1
-    """Endpoints of a pool without roles. With roles, each role has its own number."""
+    """Endpoints of a pool without roles; what kubectl scale writes. With roles, each role has its own number,
+    and this one stays away."""
     engine: EngineSpec = EngineSpec()
     roles: Roles | None = None
     mooncake: Mooncake = Mooncake()
@@ -496,6 +497,11 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "!has(self.roles) || !has(self.scaling)",
             "scaling sets replicas, which a pool with roles does not use: scale each role by its own",
             ".scaling",
+        ),
+        Rule(
+            "!has(self.roles) || self.replicas == 1",
+            "a pool with roles has a number for each: set roles.prefill.replicas or roles.decode.replicas",
+            ".replicas",
         ),
         Rule(
             "!has(self.scaling) || self.engine.kind != 'simulated' || self.scaling.maxReplicas <= 1000",
@@ -678,7 +684,30 @@ def check(spec: InferencePoolSpec) -> None:
             raise SpecError(f"{variable.name} is given twice - at `$.spec.engine.env[{i}]`")
         if variable.name == "PYTHONHASHSEED":
             raise SpecError(f"Give engine.hashing.seed instead - at `$.spec.engine.env[{i}]`")
+    _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+
+
+def _check_pods(spec: InferencePoolSpec) -> None:
+    """What goes into pods as it is."""
+    given = [
+        (spec.engine.resources, "$.spec.engine.resources"),
+        (spec.gateway.resources, "$.spec.gateway.resources"),
+        (spec.mooncake.master.resources, "$.spec.mooncake.master.resources"),
+    ]
+    for name in ("prefill", "decode"):
+        role = getattr(spec.roles, name, None)
+        if role is not None and role.resources is not None:
+            given.append((role.resources, f"$.spec.roles.{name}.resources"))
+    for resources, path in given:
+        quantities.check_resources(resources.requests, f"{path}.requests")
+        quantities.check_resources(resources.limits, f"{path}.limits")
+    for template, path in (
+        (spec.engine.pod_template, "$.spec.engine.podTemplate"),
+        (spec.gateway.pod_template, "$.spec.gateway.podTemplate"),
+        (spec.mooncake.master.pod_template, "$.spec.mooncake.master.podTemplate"),
+    ):
+        quantities.check_template(template, path)
 
 
 def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:

@@ -42,11 +42,15 @@ RETRY_S = (0.2, 5.0)
 class ApiError(Exception):
     """The API server refused."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(
+        self, status: int, reason: str, message: str, causes: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """`causes`: field and words, of what is wrong in an object that was sent."""
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
         self.reason = reason
         self.message = message
+        self.causes = causes
 
 
 async def connect(environ: Mapping[str, str] = os.environ) -> Client:
@@ -144,7 +148,9 @@ def _error(status: int, text: bytes) -> ApiError:
         said = _object(text)
     except msgspec.DecodeError:
         return ApiError(status, "Unknown", text[:200].decode(errors="replace"))
-    return ApiError(status, said.get("reason", "Unknown"), said.get("message", ""))
+    causes = (said.get("details") or {}).get("causes") or ()
+    fields = tuple((cause.get("field", ""), cause.get("message", "")) for cause in causes)
+    return ApiError(status, said.get("reason", "Unknown"), said.get("message", ""), fields)
 
 
 class Collection:

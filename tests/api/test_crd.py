@@ -102,6 +102,65 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "engine.hashing.seed instead - at `$.spec.engine.env[0]`",
             id="the hash seed as a variable",
         ),
+        pytest.param(
+            spec(engine={"resources": {"requests": {"memory": "80 GB"}}}),
+            "'80 GB' is no quantity, such as 500m, 2 or 80Gi - at `$.spec.engine.resources.requests.memory`",
+            id="no quantity",
+        ),
+        pytest.param(
+            spec(gateway={"resources": {"limits": {"cpu": -1}}}),
+            "-1 is below 0 - at `$.spec.gateway.resources.limits.cpu`",
+            id="a negative one",
+        ),
+        pytest.param(
+            spec(mooncake={"master": {"resources": {"limits": {"my gpu": 1}}}}),
+            "'my gpu' is no resource's name - at `$.spec.mooncake.master.resources.limits.my gpu`",
+            id="no resource",
+        ),
+        pytest.param(
+            spec(
+                roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": "many"}}}},
+                mooncake={"transfer": "connector"},
+            ),
+            "at `$.spec.roles.decode.resources.limits.cpu`",
+            id="a role's",
+        ),
+        pytest.param(
+            spec(engine={"podTemplate": {"metadata": {"labels": {"team": "a b"}}}}),
+            "'a b' is no label's value: at most 63 of letters, digits, - _ . - at "
+            "`$.spec.engine.podTemplate.metadata.labels.team`",
+            id="no label",
+        ),
+        pytest.param(
+            spec(gateway={"podTemplate": {"metadata": {"annotations": {"a/b/c": "x"}}}}),
+            "at `$.spec.gateway.podTemplate.metadata.annotations.a/b/c`",
+            id="no annotation",
+        ),
+        pytest.param(
+            spec(gateway={"podTemplate": {"metadata": {"annotations": {"inject": True}}}}),
+            "True is no text: put it in quotes - at `$.spec.gateway.podTemplate.metadata.annotations.inject`",
+            id="an annotation that is no text",
+        ),
+        pytest.param(
+            spec(
+                engine={
+                    "podTemplate": {"spec": {"volumes": [{"name": "v", "emptyDir": {"sizeLimit": "big"}}]}}
+                }
+            ),
+            "at `$.spec.engine.podTemplate.spec.volumes[0].emptyDir.sizeLimit`",
+            id="a volume of no size",
+        ),
+        pytest.param(
+            spec(
+                engine={
+                    "podTemplate": {
+                        "spec": {"containers": [{"name": "s", "resources": {"limits": {"cpu": "x"}}}]}
+                    }
+                }
+            ),
+            "at `$.spec.engine.podTemplate.spec.containers[0].resources.limits.cpu`",
+            id="a container of no size",
+        ),
         pytest.param(spec(roles={"decode": {}}), "at `$.spec.roles.prefill`", id="half a pair of roles"),
         pytest.param(spec(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(

@@ -102,6 +102,7 @@ BAD: list[Any] = [
     ),
     pytest.param({**PD, "roles": {"prefill": {}}}, "prefill needs decode endpoints", id="no decode"),
     pytest.param({**PD, "roles": {"decode": {}}}, "decode needs prefill endpoints", id="no prefill"),
+    pytest.param({**PD, "replicas": 3}, "set roles.prefill.replicas or roles.decode.replicas", id="of whom?"),
     pytest.param({"roles": PD["roles"]}, "roles need mooncake.transfer: connector", id="roles, no transfer"),
     pytest.param(
         {**PD, "scaling": {"minReplicas": 1, "maxReplicas": 2}}, "scale each role by its own", id="two scales"
@@ -190,6 +191,14 @@ async def test_what_cannot_change(client: Client, namespace: str, change: Object
     with pytest.raises(ApiError) as error:
         await client.request("PATCH", path(namespace, "/p"), {"spec": change}, content_type=MERGE)
     assert message in error.value.message
+
+
+async def test_a_pool_with_roles_is_not_scaled_as_one(client: Client, namespace: str) -> None:
+    """kubectl scale is told by whom it has to ask."""
+    await create(client, namespace, pool(**PD))
+    scale = {"spec": {"replicas": 3}}
+    with pytest.raises(ApiError, match=r"spec.replicas: .* set roles.prefill.replicas or roles.decode"):
+        await client.request("PATCH", path(namespace, "/p/scale"), scale, content_type=MERGE)
 
 
 async def test_scale_and_status_are_apart_from_the_spec(client: Client, namespace: str) -> None:

@@ -462,6 +462,45 @@ async def test_a_spec_that_only_we_can_refuse_touches_nothing(
     assert now["metadata"]["generation"] == engine["metadata"]["generation"]
 
 
+async def test_what_the_api_server_refuses_of_a_spec_touches_nothing(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Not even what it would take of it; and the pool goes on once it is mended."""
+    await client.request("POST", pools(namespace), pool())
+    kept = {}
+    for name in ("/p-engine", "/p-gateway"):
+        kept[name] = await until(lambda name=name: client.request("GET", deployments(namespace, name)), bool)
+    bad = {
+        "engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "image": 5}]}}},
+        "gateway": {"logLevel": "debug"},
+        "routing": {"policy": "sticky"},
+        "replicas": 7,
+    }
+    await client.request("PATCH", pools(namespace, "/p"), {"spec": bad}, content_type=MERGE)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Accepted").get("status") == "False",
+    )
+    assert condition(body, "Accepted")["message"] == (
+        "expected string - at `$.spec.engine.podTemplate.spec.containers[0].image`"
+    )
+    assert (condition(body, "Accepted")["reason"], body["status"]["observedGeneration"]) == ("Invalid", 2)
+    for name, before in kept.items():
+        now = await client.request("GET", deployments(namespace, name))
+        assert now["metadata"]["generation"] == before["metadata"]["generation"]
+    document = await client.request("GET", config_maps(namespace, "/p-gateway"))
+    assert "policy: ear" in document["data"]["pool.yaml"]
+
+    good = {"spec": {"engine": {"podTemplate": None}}}
+    await client.request("PATCH", pools(namespace, "/p"), good, content_type=MERGE)
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Accepted")["status"] == "True",
+    )
+    now = await client.request("GET", deployments(namespace, "/p-engine"))
+    assert now["spec"]["replicas"] == 7
+
+
 async def test_a_deleted_pool_leaves_nothing(
     client: Client, namespace: str, operator: Operator, api_server: Any
 ) -> None:
@@ -633,6 +672,12 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     assert condition(body, "Progressing").get("reason") != "ApplyFailed"
     other = await client.request("GET", pools(namespace, "/q"))
     assert condition(other, "RouteProgrammed")["reason"] == "WaitingForRoute"
+
+    before = await quiet(router)  # neither takes the shared object for the other's late write
+    for name in ("p", "q"):
+        note = {"metadata": {"annotations": {"note": "look again"}}}
+        await client.request("PATCH", pools(namespace, f"/{name}"), note, content_type=MERGE)
+    assert await quiet(router) == before
 
 
 async def test_a_gateway_of_the_inference_extension(routed: tuple[Client, str], router: Operator) -> None:

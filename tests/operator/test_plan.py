@@ -128,6 +128,36 @@ def test_laying_over(over: Object, expected: Object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        pytest.param({"spec": "x"}, "Expected fields - at `$.spec.gateway.podTemplate.spec`", id="a word"),
+        pytest.param({"spec": None}, "Expected fields - at `$.spec.gateway.podTemplate.spec`", id="nothing"),
+        pytest.param(
+            {"spec": {"containers": {"name": "gateway"}}},
+            "Expected a list - at `$.spec.gateway.podTemplate.spec.containers`",
+            id="one thing for a list",
+        ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "a"}, {"image": "i"}]}},
+            "Expected fields, of which `name` is one - at `$.spec.gateway.podTemplate.spec.containers[1]`",
+            id="a container without a name would replace ours",
+        ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "gateway", "env": [{"name": "A"}, {"name": "A"}]}]}},
+            "A is given twice - at `$.spec.gateway.podTemplate.spec.containers[0].env[1]`",
+            id="one name twice",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words: str) -> None:
+    refused = made({"model": {"name": "m"}, "gateway": {"podTemplate": over}}, Observed("u", 1))
+    assert refused.objects is None
+    assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
+        ("Accepted", "False", words)
+    ]
+
+
+@pytest.mark.parametrize(
     ("quantity", "number"), [("80Gi", 80 * 2**30), ("4G", 4 * 10**9), ("1.5Ki", 1536), ("7", 7)]
 )
 def test_quantities(quantity: str, number: int) -> None:

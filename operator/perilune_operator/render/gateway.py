@@ -80,6 +80,7 @@ def gateway(pool: Context) -> Iterator[Object]:
                     "spec": _pod(pool),
                 },
                 spec.pod_template,
+                "$.spec.gateway.podTemplate",
             ),
         },
     )

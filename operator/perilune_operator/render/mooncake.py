@@ -99,7 +99,9 @@ def store(pool: Context) -> Iterator[Object]:
             "selector": {"matchLabels": labels},
             "strategy": {"type": "Recreate"},
             "template": overlaid(
-                {"metadata": {"labels": labels}, "spec": _pod(pool)}, made.master.pod_template
+                {"metadata": {"labels": labels}, "spec": _pod(pool)},
+                made.master.pod_template,
+                "$.spec.mooncake.master.podTemplate",
             ),
         },
     )

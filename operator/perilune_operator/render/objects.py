@@ -6,7 +6,7 @@ from typing import Any
 
 from perilune_api import names
 from perilune_api.crd import KIND, VERSION, InferencePoolSpec, Resources
-from perilune_api.pool import Role
+from perilune_api.pool import Role, SpecError
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object
 from perilune_operator.topology import Fabric
 
@@ -128,21 +128,37 @@ ONE_OF = frozenset({"volumes", "env"})
 """Lists whose things have one of several fields (a volume's or a variable's source): replaced by name."""
 
 
-def overlaid(base: Object, over: Object) -> Object:
-    """`over` laid over `base`: maps by key, lists of named things by name, anything else replaced."""
-    return {**base, **{key: _merged(key, base[key], over[key]) if key in base else over[key] for key in over}}
+def overlaid(base: Object, over: Object, at: str = "$") -> Object:
+    """`over` laid over `base`: maps by key, lists of named things by name, anything else replaced. `at`: path
+    of `over`. Raises SpecError where it has not the shape of what it is laid over."""
+    return {
+        **base,
+        **{
+            key: _merged(key, base[key], over[key], f"{at}.{key}") if key in base else over[key]
+            for key in over
+        },
+    }
 
 
-def _merged(key: str, base: Any, over: Any) -> Any:
-    if isinstance(base, dict) and isinstance(over, dict):
-        return overlaid(base, over)
-    if _named(base) and _named(over):
-        ours = {item["name"]: item for item in base}
-        for item in over:
-            name = item["name"]
-            ours[name] = item if key in ONE_OF else overlaid(ours.get(name, {}), item)
-        return list(ours.values())
-    return over
+def _merged(key: str, base: Any, over: Any, at: str) -> Any:
+    if isinstance(base, dict):
+        if not isinstance(over, dict):
+            raise SpecError(f"Expected fields - at `{at}`")
+        return overlaid(base, over, at)
+    if isinstance(base, list) and not isinstance(over, list):
+        raise SpecError(f"Expected a list - at `{at}`")
+    if not _named(base) or not over:
+        return over
+    ours, given = {item["name"]: item for item in base}, set[str]()
+    for i, item in enumerate(over):
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            raise SpecError(f"Expected fields, of which `name` is one - at `{at}[{i}]`")
+        name = item["name"]
+        if name in given:
+            raise SpecError(f"{name} is given twice - at `{at}[{i}]`")
+        given.add(name)
+        ours[name] = item if key in ONE_OF else overlaid(ours.get(name, {}), item, f"{at}[{i}]")
+    return list(ours.values())
 
 
 def _named(value: Any) -> bool:

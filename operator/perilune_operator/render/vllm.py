@@ -218,6 +218,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
             },
         },
         engine.pod_template,
+        "$.spec.engine.podTemplate",
     )
 
 
