@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from perilune_api import kube, names
 from perilune_operator.apply import PLURALS
-from perilune_operator.observe import MANAGED_BY, MANAGER, Key, Object, key
+from perilune_operator.observe import MANAGED_BY, MANAGER, Key, Object, ParentFacts, key, parent
 from perilune_operator.render import network
 
 log = logging.getLogger(__name__)
@@ -66,12 +66,15 @@ class Cluster:
         self._discovered = False
         self._due: dict[str, dict[str, Object]] = {}
         """By kind: changed, and not looked at yet."""
+        self._parents: dict[str, ParentFacts] | None = None
+        """Gateways that routes may be attached to, by namespace/name. They are not ours, and few."""
 
     @property
     def synced(self) -> bool:
         """Every watch has delivered once."""
         wanted = {"Pod", *KINDS, *(kind.partition("/")[2] for kind in self.kinds)}
-        return self._discovered and wanted <= self._objects.keys()
+        routed = network.HTTP_ROUTE not in self.kinds or self._parents is not None
+        return self._discovered and routed and wanted <= self._objects.keys()
 
     def children(self, pool: PoolName) -> dict[Key, Object]:
         kinds = self._by_pool.keys() - {"Pod"}
@@ -80,6 +83,12 @@ class Cluster:
 
     def pods(self, pool: PoolName) -> list[Object]:
         return self._by_pool.get("Pod", {}).get(pool, [])
+
+    def parent(self, namespace: str, name: str) -> ParentFacts | None:
+        """None: it cannot be seen from here."""
+        if self._parents is None or (self._namespace and namespace != self._namespace):
+            return None
+        return self._parents.get(f"{namespace}/{name}", ParentFacts())
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -95,6 +104,8 @@ class Cluster:
                         if f"{api.partition('/')[0]}/{kind}" in self.kinds and kind not in followed:
                             followed.add(kind)
                             tasks.create_task(self._follow_ours(api, kind))
+                            if kind == "HTTPRoute":
+                                tasks.create_task(self._follow_parents(api))
                 await asyncio.sleep(DISCOVER_S)
 
     async def _discover(self) -> None:
@@ -116,12 +127,24 @@ class Cluster:
             self.kinds, self._discovered = frozenset(found), True
             self._on_change(None)
 
+    async def _follow_parents(self, api: str) -> None:
+        def take(objects: dict[str, Object]) -> None:
+            seen = {name: parent(obj) for name, obj in objects.items()}
+            if seen != self._parents:
+                self._parents = seen
+                self._on_change(None)
+
+        await kube.follow(self._client, f"/apis/{api}{self._scope}/gateways", take)
+
+    @property
+    def _scope(self) -> str:
+        return f"/namespaces/{self._namespace}" if self._namespace else ""
+
     async def _follow_ours(self, api: str, kind: str) -> None:
         await self._follow(api, kind, PLURALS[kind], f"{MANAGED_BY}={MANAGER}")
 
     async def _follow(self, api: str, kind: str, plural: str, selector: str) -> None:
         root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-        scope = f"/namespaces/{self._namespace}" if self._namespace else ""
 
         def take(objects: dict[str, Object]) -> None:
             if kind not in self._objects:
@@ -131,7 +154,7 @@ class Cluster:
                 asyncio.get_running_loop().call_later(SETTLE_S, self._take_due, api, kind)
             self._due[kind] = objects
 
-        await kube.follow(self._client, f"{root}{scope}/{plural}", take, {"labelSelector": selector})
+        await kube.follow(self._client, f"{root}{self._scope}/{plural}", take, {"labelSelector": selector})
 
     def _take_due(self, api: str, kind: str) -> None:
         self._take(api, kind, self._due.pop(kind))

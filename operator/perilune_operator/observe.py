@@ -79,6 +79,28 @@ class GatewayStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a controller says of an object."""
+
+    status: str
+    reason: str
+    message: str
+    pending: bool
+    """It was said of an earlier version of the object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParentFacts:
+    """A Gateway (gateway.networking.k8s.io)."""
+
+    exists: bool = False
+    programmed: Verdict | None = None
+    """None: nobody has said."""
+    listeners: Mapping[str, Verdict] = field(default_factory=dict)
+    """Whether each of them is programmed, by name; only those of which somebody says so."""
+
+
+@dataclass(frozen=True, slots=True)
 class Key:
     """An object's name in the cluster."""
 
@@ -101,6 +123,8 @@ class Observed:
     kinds: frozenset[str] = frozenset()
     """`group/Kind` of optional APIs that the cluster has."""
     gateway: GatewayStats | None = None
+    parent: ParentFacts | None = None
+    """The Gateway that the spec names; None: there is none, or it cannot be seen from here."""
 
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
@@ -117,6 +141,30 @@ def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
 def key(obj: Object) -> Key:
     meta = obj["metadata"]
     return Key(obj["kind"], meta.get("namespace", ""), meta["name"])
+
+
+def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) -> list[Verdict]:
+    """Of these types. `generation`: the object's own; who says nothing of generations is believed."""
+    return [
+        Verdict(
+            c["status"],
+            c.get("reason", ""),
+            c.get("message", ""),
+            (c.get("observedGeneration") or generation) < generation,
+        )
+        for c in conditions or ()
+        if c["type"] in types
+    ]
+
+
+def parent(obj: Object) -> ParentFacts:
+    status, generation = obj.get("status") or {}, obj["metadata"].get("generation", 0)
+
+    def programmed(of: Object) -> Verdict | None:
+        return next(iter(verdicts(of.get("conditions"), generation, "Programmed")), None)
+
+    told = {listener["name"]: programmed(listener) for listener in status.get("listeners") or ()}
+    return ParentFacts(True, programmed(status), {name: v for name, v in told.items() if v is not None})
 
 
 def node(obj: Object) -> NodeFacts:

@@ -178,8 +178,9 @@ class Reconciler:
             return STATS_S  # garbage collection does the rest
         namespace, pool_name = name
         pool = Pool(namespace, pool_name, body["metadata"]["uid"])
-        observed = self._observe(name, worker)
-        made = plan(pool_name, namespace, _spec(body), observed, now, self._defaults)
+        spec = _spec(body)
+        observed = self._observe(name, worker, spec)
+        made = plan(pool_name, namespace, spec, observed, now, self._defaults)
         said, again_in, objects = made.status, made.again_in, made.objects
         if refused := await self._applier.rehearse(pool, objects or (), observed.children):
             words = refusal.told(refused, body["spec"])
@@ -208,8 +209,9 @@ class Reconciler:
             worker.body = _newest(worker.body, written)
         return again_in
 
-    def _observe(self, name: PoolName, worker: _Worker) -> Observed:
+    def _observe(self, name: PoolName, worker: _Worker, spec: InferencePoolSpec | SpecError) -> Observed:
         meta = worker.body["metadata"]
+        parent = None if isinstance(spec, SpecError) else spec.gateway.parent
         return Observed(
             meta["uid"],
             meta.get("generation", 0),
@@ -219,6 +221,7 @@ class Reconciler:
             self.cluster.children(name),
             self.cluster.kinds,
             worker.stats,
+            self.cluster.parent(parent.namespace or name[0], parent.name) if parent else None,
         )
 
     async def _follow_stats(self, name: PoolName, worker: _Worker) -> None:

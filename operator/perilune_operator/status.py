@@ -13,9 +13,9 @@ import msgspec
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_api.crd import FabricStatus, GatewayMode, InferencePoolStatus, StatusCondition
+from perilune_api.crd import FabricStatus, GatewayMode, InferencePoolStatus, ParentRef, StatusCondition
 from perilune_api.pool import Role
-from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.observe import Key, Object, Observed, ParentFacts, Verdict, verdicts
 from perilune_operator.render import mooncake, network, vllm
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain
@@ -222,37 +222,58 @@ def _route(pool: Context, observed: Observed) -> Fact:
     if made is GatewayMode.ENVOY_GATEWAY:
         wanted += ["BackendTrafficPolicy", "EnvoyExtensionPolicy"]
     for name in wanted:
-        child = observed.children.get(Key(name, pool.namespace, pool.name))
-        verdicts = _verdicts(child or {})
-        for condition in verdicts:
-            if condition["status"] == "False":
-                said = f"{name}: {condition.get('reason', '')}: {condition.get('message', '')}"
-                return Fact(kind, "False", Reason.ROUTE_REFUSED, said[:400])
-        if not verdicts:
+        said = _verdicts(observed.children.get(Key(name, pool.namespace, pool.name)) or {})
+        if not said:
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
+        if any(verdict.pending for verdict in said):
+            waits = f"What is said of the {name} is pending: it was said of an earlier one."
+            return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
+        for verdict in said:
+            if verdict.status == "False":
+                refused = f"{name}: {verdict.reason}: {verdict.message}"
+                return Fact(kind, "False", Reason.ROUTE_REFUSED, refused[:400])
+    if (trouble := _parent(pool.spec.gateway.parent, observed.parent)) is not None:
+        return trouble
     words = "Envoy asks the gateway."
     elsewhere = pool.spec.gateway.parent.namespace not in ("", pool.namespace)
     if elsewhere and made is GatewayMode.ENVOY_GATEWAY:
         words = f"{words} {_STRIP}"
     shared = Key("ClientTrafficPolicy", pool.namespace, network.shared_policy_name(pool.spec.gateway.parent))
-    for condition in _verdicts(observed.children.get(shared, {})):
-        if condition["status"] == "False":  # the Gateway has one already, which may or may not do the same
-            said = f"{shared.kind} {shared.name}: {condition.get('reason', '')}"
-            words = f"{words} {said}: the one that counts has to remove {names.DESTINATION_HEADER} early, "
+    for verdict in _verdicts(observed.children.get(shared, {})):
+        if verdict.status == "False":  # the Gateway has one already, which may or may not do the same
+            other = f"{shared.kind} {shared.name}: {verdict.reason}"
+            words = f"{words} {other}: the one that counts has to remove {names.DESTINATION_HEADER} early, "
             words += "or clients can choose their endpoint."
     return Fact(kind, "True", Reason.PROGRAMMED, words)
 
 
-def _verdicts(child: Object) -> list[Object]:
+def _verdicts(child: Object) -> list[Verdict]:
     """Conditions Accepted and ResolvedRefs that controllers wrote, of every parent or ancestor."""
-    status = child.get("status") or {}
+    status, generation = child.get("status") or {}, child.get("metadata", {}).get("generation", 0)
     reports = [*(status.get("parents") or ()), *(status.get("ancestors") or ())]
     return [
-        c
+        verdict
         for report in reports
-        for c in report.get("conditions") or ()
-        if c["type"] in ("Accepted", "ResolvedRefs")
+        for verdict in verdicts(report.get("conditions"), generation, "Accepted", "ResolvedRefs")
     ]
+
+
+def _parent(named: ParentRef, parent: ParentFacts | None) -> Fact | None:
+    """What keeps the Gateway from serving; None: nothing that can be seen from here."""
+    if parent is None:
+        return None
+    kind, of = Condition.ROUTE_PROGRAMMED, f"Gateway {named.name}"
+    if not parent.exists:
+        return Fact(kind, "False", Reason.GATEWAY_NOT_PROGRAMMED, f"There is no {of}.")
+    said = parent.programmed
+    if named.section_name and (said is None or said.status == "True"):
+        of, said = f"Listener {named.section_name} of {of}", parent.listeners.get(named.section_name, said)
+    if said is None or said.pending:
+        return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Whether {of} is programmed is pending.")
+    if said.status != "True":
+        words = f"{of} is not programmed: {said.reason}: {said.message}"
+        return Fact(kind, "False", Reason.GATEWAY_NOT_PROGRAMMED, words[:400])
+    return None
 
 
 def _progress(pool: Context, observed: Observed) -> Fact:

@@ -71,6 +71,18 @@ def test_what_a_pod_carries(
 
 
 @pytest.mark.parametrize(
+    ("said", "pending"), [(None, False), (1, True), (2, False)], ids=["of none", "of an earlier", "of this"]
+)
+def test_a_verdict_is_of_one_generation(said: int | None, pending: bool) -> None:
+    condition: Object = {"type": "Programmed", "status": "True"}
+    condition |= {} if said is None else {"observedGeneration": said}
+    gateway = {"metadata": {"generation": 2}, "status": {"conditions": [condition]}}
+    programmed = observe.parent(gateway).programmed
+    assert programmed is not None
+    assert (programmed.status, programmed.pending) == ("True", pending)
+
+
+@pytest.mark.parametrize(
     ("status", "trouble"),
     [
         pytest.param({}, "", id="nobody says"),

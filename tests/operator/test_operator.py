@@ -643,6 +643,28 @@ async def accept(client: Client, where: str, holder: str) -> None:
     await client.request("PATCH", f"{where}/status", status, content_type=MERGE)
 
 
+GATEWAYS = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/gateways"
+GATEWAY: Object = {
+    "apiVersion": "gateway.networking.k8s.io/v1",
+    "kind": "Gateway",
+    "metadata": {"name": "g"},
+    "spec": {"gatewayClassName": "c", "listeners": [{"name": "http", "port": 80, "protocol": "HTTP"}]},
+}
+
+
+async def program(client: Client, where: str, status: str) -> None:
+    """Say of a Gateway whether it serves."""
+    said = {
+        "type": "Programmed",
+        "status": status,
+        "reason": "Programmed" if status == "True" else "AddressNotAssigned",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    body = {"status": {"conditions": [said]}}
+    await client.request("PATCH", f"{where}/status", body, content_type=MERGE)
+
+
 @pytest.fixture
 async def router(routed_server: Any, routed: tuple[Client, str]) -> AsyncIterator[Operator]:
     made = Operator(routed_server, routed[1])
@@ -654,6 +676,7 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     """All four objects pass Envoy Gateway's own schemas; the one on the Gateway belongs to both pools."""
     client, namespace = routed
     gateway = {"parent": {"name": "g"}}
+    await client.request("POST", GATEWAYS.format(namespace), GATEWAY)
     for name in ("p", "q"):
         await client.request("POST", pools(namespace), pool(name, gateway=gateway))
     shared = POLICIES.format(namespace) + "clienttrafficpolicies/g-perilune"
@@ -665,10 +688,22 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     ):
         await until(lambda where=where: client.request("GET", where), bool)
         await accept(client, where, holder)
-    body = await until(
-        lambda: client.request("GET", pools(namespace, "/p")),
-        lambda p: condition(p, "RouteProgrammed").get("status") == "True",
-    )
+
+    async def becomes(status: str, reason: str) -> Object:
+        return await until(
+            lambda: client.request("GET", pools(namespace, "/p")),
+            lambda p: (
+                (condition(p, "RouteProgrammed").get("status"), condition(p, "RouteProgrammed").get("reason"))
+                == (status, reason)
+            ),
+        )
+
+    await becomes("False", "WaitingForRoute")
+    await program(client, GATEWAYS.format(namespace) + "/g", "False")
+    body = await becomes("False", "GatewayNotProgrammed")
+    assert "AddressNotAssigned" in condition(body, "RouteProgrammed")["message"]
+    await program(client, GATEWAYS.format(namespace) + "/g", "True")
+    body = await becomes("True", "Programmed")
     assert condition(body, "Progressing").get("reason") != "ApplyFailed"
     other = await client.request("GET", pools(namespace, "/q"))
     assert condition(other, "RouteProgrammed")["reason"] == "WaitingForRoute"

@@ -6,8 +6,8 @@ import pytest
 
 from perilune_api import crd
 from perilune_api.conditions import Condition, Reason
-from perilune_operator import status
-from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, PodFacts
+from perilune_operator import observe, status
+from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -34,9 +34,28 @@ def deployment(name: str, replicas: int = 1, **state: int) -> tuple[Key, Object]
     return Key("Deployment", "ns", name), body
 
 
-def verdict(kind: str, accepted: str = "True", where: str = "ancestors") -> tuple[Key, Object]:
-    said = {"type": "Accepted", "status": accepted, "reason": "Because", "message": "words"}
-    return Key(kind, "ns", "p"), {"kind": kind, "status": {where: [{"conditions": [said]}]}}
+def verdict(
+    kind: str, accepted: str = "True", where: str = "ancestors", of: int | None = 2
+) -> tuple[Key, Object]:
+    """`of`: generation that it was said of; the object's is 2."""
+    said: Object = {"type": "Accepted", "status": accepted, "reason": "Because", "message": "words"}
+    said |= {} if of is None else {"observedGeneration": of}
+    meta = {"name": "p", "namespace": "ns", "generation": 2}
+    return Key(kind, "ns", "p"), {"kind": kind, "metadata": meta, "status": {where: [{"conditions": [said]}]}}
+
+
+def gateway(
+    programmed: str = "True", of: int = 1, listeners: tuple[tuple[str, str], ...] = ()
+) -> ParentFacts:
+    """A Gateway of generation 1."""
+
+    def said(status: str) -> list[Object]:
+        words = {"reason": "AddressNotAssigned", "message": "No addresses."}
+        return [{"type": "Programmed", "status": status, "observedGeneration": of, **words}]
+
+    told = [{"name": name, "conditions": said(status)} for name, status in listeners]
+    status = {"conditions": said(programmed) if programmed else [], "listeners": told}
+    return observe.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
 
 
 SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"parent": {"name": "g"}}}
@@ -164,6 +183,78 @@ def test_what_is_wrong_has_a_reason(
     made = conditions(of(observed))
     assert made[condition] == (truth, reason)
     assert made["Ready"][0] == ready
+
+
+@pytest.mark.parametrize(
+    ("observed", "section", "reason", "words"),
+    [
+        pytest.param(seen(parent=gateway()), "", Reason.PROGRAMMED, "Envoy asks", id="programmed"),
+        pytest.param(
+            seen(verdict("BackendTrafficPolicy", of=None)),
+            "",
+            Reason.PROGRAMMED,
+            "Envoy asks",
+            id="a controller that says nothing of generations",
+        ),
+        pytest.param(
+            seen(verdict("BackendTrafficPolicy", of=1)),
+            "",
+            Reason.WAITING_FOR_ROUTE,
+            "What is said of the BackendTrafficPolicy is pending: it was said of an earlier one.",
+            id="an old yes",
+        ),
+        pytest.param(
+            seen(verdict("HTTPRoute", "False", "parents", of=1)),
+            "",
+            Reason.WAITING_FOR_ROUTE,
+            "What is said of the HTTPRoute is pending",
+            id="an old no",
+        ),
+        pytest.param(
+            seen(parent=ParentFacts()), "", Reason.GATEWAY_NOT_PROGRAMMED, "There is no Gateway g.", id="none"
+        ),
+        pytest.param(
+            seen(parent=gateway("False")),
+            "",
+            Reason.GATEWAY_NOT_PROGRAMMED,
+            "Gateway g is not programmed: AddressNotAssigned: No addresses.",
+            id="without an address",
+        ),
+        pytest.param(
+            seen(parent=gateway("")),
+            "",
+            Reason.WAITING_FOR_ROUTE,
+            "Whether Gateway g is programmed is pending.",
+            id="nobody has said",
+        ),
+        pytest.param(
+            seen(parent=gateway(of=0)), "", Reason.PROGRAMMED, "Envoy asks", id="of no generation at all"
+        ),
+        pytest.param(
+            seen(parent=gateway(listeners=(("https", "False"),))),
+            "https",
+            Reason.GATEWAY_NOT_PROGRAMMED,
+            "Listener https of Gateway g is not programmed",
+            id="the listener that is ours",
+        ),
+        pytest.param(
+            seen(parent=gateway(listeners=(("https", "False"), ("http", "True")))),
+            "http",
+            Reason.PROGRAMMED,
+            "Envoy asks",
+            id="another listener",
+        ),
+    ],
+)
+def test_the_route_is_as_good_as_its_gateway(
+    observed: Observed, section: str, reason: Reason, words: str
+) -> None:
+    made = of(observed, SPEC | {"gateway": {"parent": {"name": "g", "sectionName": section}}})
+    (told,) = [c for c in made.conditions if c.type is Condition.ROUTE_PROGRAMMED]
+    truth = "True" if reason is Reason.PROGRAMMED else "False"
+    assert (told.status, told.reason) == (truth, reason)
+    assert told.message.startswith(words)
+    assert conditions(made)["Ready"][0] == truth
 
 
 def test_a_gateway_whose_owner_has_a_policy_of_his_own_is_told_what_it_has_to_do() -> None:
