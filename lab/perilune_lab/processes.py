@@ -1,14 +1,21 @@
 """The same function over many items, in processes of their own.
 
-Workers ignore Ctrl-C, which reaches the whole terminal, and are terminated when the caller leaves: what is
-interrupted ends at once. With one job everything happens in the caller's process.
+Ctrl-C reaches the whole terminal. Workers never see it: it is blocked while they are forked, because a child
+that is interrupted before it is a worker goes on as a second caller. They are terminated when the caller
+leaves, so what is interrupted ends at once. With one job everything happens in the caller's process.
 """
+
+from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
+from multiprocessing.pool import IMapIterator
 from typing import TypeVar
+
+LOOK_UP_S = 0.5
+"""A signal that comes just before a wait for an answer does not end the wait: Python sees it afterwards."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,9 +29,20 @@ def mapped(
     if jobs <= 1:
         yield map(function, items)
         return
-    with get_context("fork").Pool(jobs, initializer=_ignore_interrupts) as workers:
-        yield (workers.imap if ordered else workers.imap_unordered)(function, items)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        workers = get_context("fork").Pool(jobs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with workers:
+        yield _answers((workers.imap if ordered else workers.imap_unordered)(function, items))
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _answers(found: IMapIterator[R]) -> Iterator[R]:
+    while True:
+        try:
+            yield found.next(LOOK_UP_S)
+        except TimeoutError:
+            continue
+        except StopIteration:
+            return
