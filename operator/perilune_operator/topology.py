@@ -6,7 +6,7 @@ nodes work; they stand alone, and are counted so that a condition can say so.
 
 No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
 NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by them, link by
-link; bandwidths that a spec gives are taken as they are.
+link; those that a spec gives only if it also says what cards they are for (`nicGbits`).
 
 Mooncake has no word for a rack. What it takes is the host that a segment is on (mooncake.py), and the gateway
 joins that with these nodes. Segments lie in the engines' own pods, so engines' placement is theirs too.
@@ -60,10 +60,9 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
     for name, level in levels.items():
         carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
         keys[name] = (carried or list(level.labels))[0]
+    usual = DEFAULT_NIC_GBITS if spec.bandwidth == pool.Bandwidth() else 0.0
     return Fabric(
-        pool.Topology(
-            places, spec.bandwidth, DEFAULT_NIC_GBITS if spec.bandwidth == pool.Bandwidth() else 0.0
-        ),
+        pool.Topology(places, spec.bandwidth, spec.nic_gbits or usual),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from perilune_api import pool, quantities
 from perilune_api.conditions import Condition
-from perilune_api.pool import Bandwidth, Name, Positive, SpecError
+from perilune_api.pool import Bandwidth, Name, Positive, SpecError, Weight
 
 PLURAL = "inferencepools"
 KIND = "InferencePool"
@@ -135,7 +135,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128)] = ()
     """Further environment variables."""
     resources: Resources = Resources()
-    """GPUs are added by the operator: see tensorParallel, pipelineParallel and gpuResource."""
+    """What the engine itself needs. GPUs are added by the operator (see tensorParallel, pipelineParallel and
+    gpuResource), and the memory that it gives to mooncake.store or mooncake.offloadSize."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -189,9 +190,10 @@ class Store(_Struct, frozen=True):
     enabled: bool = False
     """true: a master runs, and every engine gives memory to the pool."""
     segment_size: Quantity = "80Gi"
-    """Host memory that each GPU's engine process gives to the pool."""
+    """Host memory that each GPU's engine process gives to the pool. The scheduler is asked for it: it is
+    added to the engine's requests, and to its limit if it has one."""
     local_buffer_size: Quantity = "4Gi"
-    """Host memory for transfers, of each GPU's engine process."""
+    """Host memory for transfers, of each GPU's engine process; asked for likewise."""
     save_decode_cache: bool = True
     """Store the KV of answers too: an agent's next turn repeats them."""
 
@@ -237,7 +239,8 @@ class Mooncake(_Struct, frozen=True):
     devices: str = ""
     """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
     offload_size: Quantity = "64Gi"
-    """Host memory of each engine's tier, with transfer: offload."""
+    """Host memory of each engine's tier, with transfer: offload. The scheduler is asked for it: it is added
+    to the engine's requests, and to its limit if it has one."""
     store: Store = Store()
     master: Master = Master()
 
@@ -316,6 +319,10 @@ class TopologySpec(_Struct, frozen=True):
     for all of them: a level that it leaves out is not known."""
     bandwidth: Bandwidth = Bandwidth()
     """Bytes per second of one transfer, by the narrowest level that holds both ends."""
+    nic_gbits: Weight = 0.0
+    """Speed of the network cards that bandwidth is for, in Gbit/s: links of nodes whose label
+    names.NIC_GBITS tells another are scaled; nodes without the label have this one. 0: 200 for the default
+    bandwidths, and bandwidths of your own hold for every node."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
     """Where engines go; empty: where the scheduler likes."""
 

@@ -3,10 +3,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
-from perilune_api import crd, crdgen
+from perilune_api import crd, crdgen, pool
 from perilune_api.conditions import Condition
 
 ROOT = Path(__file__).parents[2]
@@ -69,9 +70,23 @@ def test_a_text_comes_from_the_string_under_the_attribute() -> None:
     assert field("spec.engine.blockSize")["description"].startswith("Tokens per KV block; must equal")
 
 
-def test_what_the_operator_fills_in_is_not_asked_for() -> None:
-    assert "store" not in field("spec.engine")["properties"]
-    assert "nodes" not in field("spec.topology")["properties"]
+def fields_of(of: type, path: str = "") -> Iterator[str]:
+    """Paths of all fields, down to those that are no structs."""
+    for each in msgspec.structs.fields(of):
+        where = f"{path}.{each.encode_name}"
+        inner = each.type if isinstance(each.type, type) and issubclass(each.type, msgspec.Struct) else None
+        yield from fields_of(inner, where) if inner else (where,)
+
+
+def test_a_spec_is_all_that_a_gateway_knows_but_what_the_operator_finds_out() -> None:
+    """docs/architecture.md says of each of these what it is made of."""
+    asked = {path.removeprefix(".spec") for path, _ in walk(SCHEMA)}
+    assert {path for path in fields_of(pool.Spec) if path not in asked} == {
+        ".engine.store",
+        ".topology.nodes",
+        ".endpoints",
+    }
+    assert dict(crd.DERIVED) == {crd.EngineSpec: {"store"}}
 
 
 def test_an_absent_group_of_options_stays_absent() -> None:

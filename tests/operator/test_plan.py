@@ -15,8 +15,8 @@ from perilune_operator import apply, observe
 from perilune_operator.observe import NodeFacts, Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render import network
-from perilune_operator.render.mooncake import quantity_bytes
-from perilune_operator.render.objects import Defaults, overlaid
+from perilune_operator.render.mooncake import host_bytes
+from perilune_operator.render.objects import Defaults, overlaid, with_memory
 
 Object = dict[str, Any]
 NOW = 1_760_000_000.0
@@ -158,10 +158,48 @@ def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words
 
 
 @pytest.mark.parametrize(
-    ("quantity", "number"), [("80Gi", 80 * 2**30), ("4G", 4 * 10**9), ("1.5Ki", 1536), ("7", 7)]
+    ("mooncake", "gpus", "nodes", "gib"),
+    [
+        pytest.param({}, 8, 1, 0, id="none"),
+        pytest.param({"store": {"enabled": True}}, 8, 1, 8 * 84, id="a segment and a buffer for each GPU"),
+        pytest.param({"transfer": "offload", "offloadSize": "64Gi"}, 8, 2, 32, id="one tier, on two nodes"),
+        pytest.param(
+            {"transfer": "offload", "store": {"enabled": True, "segmentSize": "1Gi"}}, 1, 1, 69, id="both"
+        ),
+    ],
 )
-def test_quantities(quantity: str, number: int) -> None:
-    assert quantity_bytes(quantity) == number
+def test_memory_that_an_engine_lends(mooncake: Object, gpus: int, nodes: int, gib: int) -> None:
+    made = crd.convert({"model": {"name": "m"}, "mooncake": mooncake}).mooncake
+    assert host_bytes(made, gpus, nodes) == gib * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "requests", "limits"),
+    [
+        pytest.param({}, {"memory": "84Gi"}, {}, id="asked for where nobody asked"),
+        pytest.param(
+            {"requests": {"cpu": 8, "memory": "512Mi"}}, {"cpu": 8, "memory": "86528Mi"}, {}, id="added"
+        ),
+        pytest.param(
+            {"requests": {"memory": "1Gi"}, "limits": {"memory": "1G"}},
+            {"memory": "85Gi"},
+            {"memory": "91194313216"},
+            id="to the limit too",
+        ),
+        pytest.param(
+            {"limits": {"memory": "16Gi"}},
+            {"memory": "100Gi"},
+            {"memory": "100Gi"},
+            id="a limit alone is a request",
+        ),
+    ],
+)
+def test_lent_memory_is_added_to_what_the_engine_needs(
+    given: Object, requests: Object, limits: Object
+) -> None:
+    made = with_memory(crd.Resources(**given), 84 * 2**30)
+    assert (made.requests, made.limits) == (requests, limits)
+    assert with_memory(crd.Resources(**given), 0) == crd.Resources(**given)
 
 
 def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:

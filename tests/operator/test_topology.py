@@ -107,6 +107,24 @@ def test_a_link_is_as_fast_as_its_slower_end(given: Bandwidth, gbits: tuple[str,
     assert same.bandwidth_bytes_per_s == given.node
 
 
+@pytest.mark.parametrize(
+    ("given", "gbits", "rack"),
+    [
+        pytest.param(Bandwidth(rack=5e9, spine=5e9), ("", "200"), 2.5e9, id="bandwidths of one's own"),
+        pytest.param(Bandwidth(rack=5e9, spine=5e9), ("", ""), 5e9, id="no node tells"),
+        pytest.param(Bandwidth(), ("", "100"), 9.7e9 / 4, id="the default bandwidths"),
+    ],
+)
+def test_a_spec_says_which_cards_its_bandwidths_are_for(
+    given: Bandwidth, gbits: tuple[str, str], rack: float
+) -> None:
+    """Here of 400 Gbit/s, as nodes count that do not tell."""
+    nodes = [labelled(n, {RACK: "r", "perilune.dev/nic-gbits": g}) for n, g in zip("ab", gbits, strict=True)]
+    topology = resolve(TopologySpec(bandwidth=given, nic_gbits=400.0), nodes, []).topology
+    link = topology.link(topology.place("a"), topology.place("b"))
+    assert link.bandwidth_bytes_per_s == pytest.approx(rack)
+
+
 def test_gpus_and_network_cards_are_published() -> None:
     node = {
         "nvidia.com/gpu.product": "NVIDIA-H20",

@@ -5,9 +5,10 @@ disk: after its restart the store is empty, so it is never replaced by a rolling
 """
 
 import json
-import re
 from collections.abc import Iterator
 
+from perilune_api.crd import Mooncake, Transfer
+from perilune_api.quantities import quantity
 from perilune_operator.observe import Object
 from perilune_operator.render.objects import (
     POD_SECURITY,
@@ -38,16 +39,15 @@ while True:
     time.sleep(1)
 """
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
-
-def quantity_bytes(quantity: str) -> int:
-    """`80Gi` → bytes. `m` (thousandths) makes no sense for bytes and counts as its number / 1000."""
-    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", quantity)
-    assert match is not None, quantity  # the schema has checked it
-    number, unit = float(match[1]), match[2]
-    return int(number / 1000) if unit == "m" else int(number * _UNITS[unit])
+def host_bytes(made: Mooncake, gpus: int, nodes: int) -> int:
+    """Host memory of one of an endpoint's `nodes` pods, with `gpus` GPUs in it, for what others may read."""
+    store, total = made.store, 0
+    if store.enabled:
+        total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
+    if made.transfer is Transfer.OFFLOAD:
+        total += int(quantity(made.offload_size)) // nodes
+    return total
 
 
 def master_name(pool: str) -> str:
@@ -64,8 +64,8 @@ def store(pool: Context) -> Iterator[Object]:
         "mode": "embedded",
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": f"{name}.{pool.namespace}.svc:{RPC_PORT}",
-        "global_segment_size": quantity_bytes(made.store.segment_size),
-        "local_buffer_size": quantity_bytes(made.store.local_buffer_size),
+        "global_segment_size": int(quantity(made.store.segment_size)),
+        "local_buffer_size": int(quantity(made.store.local_buffer_size)),
         "protocol": made.protocol,
         "device_name": made.devices,
     }

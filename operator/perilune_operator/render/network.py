@@ -46,6 +46,12 @@ BREAKER: Object = {
     "maxPendingRequests": AT_ONCE,
     "maxParallelRequests": AT_ONCE,
 }
+ENVOY: Object = {
+    "app.kubernetes.io/name": "envoy",
+    "app.kubernetes.io/component": "proxy",
+    "app.kubernetes.io/managed-by": "envoy-gateway",
+}
+"""Labels of every Envoy that Envoy Gateway runs (its internal/infrastructure/kubernetes/proxy, v1.9)."""
 METRICS_LABEL = "perilune.dev/metrics"
 """On a namespace, `true`: its pods may scrape ours."""
 
@@ -249,7 +255,7 @@ def _policies(pool: Context) -> Iterator[Object]:
     yield _allow(
         pool,
         "gateway",
-        [{"ports": _ports(EXT_PROC_PORT)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
+        [{"ports": _ports(EXT_PROC_PORT), **_askers(pool)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
     )
     if pool.spec.mooncake.store.enabled:
         yield _allow(
@@ -257,6 +263,26 @@ def _policies(pool: Context) -> Iterator[Object]:
             "master",
             [{"from": [mine]}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
         )
+
+
+def _askers(pool: Context) -> Object:
+    """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its namespace or in
+    the Gateway's, so labels tell them; where Gateways of a class share their Envoys, these bear the class's.
+    Other gateways have no labels that we know: anybody may ask."""
+    parent = pool.spec.gateway.parent
+    if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
+        return {}
+    owner = {
+        f"{ENVOY_GATEWAY}/owning-gateway-name": parent.name,
+        f"{ENVOY_GATEWAY}/owning-gateway-namespace": parent.namespace or pool.namespace,
+    }
+    shared = {"key": f"{ENVOY_GATEWAY}/owning-gatewayclass", "operator": "Exists"}
+    return {
+        "from": [
+            {"namespaceSelector": {}, "podSelector": {"matchLabels": ENVOY | owner}},
+            {"namespaceSelector": {}, "podSelector": {"matchLabels": ENVOY, "matchExpressions": [shared]}},
+        ]
+    }
 
 
 def _allow(pool: Context, component: str, ingress: list[Object]) -> Object:

@@ -7,6 +7,7 @@ from typing import Any
 from perilune_api import names
 from perilune_api.crd import KIND, VERSION, InferencePoolSpec, Resources
 from perilune_api.pool import Role, SpecError
+from perilune_api.quantities import quantity
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object
 from perilune_operator.topology import Fabric
 
@@ -122,6 +123,25 @@ def resources(given: Resources, **more: str) -> Object:
     limits = {**given.limits, **more}
     made = {"requests": dict(given.requests), "limits": limits}
     return {name: value for name, value in made.items() if value}
+
+
+def with_memory(given: Resources, more_bytes: int) -> Resources:
+    """More of it, in requests and in a limit. A limit alone is also what Kubernetes takes as request."""
+    if not more_bytes:
+        return given
+    limit = given.limits.get("memory")
+    request = given.requests.get("memory", limit if limit is not None else 0)
+    limits = {} if limit is None else {"memory": _size(int(quantity(limit)) + more_bytes)}
+    return Resources(
+        {**given.requests, "memory": _size(int(quantity(request)) + more_bytes)}, {**given.limits, **limits}
+    )
+
+
+def _size(number: int) -> str:
+    """In the largest unit that divides it."""
+    fitting = ((unit, 2**bits) for unit, bits in (("Gi", 30), ("Mi", 20), ("Ki", 10)))
+    unit, size = next(((unit, size) for unit, size in fitting if number % size == 0), ("", 1))
+    return f"{number // size}{unit}"
 
 
 ONE_OF = frozenset({"volumes", "env"})

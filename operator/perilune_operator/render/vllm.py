@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.crd import EngineKind, RoleSpec, Transfer
 from perilune_api.pool import Role
+from perilune_api.quantities import quantity
 from perilune_operator import topology
 from perilune_operator.observe import Object
 from perilune_operator.render import mooncake
@@ -22,6 +23,7 @@ from perilune_operator.render.objects import (
     disruption_budget,
     overlaid,
     resources,
+    with_memory,
 )
 
 EVENTS_PORT = 5557
@@ -168,13 +170,14 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
     image = engine.image or (
         pool.defaults.image if engine.kind is EngineKind.SIMULATED else pool.defaults.engine_image
     )
+    lent = mooncake.host_bytes(pool.spec.mooncake, here, nodes_per_endpoint(pool))
     container: Object = {
         "name": "engine",
         "image": image,
         "imagePullPolicy": engine.image_pull_policy,
         "command": _command(pool, serve),
         "env": _env(pool, role),
-        "resources": resources(spec.resources or engine.resources, **more),
+        "resources": resources(with_memory(spec.resources or engine.resources, lent), **more),
         "securityContext": container_security(*(("IPC_LOCK",) if rdma else ())),
         "volumeMounts": [
             {"name": "home", "mountPath": "/home/perilune"},
@@ -355,7 +358,7 @@ def _transfer(pool: Context, role: Role) -> Object:
     elif made.transfer is Transfer.OFFLOAD:
         tier: Object = {
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": mooncake.quantity_bytes(made.offload_size),
+            "cpu_bytes_to_use": int(quantity(made.offload_size)),
             "self_describing_kv_events": True,
             "offload_prompt_only": False,
             "secondary_tiers": [{"type": "p2p", "host": "$(POD_IP)", "port": PEER_PORT}],
