@@ -34,9 +34,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
+
+from msgspec import Struct
 
 from perilune_api.names import CONFORMANCE_SERVED_HEADER, DECISION_HEADER
 from perilune_gateway.messages import (
@@ -84,22 +85,19 @@ class Router(Protocol):
     def refused(self, head: RequestHead, refusal: Refusal) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True, gc=False):
     """Tell Envoy."""
 
     message: Outbound
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(Struct, frozen=True, gc=False):
     """Get this prompt's tokens, then call `tokens`."""
 
     encode: Encode
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Struct, frozen=True, gc=False):
     """End the call with an error."""
 
     reason: str
@@ -207,13 +205,12 @@ class Exchange:
             self._router.finished(routed.ticket, self._outcome())
 
     def _walk(self, event: Event, value: object) -> list[Effect]:
-        row = TABLE.get((self.state, event))
+        row = _STEPS.get((self.state, event))
         if row is None:
             raise ProtocolError(f"{event} does not fit in state {self.state}")
-        name, allowed = row
-        step: Callable[[object], _Next] = getattr(self, f"_{name}")
-        state, effects = step(value)
-        assert state in allowed, f"{name} led to {state}"
+        step, allowed = row
+        state, effects = step(self, value)
+        assert state in allowed, f"{step.__name__} led to {state}"
         self.state = state
         return effects
 
@@ -277,12 +274,12 @@ class Exchange:
         self._response_ended = event.end_of_stream
         streamed = event.content_type.startswith("text/event-stream")
         self._router.on_response(self._routed.ticket, event.status, event.served, streamed)
-        headers = []
+        headers: tuple[tuple[str, str], ...] = ()
         if self._routed.decision_header:
-            headers.append((DECISION_HEADER, self._routed.decision_header))
+            headers += ((DECISION_HEADER, self._routed.decision_header),)
         if self._conformance and event.served:
-            headers.append((CONFORMANCE_SERVED_HEADER, event.served))
-        return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, tuple(headers)))]
+            headers += ((CONFORMANCE_SERVED_HEADER, event.served),)
+        return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
         """Envoy or another filter answers by itself, or the body that we asked for was not sent."""
@@ -355,6 +352,11 @@ class Exchange:
 
 
 _Next = tuple[State, list[Effect]]
+_Step = Callable[[Exchange, Any], _Next]
+_STEPS: Mapping[tuple[State, Event], tuple[_Step, tuple[State, ...]]] = {
+    key: (getattr(Exchange, f"_{name}"), allowed) for key, (name, allowed) in TABLE.items()
+}
+"""TABLE, with the steps themselves."""
 
 
 def _echo(to: Kind, body: bytes, end_of_stream: bool) -> list[Effect]:

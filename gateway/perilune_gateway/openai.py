@@ -115,7 +115,10 @@ class ParsedRequest:
                 system = bytes(chat.system)
                 if BILLING_MARK.encode() in system:
                     system = b""
-                return system + bytes(chat.tools) + bytes(chat.messages).removesuffix(b"]")
+                messages = memoryview(chat.messages)
+                if bytes(messages[-1:]) == b"]":
+                    messages = messages[:-1]
+                return b"".join((system, memoryview(chat.tools), messages))  # one copy
             case TextPrompt(texts=texts):
                 return texts[0].encode() if texts else b""
             case TokenPrompt():

@@ -1,4 +1,4 @@
-"""Envoy's ext_proc messages ↔ the values of `messages`. Only this file and the server know protobuf.
+"""Envoy's ext_proc messages ↔ the values of `messages`. Only this file and the servers know protobuf.
 
 `decode` (bytes → inbound) reads what routing needs and skips the rest:
 
@@ -9,15 +9,21 @@
   (what a header-to-metadata filter makes of it).
 - The endpoint that served is `envoy.lb` metadata of the response, else attribute `upstream.address`.
 
+The message proper is read in place by `envelope`, since its headers differ with every request. What follows
+it is the same for most, so that its meaning is remembered by its bytes. A message of any other form than
+Envoy writes is left to protobuf whole; both readings agree.
+
 `encode` (outbound → bytes): a pick is a request header and `envoy.lb` metadata with the same value. Header
 values travel as `raw_value`, which Envoy's current versions read exclusively.
 
-Costs about 15 µs per message plus one copy of a body. Raises ProtocolError for what is no such message.
+Costs about 4 µs for a message of headers, 1 µs and one copy for a body. Raises ProtocolError for what is no
+such message.
 """
 
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -30,6 +36,7 @@ from perilune_api.names import (
     SUBSET_KEY,
     SUBSET_NAMESPACE,
 )
+from perilune_gateway import envelope
 from perilune_gateway.messages import (
     Body,
     BodyMode,
@@ -52,20 +59,48 @@ _MODE_NUMBERS: dict[BodyMode, pb.ProcessingMode.BodySendMode] = {
     mode: pb.ProcessingMode.BodySendMode.Value(mode.name)  # type: ignore[misc]  # numbers, says the stub
     for mode in BodyMode
 }
-_MODES = {number: mode for mode, number in _MODE_NUMBERS.items()}
+_MODES: dict[int, BodyMode] = {number: mode for mode, number in _MODE_NUMBERS.items()}
+MEMO_BYTES = 4096
+"""What follows a message is remembered up to this size."""
+
+
+class _Context(NamedTuple):
+    """What follows the message proper."""
+
+    subset: frozenset[str] | None
+    modes: tuple[int, int] | None
+    """Request's and response's, as their numbers; None: not said."""
+    served: str
 
 
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
     """One ProcessingRequest. Raises ProtocolError."""
+    found = envelope.read(raw)
+    context = None if found is None else _context_in(found.rest)
+    if found is None or context is None:
+        return by_protobuf(raw, default_mode)
+    kind = found.kind
+    if kind is Kind.REQUEST_HEADERS:
+        return _request_headers(found.headers, found.end_of_stream, context, default_mode)
+    if kind is Kind.RESPONSE_HEADERS:
+        return _response_headers(found.headers, found.end_of_stream, context)
+    return Body(kind, found.body, found.end_of_stream)
+
+
+def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
+    """What `decode` says, slower."""
     try:
         message = pb.ProcessingRequest.FromString(raw)
     except DecodeError as error:
         raise ProtocolError(f"not a ProcessingRequest: {error}") from None
     match message.WhichOneof("request"):
         case "request_headers":
-            return _request_headers(message, default_mode)
+            told = message.request_headers
+            context = _context_of(message)
+            return _request_headers(_headers(told.headers), told.end_of_stream, context, default_mode)
         case "response_headers":
-            return _response_headers(message)
+            told = message.response_headers
+            return _response_headers(_headers(told.headers), told.end_of_stream, _context_of(message))
         case "request_body":
             return Body(Kind.REQUEST_BODY, message.request_body.body, message.request_body.end_of_stream)
         case "response_body":
@@ -76,49 +111,54 @@ def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
             raise ProtocolError("a ProcessingRequest without a message that is known here")
 
 
-def _request_headers(message: pb.ProcessingRequest, default_mode: BodyMode) -> RequestHeaders:
-    headers = _headers(message.request_headers.headers)
-    head = RequestHead(
-        method=headers.get(":method", ""),
-        path=headers.get(":path", ""),
-        headers=headers,
-        subset=_subset(message.metadata_context),
-        has_body=not message.request_headers.end_of_stream,
-    )
+def _request_headers(
+    headers: dict[str, str], end_of_stream: bool, context: _Context, default_mode: BodyMode
+) -> RequestHeaders:
+    method, path = headers.get(":method", ""), headers.get(":path", "")
+    head = RequestHead(method, path, headers, context.subset, not end_of_stream)
     duplex = BodyMode.FULL_DUPLEX_STREAMED
     default = (default_mode, duplex if default_mode is duplex else BodyMode.NONE)
-    return RequestHeaders(head, *(_modes(message) or default))
+    return RequestHeaders(head, *(_modes(context) or default))
 
 
-def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
-    """Request's and response's; None: not said."""
-    if not message.HasField("protocol_config"):
+def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> ResponseHeaders:
+    status, content_type = headers.get(":status", ""), headers.get("content-type", "")
+    if not (status.isascii() and status.isdigit()):
+        raise ProtocolError(f"response status {status!r}")
+    modes = _modes(context)
+    return ResponseHeaders(
+        int(status), content_type, context.served, end_of_stream, modes[1] if modes else None
+    )
+
+
+def _modes(context: _Context) -> tuple[BodyMode, BodyMode] | None:
+    if context.modes is None:
         return None
-    told = message.protocol_config
+    request, response = context.modes
     try:
-        return _MODES[told.request_body_mode], _MODES[told.response_body_mode]
+        return _MODES[request], _MODES[response]
     except KeyError as mode:
         raise ProtocolError(f"unknown body mode {mode}") from None
 
 
-def _response_headers(message: pb.ProcessingRequest) -> ResponseHeaders:
-    status = content_type = ""
-    for header in message.response_headers.headers.headers:
-        match header.key.lower():
-            case ":status":
-                status = str(header.raw_value, "utf-8", "replace") or header.value
-            case "content-type":
-                content_type = str(header.raw_value, "utf-8", "replace") or header.value
-    if not (status.isascii() and status.isdigit()):
-        raise ProtocolError(f"response status {status!r}")
-    modes = _modes(message)
-    return ResponseHeaders(
-        status=int(status),
-        content_type=content_type,
-        served=_served(message),
-        end_of_stream=message.response_headers.end_of_stream,
-        response_mode=modes[1] if modes else None,
-    )
+def _context_in(rest: bytes) -> _Context | None:
+    """None: no protobuf, or another message proper."""
+    return (_context_of_bytes if len(rest) <= MEMO_BYTES else _context_of_bytes.__wrapped__)(rest)
+
+
+@lru_cache(maxsize=256)
+def _context_of_bytes(rest: bytes) -> _Context | None:
+    try:
+        message = pb.ProcessingRequest.FromString(rest)
+    except DecodeError:
+        return None
+    return _context_of(message) if message.WhichOneof("request") is None else None
+
+
+def _context_of(message: pb.ProcessingRequest) -> _Context:
+    told = message.protocol_config
+    modes = (told.request_body_mode, told.response_body_mode) if message.HasField("protocol_config") else None
+    return _Context(_subset(message.metadata_context), modes, _served(message))
 
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:

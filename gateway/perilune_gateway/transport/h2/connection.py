@@ -30,6 +30,7 @@ from HTTP/1, no push, no priorities, no timers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from perilune_gateway.transport.h2 import frames
@@ -38,24 +39,20 @@ from perilune_gateway.transport.h2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
-    HEADER,
-    HEADER_BYTES,
     MAX_STREAM,
     MAX_WINDOW,
-    PADDED,
     RULES,
-    UNKNOWN,
     Code,
     FrameError,
     Setting,
     Type,
     frame,
     number,
-    unpadded,
 )
 from perilune_gateway.transport.h2.header_blocks import HeaderBlocks
 from perilune_gateway.transport.h2.inbox import PREFIX_BYTES, CompressedError, Inbox, MessageError
-from perilune_gateway.transport.h2.replies import RESPONSE_HEADERS, Status, prefix, trailers
+from perilune_gateway.transport.h2.reader import DATA, Reader
+from perilune_gateway.transport.h2.replies import RESPONSE_HEADERS, Status, message_header, prefix, trailers
 
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest gRPC message."""
@@ -64,7 +61,6 @@ CONNECTION_WINDOW = 1 << 30
 BUFFERED_BYTES = 256 * 1024 * 1024
 PENDING_BYTES = 256 * 1024 * 1024
 MAX_STREAMS = 65_536
-DATA = int(Type.DATA)
 DRAIN_PING = b"draining"
 
 SETTINGS = frames.settings(
@@ -83,13 +79,12 @@ SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
 @dataclass(slots=True)
 class Stream:
     window: int
-    """Bytes that the peer may still send."""
+    """Bytes that the peer may still send. What is missing to a whole window and not unhandled is credit that
+    is to be given back."""
     send_window: int
     inbox: Inbox
     unhandled_bytes: int = 0
     """Received, and not yet handled."""
-    credit_bytes: int = 0
-    """Handled, and not yet given back."""
     half_closed: bool = False
     answered: bool = False
     """Response headers were sent."""
@@ -113,14 +108,7 @@ class Connection:
         """Waiting to be sent, of all streams."""
         self._out: list[bytes] = [GREETING]
         self._events: list[Event] = []
-        self._prefaced = False
-        self._greeted = False
-        self._held: list[bytes] = []  # bytes of a frame that is not whole yet
-        self._held_bytes = 0
-        self._wanted_bytes = len(frames.PREFACE)
-        self._data_left = 0  # bytes of the current DATA frame that are still to come
-        self._data_stream = 0
-        self._data_flags = 0
+        self._reader = Reader()
         self._last_stream = 0
         self._blocks = HeaderBlocks()
         self._window = CONNECTION_WINDOW
@@ -136,12 +124,19 @@ class Connection:
         """Bytes from the peer, in any pieces."""
         events: list[Event] = []
         self._events = events
-        if not self.ended:
-            try:
-                self._parse(data)
-            except FrameError as violation:
-                self.error = violation
-                self._end(violation.code, str(violation))
+        if self.ended:
+            return events
+        try:
+            for kind, flags, stream_id, content, start, stop, charged_bytes, last in self._reader.frames(
+                data
+            ):
+                if kind == DATA:
+                    self._data(flags, stream_id, content, start, stop, charged_bytes, last)
+                else:
+                    STEPS.get(kind, SKIP)(self, flags, stream_id, content[start:stop])
+        except FrameError as violation:
+            self.error = violation
+            self._end(violation.code, str(violation))
         return events
 
     def take(self) -> bytes:
@@ -155,7 +150,6 @@ class Connection:
         if stream is None:
             return
         self._forget(stream, size_bytes + PREFIX_BYTES)
-        stream.credit_bytes += size_bytes + PREFIX_BYTES
         self._give_credit(stream_id, stream)
 
     def send(self, stream_id: int, payload: bytes) -> None:
@@ -175,9 +169,7 @@ class Connection:
         ):
             stream.send_window -= size
             self._send_window -= size
-            self._out.append(frames.header(size, Type.DATA, 0, stream_id))
-            self._out.append(prefix(payload))
-            self._out.append(payload)
+            self._out += (message_header(stream_id, len(payload)), payload)
             return
         if stream.pending is None:
             stream.pending = bytearray()
@@ -209,7 +201,7 @@ class Connection:
     @property
     def quiet(self) -> bool:
         """No stream is left, and the peer, if it speaks HTTP/2 at all, knows that we drain."""
-        return not self.streams and (self._drain_seen or not self._greeted)
+        return not self.streams and (self._drain_seen or not self._reader.greeted)
 
     def close(self) -> None:
         """End it from our side: streams that are left are reset."""
@@ -220,116 +212,59 @@ class Connection:
 
     # Frames.
 
-    def _parse(self, data: bytes) -> None:
-        if self._held:
-            self._held.append(data)
-            self._held_bytes += len(data)
-            if self._held_bytes < self._wanted_bytes:
-                return
-            data, self._held = b"".join(self._held), []
-        at, end, unpack = 0, len(data), HEADER.unpack_from
-        if not self._prefaced:
-            if not frames.PREFACE.startswith(data[: len(frames.PREFACE)]):
-                raise FrameError(Code.PROTOCOL_ERROR, "not the preface of HTTP/2")
-            if end < len(frames.PREFACE):
-                return self._hold(data, len(frames.PREFACE))
-            self._prefaced, at = True, len(frames.PREFACE)
-        while not self.ended:
-            if self._data_left:
-                chunk = data[at : at + self._data_left]
-                at += len(chunk)
-                self._data_left -= len(chunk)
-                self._data(self._data_stream, chunk, len(chunk), self._data_left == 0)
-                if self._data_left:
-                    return
-            if end - at < HEADER_BYTES:
-                return self._hold(data[at:], HEADER_BYTES)
-            high, low, kind, flags, stream_id = unpack(data, at)
-            length = high << 8 | low
-            stream_id &= MAX_STREAM
-            self._check(kind, flags, length, stream_id)
-            if kind == DATA and length and not flags & PADDED:
-                at += HEADER_BYTES
-                self._data_left, self._data_stream, self._data_flags = length, stream_id, flags
-                continue
-            if end - at < HEADER_BYTES + length:
-                return self._hold(data[at:], HEADER_BYTES + length)
-            at += HEADER_BYTES
-            getattr(self, f"_on_{RULES.get(kind, UNKNOWN).step}")(flags, stream_id, data[at : at + length])
-            at += length
-
-    def _check(self, kind: int, flags: int, length: int, stream_id: int) -> None:
-        """On its header alone: may this frame come here?"""
-        frames.check(kind, length, stream_id)
-        if not self._greeted:
-            if kind != Type.SETTINGS or flags & ACK:
-                raise FrameError(Code.PROTOCOL_ERROR, "the first frame has to be SETTINGS")
-            self._greeted = True
-        if self._blocks.open and (kind != Type.CONTINUATION or stream_id != self._blocks.stream):
-            raise FrameError(Code.PROTOCOL_ERROR, "a header block is interrupted")
-
-    def _hold(self, data: bytes, wanted_bytes: int) -> None:
-        if data:
-            self._held, self._held_bytes, self._wanted_bytes = [data], len(data), wanted_bytes
-
     def _on_skip(self, flags: int, stream_id: int, payload: bytes) -> None:
         """Priorities, the peer's own GOAWAY (its streams go on), unknown types."""
 
     def _on_push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise FrameError(Code.PROTOCOL_ERROR, "a client cannot push")
 
-    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
-        """Padded or empty; any other is taken in pieces."""
-        self._data_flags = flags
-        self._data(stream_id, unpadded(flags, payload), len(payload), True)
-
-    def _data(self, stream_id: int, chunk: bytes, size: int, last: bool) -> None:
-        """A piece of a DATA frame. `size`: its bytes with padding; `last`: the frame ends with it."""
-        self._window -= size
-        if self._window < 0:
-            raise FrameError(Code.FLOW_CONTROL_ERROR, "beyond the connection's window")
+    def _data(
+        self, flags: int, stream_id: int, data: bytes, start: int, stop: int, charged_bytes: int, last: bool
+    ) -> None:
+        """A piece of a DATA frame, see `reader.Piece`."""
+        self._window -= charged_bytes
         if self._window < CONNECTION_WINDOW // 2:
+            if self._window < 0:
+                raise FrameError(Code.FLOW_CONTROL_ERROR, "beyond the connection's window")
             self._out.append(number(Type.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._window))
             self._window = CONNECTION_WINDOW
         stream = self.streams.get(stream_id)
         if stream is None:
-            self._check_past(stream_id)
-            return
+            return self._check_past(stream_id)
         if stream.half_closed:
             raise FrameError(Code.STREAM_CLOSED, "DATA after the end")
-        stream.window -= size
+        stream.window -= charged_bytes
         if stream.window < 0:
             raise FrameError(Code.FLOW_CONTROL_ERROR, "beyond the stream's window")
-        stream.credit_bytes += size - len(chunk)  # padding
-        if chunk and not stream.trailers:
-            self._append(stream_id, stream, chunk)
-        if last and self._data_flags & END_STREAM and stream_id in self.streams:
+        if start < stop and not stream.trailers:
+            self._append(stream_id, stream, data, start, stop)
+        if last and flags & END_STREAM and stream_id in self.streams:
             self._half_close(stream_id)
 
-    def _append(self, stream_id: int, stream: Stream, chunk: bytes) -> None:
-        stream.unhandled_bytes += len(chunk)
-        self.buffered_bytes += len(chunk)
+    def _append(self, stream_id: int, stream: Stream, data: bytes, start: int, stop: int) -> None:
+        stream.unhandled_bytes += stop - start
+        self.buffered_bytes += stop - start
         if self.buffered_bytes > BUFFERED_BYTES:
             return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, "too much is buffered")
         try:
-            messages = stream.inbox.take(chunk)
+            messages = stream.inbox.take(data, start, stop)
         except MessageError as error:
             compressed = isinstance(error, CompressedError)
             status = Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED
             return self._give_up(stream_id, status, str(error))
         for payload in messages:
             self._events.append(Message(stream_id, payload))
-        self._give_credit(stream_id, stream)
+        if stream.window < STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes:
+            self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
         """In few frames, but always enough for the message that is arriving."""
-        credit = stream.credit_bytes
+        credit = STREAM_WINDOW - stream.window - stream.unhandled_bytes
         if not credit or stream.half_closed:
             return
         if credit >= STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes:
             self._out.append(number(Type.WINDOW_UPDATE, stream_id, credit))
             stream.window += credit
-            stream.credit_bytes = 0
 
     def _half_close(self, stream_id: int) -> None:
         stream = self.streams[stream_id]
@@ -495,6 +430,10 @@ class Connection:
         self._out.append(frames.goaway(self._last_stream, code, why))
         for stream_id, stream in list(self.streams.items()):
             self._remove(stream_id, stream)
-        self._held = []
-        self._blocks.drop()
         self.ended = True
+
+
+STEPS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
+    kind: getattr(Connection, f"_on_{rule.step}") for kind, rule in RULES.items() if kind != DATA
+}
+SKIP = Connection._on_skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 
 from perilune_gateway.messages import ProtocolError
 
@@ -72,36 +72,31 @@ PADDED = 0x08
 PRIORITY = 0x20
 
 
-class On(Enum):
-    """Where a frame may appear."""
-
-    CONNECTION = "connection"
-    STREAM = "stream"
-    EITHER = "either"
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
-    on: On
+    on_connection: bool
+    on_stream: bool
     min_bytes: int
     max_bytes: int
     step: str
     """Method of Connection: (flags, stream, payload)."""
 
 
+_CONNECTION, _STREAM, _EITHER = (True, False), (False, True), (True, True)
+
 RULES: Mapping[int, Rule] = {
-    Type.DATA: Rule(On.STREAM, 0, OUR_FRAME_BYTES, "data"),
-    Type.HEADERS: Rule(On.STREAM, 0, BLOCK_BYTES, "headers"),
-    Type.PRIORITY: Rule(On.STREAM, 5, 5, "skip"),
-    Type.RST_STREAM: Rule(On.STREAM, 4, 4, "rst_stream"),
-    Type.SETTINGS: Rule(On.CONNECTION, 0, CONTROL_BYTES, "settings"),
-    Type.PUSH_PROMISE: Rule(On.STREAM, 0, CONTROL_BYTES, "push_promise"),
-    Type.PING: Rule(On.CONNECTION, 8, 8, "ping"),
-    Type.GOAWAY: Rule(On.CONNECTION, 8, BLOCK_BYTES, "skip"),
-    Type.WINDOW_UPDATE: Rule(On.EITHER, 4, 4, "window_update"),
-    Type.CONTINUATION: Rule(On.STREAM, 0, BLOCK_BYTES, "continuation"),
+    Type.DATA: Rule(*_STREAM, 0, OUR_FRAME_BYTES, "data"),
+    Type.HEADERS: Rule(*_STREAM, 0, BLOCK_BYTES, "headers"),
+    Type.PRIORITY: Rule(*_STREAM, 5, 5, "skip"),
+    Type.RST_STREAM: Rule(*_STREAM, 4, 4, "rst_stream"),
+    Type.SETTINGS: Rule(*_CONNECTION, 0, CONTROL_BYTES, "settings"),
+    Type.PUSH_PROMISE: Rule(*_STREAM, 0, CONTROL_BYTES, "push_promise"),
+    Type.PING: Rule(*_CONNECTION, 8, 8, "ping"),
+    Type.GOAWAY: Rule(*_CONNECTION, 8, BLOCK_BYTES, "skip"),
+    Type.WINDOW_UPDATE: Rule(*_EITHER, 4, 4, "window_update"),
+    Type.CONTINUATION: Rule(*_STREAM, 0, BLOCK_BYTES, "continuation"),
 }
-UNKNOWN = Rule(On.EITHER, 0, BLOCK_BYTES, "skip")
+UNKNOWN = Rule(*_EITHER, 0, BLOCK_BYTES, "skip")
 
 
 class FrameError(ProtocolError):
@@ -110,15 +105,6 @@ class FrameError(ProtocolError):
     def __init__(self, code: Code, what: str) -> None:
         super().__init__(what)
         self.code = code
-
-
-def check(kind: int, length: int, stream: int) -> None:
-    """Raises FrameError for a frame in the wrong place or of a wrong length."""
-    rule = RULES.get(kind, UNKNOWN)
-    if not rule.min_bytes <= length <= rule.max_bytes:
-        raise FrameError(Code.FRAME_SIZE_ERROR, f"frame {kind} of {length} bytes")
-    if rule.on is not (On.STREAM if stream else On.CONNECTION) and rule.on is not On.EITHER:
-        raise FrameError(Code.PROTOCOL_ERROR, f"frame {kind} on stream {stream}")
 
 
 def header(length: int, kind: int, flags: int, stream: int) -> bytes:

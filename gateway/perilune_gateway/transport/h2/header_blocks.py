@@ -34,11 +34,6 @@ class HeaderBlocks:
         self._hpack = Decoder()
         self._memo: dict[bytes, str] = {}
 
-    @property
-    def open(self) -> bool:
-        """CONTINUATIONs are awaited, and nothing else may come."""
-        return self._parts is not None
-
     def begin(self, flags: int, stream: int, payload: bytes) -> str | None:
         """A HEADERS frame. The path, or None where the block goes on."""
         block = unpadded(flags, payload)
@@ -64,9 +59,6 @@ class HeaderBlocks:
             return None
         block, self._parts = b"".join(self._parts), None
         return self._path(block)
-
-    def drop(self) -> None:
-        self._parts = None
 
     def _path(self, block: bytes) -> str:
         known = self._memo.get(block)

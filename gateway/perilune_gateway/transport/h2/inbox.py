@@ -7,7 +7,12 @@ memory.
 
 from __future__ import annotations
 
-PREFIX_BYTES = 5
+from collections.abc import Sequence
+from struct import Struct
+
+PREFIX = Struct(">BI")
+"""Compressed or not, length."""
+PREFIX_BYTES = PREFIX.size
 SMALL_BYTES = 4096
 
 
@@ -49,32 +54,36 @@ class Inbox:
     def pieces(self) -> int:
         return len(self._parts)
 
-    def take(self, piece: bytes) -> list[bytes]:
-        """The messages that this piece completes. Raises MessageError; then the stream is lost."""
+    def take(self, data: bytes, start: int, stop: int) -> Sequence[bytes]:
+        """The messages that the piece `data[start:stop]` completes. Raises MessageError; then the stream is
+        lost. One join, and no copy of a message that ends with the last piece."""
+        wanted, size = self._wanted_bytes, self._size_bytes + stop - start
+        if size < wanted:
+            self._size_bytes = size
+            self._keep(data[start:stop])
+            return ()
+        if self._parts:
+            data, self._parts = b"".join((*self._parts, data[start:stop])), []
+            start, stop = 0, size
+        messages: list[bytes] = []
+        while stop - start >= wanted:
+            if self._in_message:
+                messages.append(data[start : start + wanted])
+                self._in_message, start, wanted = False, start + wanted, PREFIX_BYTES
+                continue
+            compressed, wanted = PREFIX.unpack_from(data, start)
+            if compressed:
+                raise CompressedError("compressed messages are not taken")
+            if wanted > self._max_bytes:
+                raise TooLongError(f"a message of {wanted} bytes")
+            self._in_message, start = True, start + PREFIX_BYTES
+        self._wanted_bytes, self._size_bytes = wanted, stop - start
+        if start < stop:
+            self._parts = [data[start:stop]]
+        return messages
+
+    def _keep(self, piece: bytes) -> None:
         if self._parts and len(self._parts[-1]) + len(piece) <= SMALL_BYTES:
             self._parts[-1] += piece
-        else:
+        elif piece:
             self._parts.append(piece)
-        self._size_bytes += len(piece)
-        return self._cut() if self._size_bytes >= self._wanted_bytes else []
-
-    def _cut(self) -> list[bytes]:
-        """One join, and no copy of a message that ends with the last piece."""
-        messages: list[bytes] = []
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        at, end = 0, len(data)
-        while end - at >= self._wanted_bytes:
-            start, at = at, at + self._wanted_bytes
-            if self._in_message:
-                messages.append(data[start:at])
-                self._wanted_bytes = PREFIX_BYTES
-            else:
-                self._wanted_bytes = int.from_bytes(data[start + 1 : at], "big")
-                if data[start]:
-                    raise CompressedError("compressed messages are not taken")
-                if self._wanted_bytes > self._max_bytes:
-                    raise TooLongError(f"a message of {self._wanted_bytes} bytes")
-            self._in_message = not self._in_message
-        self._parts = [data[at:]] if at < end else []
-        self._size_bytes = end - at
-        return messages

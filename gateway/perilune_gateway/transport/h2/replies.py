@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from struct import Struct
 
 from perilune_gateway.transport.h2.frames import literal
+from perilune_gateway.transport.h2.inbox import PREFIX, PREFIX_BYTES
+from perilune_gateway.transport.h2.reader import DATA
 
 STATUS_200 = b"\x88"
 CONTENT_TYPE = b"\x0f\x10\x10application/grpc"
@@ -22,8 +25,18 @@ class Status(IntEnum):
     INTERNAL = 13
 
 
+_MESSAGE_HEADER = Struct(">HBBBIBI")
+"""A frame's header, then a message's prefix."""
+
+
 def prefix(payload: bytes) -> bytes:
-    return b"\0" + len(payload).to_bytes(4, "big")
+    return PREFIX.pack(0, len(payload))
+
+
+def message_header(stream: int, size_bytes: int) -> bytes:
+    """Of a DATA frame that holds one whole message, without which it is."""
+    length = PREFIX_BYTES + size_bytes
+    return _MESSAGE_HEADER.pack(length >> 8, length & 0xFF, DATA, 0, stream, 0, size_bytes)
 
 
 def trailers(status: Status, message: str) -> bytes:

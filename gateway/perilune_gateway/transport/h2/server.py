@@ -29,7 +29,7 @@ from perilune_api.names import EXT_PROC_SERVICE
 from perilune_gateway.exchange import Abort, Wait
 from perilune_gateway.model import Encode
 from perilune_gateway.transport.h2.connection import Connection
-from perilune_gateway.transport.h2.events import Ended, Event, Message, Opened, Reset
+from perilune_gateway.transport.h2.events import Message, Opened, Reset
 from perilune_gateway.transport.h2.health import Health, HealthCheck, HealthWatch
 from perilune_gateway.transport.h2.replies import Status
 from perilune_gateway.transport.service import Service, Step
@@ -109,7 +109,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self, server: H2Server) -> None:
         self._server = server
-        self._connection = Connection()
+        self.connection = Connection()
         self._calls: dict[int, Call] = {}
         self._transport: asyncio.Transport | None = None
 
@@ -123,7 +123,7 @@ class Link(asyncio.Protocol):
 
     @property
     def quiet(self) -> bool:
-        return self._connection.quiet
+        return self.connection.quiet
 
     # What asyncio calls.
 
@@ -136,8 +136,17 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         ended: list[int] = []
-        for event in self._connection.receive(data):
-            self._take(event, ended)
+        calls = self._calls
+        for event in self.connection.receive(data):
+            if isinstance(event, Message):
+                if call := calls.get(event.stream):
+                    call.message(event.payload)
+            elif isinstance(event, Opened):
+                self._open(event.stream, event.path)
+            elif isinstance(event, Reset):
+                self._closed(event.stream)
+            else:
+                ended.append(event.stream)
         for stream in ended:  # those that were not reset at once
             if call := self._calls.get(stream):
                 call.ended()
@@ -152,19 +161,19 @@ class Link(asyncio.Protocol):
     # What calls call.
 
     def send(self, stream: int, raw: bytes) -> None:
-        self._connection.send(stream, raw)
+        self.connection.send(stream, raw)
 
     def handled(self, stream: int, size_bytes: int) -> None:
-        self._connection.handled(stream, size_bytes)
+        self.connection.handled(stream, size_bytes)
 
     def finish(self, stream: int, status: Status = Status.OK, message: str = "") -> None:
         """End the stream from our side."""
-        self._connection.finish(stream, status, message)
+        self.connection.finish(stream, status, message)
         self._closed(stream)
 
     def flush(self) -> None:
         """Write what is to be written. Called at the end of every turn of the event loop that sends."""
-        transport, connection = self._transport, self._connection
+        transport, connection = self._transport, self.connection
         if transport is None:
             return
         if out := connection.take():
@@ -187,29 +196,20 @@ class Link(asyncio.Protocol):
     # What the server calls.
 
     def drain(self) -> None:
-        self._connection.drain()
+        self.connection.drain()
         self.flush()
 
     def close(self) -> None:
         """Reset what still runs, and go."""
-        self._connection.close()
+        self.connection.close()
         self.flush()
 
-    def _take(self, event: Event, ended: list[int]) -> None:
-        match event:
-            case Message(stream, raw):
-                if call := self._calls.get(stream):
-                    call.message(raw)
-            case Opened(stream, path):
-                method = METHODS.get(path)
-                if method is None:
-                    self._connection.finish(stream, Status.UNIMPLEMENTED, f"unknown method {path}")
-                else:
-                    self._calls[stream] = method(self, stream)
-            case Ended(stream):
-                ended.append(stream)
-            case Reset(stream):
-                self._closed(stream)
+    def _open(self, stream: int, path: str) -> None:
+        method = METHODS.get(path)
+        if method is None:
+            self.connection.finish(stream, Status.UNIMPLEMENTED, f"unknown method {path}")
+        else:
+            self._calls[stream] = method(self, stream)
 
     def _closed(self, stream: int) -> None:
         if call := self._calls.pop(stream, None):
@@ -253,11 +253,13 @@ class ExtProc:
 
     def _handle(self, raw: bytes) -> None:
         self._carry_out(self._stream.receive(raw))
-        self._link.handled(self._number, len(raw))
+        self._link.connection.handled(self._number, len(raw))
 
     def _carry_out(self, step: Step) -> None:
         for message in step.messages:
-            self._link.send(self._number, message)
+            self._link.connection.send(self._number, message)
+        if step.then is None:
+            return
         match step.then:
             case Wait(encode):
                 self._waiting = asyncio.get_running_loop().create_task(self._wait(encode))
