@@ -55,7 +55,7 @@ class MoveFacts:
                 host,
                 s.context_tokens,
                 min(self._gatherer.held(s, now), s.context_tokens),
-                s.tail_tokens if s.tail and self._index.find_matches((s.tail,), now).store else 0,
+                s.tail_tokens if s.tail and self._index.find_block(s.tail, now).store else 0,
                 s.turns,
                 now - s.moved_at,
                 now - s.seen_at,
@@ -65,7 +65,7 @@ class MoveFacts:
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
         assert isinstance(name, int), "a prefix is named by its last block"
-        matches = self._index.find_matches((name,), now)
+        matches = self._index.find_block(name, now)
         if not matches.device:
             return None
         locations = tuple(Location(address, tokens) for address in matches.device)

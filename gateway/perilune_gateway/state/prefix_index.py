@@ -1,10 +1,15 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
 Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 256 blocks that follow each other) of any block, and the run
+it. A flat dict finds the run (`runs.Run`, up to 256 blocks that follow each other) of a block, and the run
 knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
 trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
 `find_matches` gives its answers (early exit too, see `state.edges`).
+
+Whoever follows a prompt from its beginning meets every run at its first block, since the block before it is
+in one run only. So a claimed prompt enters the dict with the first block of each run alone (the run is
+*loose*), which makes a claim cost the runs, not the blocks; its other blocks are entered when somebody asks
+for one that is not known: an event, or a look at one block.
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
@@ -29,18 +34,18 @@ block (tests/bench/bench_index.py). Does not: lock, wait, read a clock, or know 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, repeat
-from math import sqrt
 from operator import itemgetter
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
 from perilune_gateway.state.holders import Holder, Walk, slot_of
-from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits
+from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits, last
 from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
@@ -103,11 +108,16 @@ class PrefixIndex:
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
         self._where: dict[int, Run] = {}
+        """By block: of a loose run the first, else all."""
         self._runs: dict[Run, None] = {}
         """Coldest first."""
+        self._loose: dict[Run, None] = {}
+        self._heads: set[int] = set()
+        """The first blocks of all runs."""
+        self._blocks = 0
+        """In all runs."""
         self._live = 0
-        """Blocks that somebody holds or claims; `_where` may have a few more."""
-        self._hits: dict[int, tuple[int, float]] = {}
+        """Of these, blocks that somebody holds or claims."""
         self._window_s = window_s
         self._uses: dict[int, deque[float]] = {}
         self._edges = Edges() if edges else None
@@ -129,8 +139,8 @@ class PrefixIndex:
         return self._live
 
     def __contains__(self, block: object) -> bool:
-        run = self._where.get(block)  # type: ignore[call-overload]
-        return run is not None and bool(run.live >> run.blocks.index(block) & 1)
+        run = self._run_of(block) if isinstance(block, int) else None
+        return run is not None and bool(run.live >> run.blocks.index(block) & 1)  # type: ignore[arg-type]
 
     def widen(self, max_blocks: int) -> None:
         """Hold at least so many from now on: the pool has grown."""
@@ -178,9 +188,9 @@ class PrefixIndex:
             return
         bit = holder.device if tier is Tier.DEVICE else holder.host
         gone: dict[Run, int] = {}
-        before, position, where = None, 0, self._where.get
+        before, position, run_of = None, 0, self._run_of
         for block in blocks:
-            if run := where(block):
+            if run := run_of(block):
                 position = position - 1 if run is before else len(run.blocks) - 1  # tails go first
                 if position < 0 or run.blocks[position] != block:
                     position = run.blocks.index(block)
@@ -223,13 +233,15 @@ class PrefixIndex:
         ttl_s: float | None = None,
         limit: int | None = None,
     ) -> None:
-        """A prompt was just routed there: what is not there already counts as cached, until its event or for
-        `ttl_s`. The endpoint then has at most `limit` such blocks, the least recently claimed go."""
+        """A prompt, all of it from its beginning, was just routed there: what is not there already counts as
+        cached, until its event or for `ttl_s`. The endpoint then has at most `limit` such blocks, the least
+        recently claimed go."""
         self.expire(now)
         if self._edges:
             self._edges.grow(None, blocks, self)
         holder = self._holder(endpoint, 0)
-        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s)
+        loose = self._edges is None and not self._window_s  # these two look at every block
+        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s, loose)
         limit = self._claims_per_endpoint if limit is None else limit
         if (surplus := holder.claimed - limit) > 0:
             self._drop_oldest(holder, surplus)
@@ -245,13 +257,13 @@ class PrefixIndex:
                 holder.claims.popleft()
 
     def record_match(self, blocks: Sequence[int], matches: Matches, now: float) -> None:
-        """This match was used: count it. O(1); with a window O(matched blocks)."""
+        """This match was used: count it. O(runs); with a window O(matched blocks)."""
         if not blocks:
             return
         matched = matches.longest
         self._recent.append((matched, len(blocks)))
-        if matched and (tail := blocks[matched - 1]) in self._where:
-            self._hits[tail] = (self._hits.get(tail, (0, 0.0))[0] + 1, now)
+        if matched and (run := self._run_at(blocks, matched - 1)):
+            run.hit(blocks[matched - 1], now)
         if self._window_s:
             for block in islice(blocks, matched):
                 if block not in self._where:
@@ -264,8 +276,8 @@ class PrefixIndex:
     # -- questions ---------------------------------------------------------------------------------
 
     def find_matches(self, blocks: Sequence[int], now: float, early_exit: bool = False) -> Matches:
-        """Leading blocks of `blocks` by holder and tier. Pure. O(runs until nobody is left), plus a little
-        for each holder of a part.
+        """Leading blocks by holder and tier of a prompt whose blocks, from its beginning, these are. Pure.
+        O(runs until nobody is left), plus a little for each holder of a part.
 
         `early_exit`: stop once a single endpoint is left (Dynamo's option; its count may then be too low):
         at the end of an edge of its tree where the index keeps edges, else at that very block.
@@ -278,6 +290,8 @@ class PrefixIndex:
         anywhere = Walk(self._everyone, now, True, True) if stores else on_host
         walks = [on_device, *([on_host] if self._hosts else ()), *([anywhere] if stores else ())]
         at, total, where = 0, len(blocks), self._where.get
+        ends: list[int] = []
+        runs: list[Run] = []
         while at < total and anywhere.left:
             run = where(blocks[at])
             if run is None:
@@ -286,12 +300,16 @@ class PrefixIndex:
             for walk in walks:
                 walk.follow(run, first, end, at)
             at += end - first
+            ends.append(at)
+            runs.append(run)
         device = self._by_address(on_device, at)
         host = self._by_address(on_host, at) if on_host is not on_device else device
         reach = self._by_address(anywhere, at) if anywhere is not on_host else host
         store = anywhere.store_end(at) if stores else 0
         longest = max(store, max(reach.values(), default=0))
-        hits, last_access_s, score = self._statistics(blocks[longest - 1], now) if longest else (0, 0.0, 0.0)
+        hits, last_access_s, score = 0, 0.0, 0.0
+        if longest:
+            hits, last_access_s, score = runs[bisect_left(ends, longest)].statistics(blocks[longest - 1], now)
         return Matches(
             total if not early_exit else len(blocks),
             device,
@@ -304,9 +322,14 @@ class PrefixIndex:
             self._frequencies(blocks[:longest], now) if self._window_s else (),
         )
 
+    def find_block(self, block: int, now: float) -> Matches:
+        """Who holds this block, wherever in a prompt it is: 1 or nothing of each."""
+        self._run_of(block)
+        return self.find_matches((block,), now)
+
     def holds(self, endpoint: str, block: int, now: float) -> bool:
-        """It is on the device, announced or claimed: what `find_matches` says of this block alone."""
-        run = self._where.get(block)
+        """It is on the device, announced or claimed: what `find_block` says."""
+        run = self._run_of(block)
         if run is None:
             return False
         at = run.blocks.index(block)
@@ -320,7 +343,7 @@ class PrefixIndex:
 
     def announced(self, endpoint: str, block: int) -> bool:
         """Its engine said that it holds this block on the device (a claim does not count)."""
-        run = self._where.get(block)
+        run = self._run_of(block)
         if run is None:
             return False
         at = run.blocks.index(block)
@@ -328,7 +351,8 @@ class PrefixIndex:
 
     def frequency_score(self, block: int, now: float) -> float:
         """Conductor's hotness of one block; 0 without a recorded match."""
-        return self._statistics(block, now)[2]
+        run = self._run_of(block)
+        return run.statistics(block, now)[2] if run else 0.0
 
     def stats(self, now: float) -> IndexStats:
         """The index in numbers; `now` decides which claims still count. O(recent matches + live claims)."""
@@ -399,27 +423,49 @@ class PrefixIndex:
 
     # -- runs --------------------------------------------------------------------------------------
 
+    def _run_of(self, block: int) -> Run | None:
+        """The run of any block. Enters what is loose, the newest first, until it is found."""
+        while (run := self._where.get(block)) is None and self._loose:
+            self._enter(next(reversed(self._loose)))
+        return run
+
+    def _run_at(self, blocks: Sequence[int], at: int) -> Run | None:
+        """The run of `blocks[at]`, followed from the prompt's beginning."""
+        begin = 0
+        while run := self._where.get(blocks[begin]):
+            first, end = run.path(blocks, begin)
+            begin += end - first
+            if begin > at:
+                return run
+        return None
+
     def _lay(
-        self, blocks: Sequence[int], now: float, holder: Holder, parent: int | None = None
+        self,
+        blocks: Sequence[int],
+        now: float,
+        holder: Holder,
+        parent: int | None = None,
+        loose: bool = False,
     ) -> Iterator[tuple[Run, int]]:
-        """The runs of `blocks` with the positions meant, made where they are not known. A new row goes on in
-        the run of the block before it, where that one is its last and nobody else's."""
-        where, at, total = self._where, 0, len(blocks)
-        before = None if parent is None else where.get(parent)
-        if before is not None and before.blocks[-1] != parent:
-            before = None
+        """The runs of `blocks` with the positions meant, made where they are not known; `loose`: they are a
+        prompt from its beginning, and its new runs may stay loose. A new row goes on in the run of the block
+        before it, where that one is its last and nobody else's."""
+        run_of = self._where.get if loose else self._run_of
+        at, total = 0, len(blocks)
+        before: Run | None = None
         made: list[Run] = []
         while at < total:
-            run = where.get(blocks[at])
+            run = run_of(blocks[at])
             if run is not None:
                 first, end = run.path(blocks, at)
                 if end < len(run.blocks) and at + end - first < total:
                     run = self._part(run, end)
             else:
+                if not at and parent is not None and (run := self._run_of(parent)):
+                    before = run if run.blocks[-1] == parent else None
                 run = before if before is not None and self._grows(before, holder) else Run(now)
                 first = len(run.blocks)
-                row = self._enter(blocks[at : at + self._run_blocks - first], run)
-                run.extend(row)
+                row = self._add(run, blocks[at : at + self._run_blocks - first], loose)
                 end = first + len(row)
                 if not first:
                     made.append(run)
@@ -429,17 +475,33 @@ class PrefixIndex:
         for run in reversed(made):  # a tail is colder than its head
             self._runs[run] = None
 
-    def _part(self, run: Run, at: int) -> Run:
-        """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
-        just used is the head: it becomes the newest, the rest stays as cold as it is.)"""
-        head = run.cut_off(at)
-        self._where.update(dict.fromkeys(head.blocks, head))
-        self._runs[head] = None
-        return head
+    def _add(self, run: Run, row: Sequence[int], loose: bool) -> Sequence[int]:
+        """Put `row`, of which the first block is not known, at the end of `run`, up to the first block that
+        is in another run. Of a prompt that is another's first, since it does not follow what is in the other
+        run before it."""
+        if not run.blocks:
+            self._heads.add(row[0])
+            if loose:
+                self._loose[run] = None
+                self._where[row[0]] = run
+        if run not in self._loose:
+            row = self._noted(run, row)
+        elif not self._heads.isdisjoint(row[1:]):
+            row = row[: next(n for n, block in enumerate(row) if n and block in self._heads)]
+        run.extend(row)
+        self._blocks += len(row)
+        return row
 
-    def _enter(self, row: Sequence[int], run: Run) -> Sequence[int]:
+    def _enter(self, run: Run) -> None:
+        """A loose run is so no longer."""
+        kept = self._noted(run, run.blocks)
+        if len(kept) < len(run.blocks):  # an event put blocks into a row that do not follow each other
+            self._evict(run, run.every ^ ((1 << len(kept)) - 1))
+        del self._loose[run]
+
+    def _noted(self, run: Run, row: Sequence[int]) -> Sequence[int]:
         """Note that the blocks of `row` are in `run`, up to the first that is in another; the first is in
-        none. One dict access a block, which is what a new prompt costs."""
+        none. One dict access a block, which is what a new row costs."""
         where = self._where
         found = list(map(where.setdefault, row, repeat(run)))
         if found.count(run) == len(found):
@@ -449,6 +511,19 @@ class PrefixIndex:
             if other is run:
                 del where[block]
         return row[:end]
+
+    def _part(self, run: Run, at: int) -> Run:
+        """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
+        just used is the head: it becomes the newest, the rest stays as cold as it is.)"""
+        head = run.cut_off(at)
+        self._heads.add(run.blocks[0])
+        if run in self._loose:
+            self._loose[head] = None
+            self._where[head.blocks[0]], self._where[run.blocks[0]] = head, run
+        else:
+            self._where.update(dict.fromkeys(head.blocks, head))
+        self._runs[head] = None
+        return head
 
     def _grows(self, run: Run, holder: Holder) -> bool:
         alone = not (run.full | run.some) & ~(holder.device | holder.host)
@@ -460,26 +535,29 @@ class PrefixIndex:
         dead = run.prune()
         self._live += run.live.bit_count() - before
         if dead:
-            self._forget(dead)
-        if not run.blocks:
-            self._runs.pop(run, None)
+            self._forget(run, dead)
 
-    def _forget(self, blocks: Sequence[int]) -> None:
-        where, hits, uses = self._where, self._hits, self._uses
-        for block in blocks:
-            del where[block]
-        if hits:
-            for block in filter(hits.__contains__, blocks):
-                del hits[block]
+    def _forget(self, run: Run, dead: Sequence[int]) -> None:
+        """These were at its end."""
+        where, uses = self._where, self._uses
+        self._blocks -= len(dead)
+        if run not in self._loose:
+            for block in dead:
+                del where[block]
+        elif not run.blocks:
+            del where[dead[0]], self._loose[run]
+        if not run.blocks:
+            self._heads.remove(dead[0])
+            self._runs.pop(run, None)
         if uses:
-            for block in filter(uses.__contains__, blocks):
+            for block in filter(uses.__contains__, dead):
                 del uses[block]
         if self._edges:
             self._edges.shrink(self)
 
     def _make_room(self) -> None:
         """Evict the coldest. In batches: skipping a dict's deleted front costs each time anew."""
-        surplus = len(self._where) - self._max_blocks
+        surplus = self._blocks - self._max_blocks
         if surplus <= 0:
             return
         want = max(surplus, self._max_blocks // 256)
@@ -505,12 +583,14 @@ class PrefixIndex:
 
     # -- claims ------------------------------------------------------------------------------------
 
-    def _claim(self, holder: Holder, blocks: Sequence[int], now: float, ttl_s: float) -> None:
+    def _claim(
+        self, holder: Holder, blocks: Sequence[int], now: float, ttl_s: float, loose: bool = False
+    ) -> None:
         """What the holder does not have on its device is claimed."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
-        laid = list(self._lay(blocks, now, holder))
+        laid = list(self._lay(blocks, now, holder, loose=loose))
         for run, positions in laid:
             if not run.full & bit and (wanted := positions & ~run.part.get(bit, 0)):
                 live = run.live
@@ -520,7 +600,7 @@ class PrefixIndex:
             holder.claims.append(claim)
             self._made += 1
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
-        if 2 * len(self._where) > self._max_blocks:
+        if 2 * self._blocks > self._max_blocks:
             for run, _ in reversed(laid):
                 self._runs.pop(run, None)
                 self._runs[run] = None
@@ -541,9 +621,7 @@ class PrefixIndex:
                 continue
             run = claim.runs[-1]
             positions = next((had for of, had in run.claims.get(holder.device, ()) if of is claim), 0)
-            cut = positions
-            while cut.bit_count() > surplus:
-                cut &= cut - 1  # keeps the head
+            cut = last(positions, surplus)
             taken = run.unclaim(holder.device, cut, claim)
             surplus -= taken
             holder.claimed -= taken
@@ -556,7 +634,7 @@ class PrefixIndex:
     def _early_end(self, blocks: Sequence[int], now: float) -> int:
         left = self._everyone
         for at, block in enumerate(blocks):
-            run = self._where.get(block)
+            run = self._run_of(block)
             if run is None:
                 return at
             position = run.blocks.index(block)
@@ -571,12 +649,6 @@ class PrefixIndex:
             if alone and (self._edges is None or self._edges.ends_at(block)):
                 return at + 1
         return len(blocks)
-
-    def _statistics(self, block: int, now: float) -> tuple[int, float, float]:
-        hits, last_access_s = self._hits.get(block, (0, 0.0))
-        if not hits:
-            return 0, 0.0, 0.0
-        return hits, last_access_s, hits / sqrt(max(1.0, now - self._where[block].born_s))
 
     def _frequencies(self, blocks: Iterable[int], now: float) -> tuple[int, ...]:
         since = now - self._window_s

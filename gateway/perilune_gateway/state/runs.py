@@ -14,6 +14,7 @@ Costs: about 250 bytes a run and 8 a block beside the dict that finds runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import sqrt
 
 MAX_BLOCKS = 256
 STORE = 1
@@ -34,7 +35,7 @@ class Claim:
 class Run:
     """See above. Masks of positions: bit 0 is the first block."""
 
-    __slots__ = ("blocks", "born_s", "claims", "full", "live", "part", "some")
+    __slots__ = ("blocks", "born_s", "claims", "full", "hits", "live", "part", "some")
 
     def __init__(self, born_s: float) -> None:
         self.blocks: list[int] = []
@@ -49,6 +50,8 @@ class Run:
         """The keys of `part` and `claims`."""
         self.live = 0
         """Positions that somebody holds or claims."""
+        self.hits: dict[int, tuple[int, float]] | None = None
+        """By block: recorded matches that ended there, and when the last of them did."""
 
     @property
     def every(self) -> int:
@@ -87,6 +90,16 @@ class Run:
         yield from bits(self.full)
         yield from (bit for bit, positions in self.part.items() if positions >> position & 1)
 
+    def statistics(self, block: int, now: float) -> tuple[int, float, float]:
+        """Recorded matches that ended at this block, when the last did, and their frequency score."""
+        hits, last_access_s = (self.hits or {}).get(block, (0, 0.0))
+        return hits, last_access_s, hits / sqrt(max(1.0, now - self.born_s))
+
+    def hit(self, block: int, now: float) -> None:
+        """A match that ended at this block was used."""
+        self.hits = self.hits or {}
+        self.hits[block] = (self.hits.get(block, (0, 0.0))[0] + 1, now)
+
     # -- changes: each returns how many blocks it added or took ---------------------------------------
 
     def extend(self, blocks: Sequence[int]) -> None:
@@ -118,6 +131,9 @@ class Run:
         for entries in head.claims.values():
             for claim, _ in entries:
                 claim.runs.insert(claim.runs.index(self), head)
+        if self.hits:
+            gone = self.hits.keys() - set(self.blocks)
+            head.hits = {block: self.hits.pop(block) for block in gone}
         return head
 
     def add(self, bit: int, positions: int) -> int:
@@ -194,6 +210,9 @@ class Run:
         if dead:
             del self.blocks[end:]
             every = self.every
+            if self.hits:
+                for block in self.hits.keys() & set(dead):
+                    del self.hits[block]
             for bit in [bit for bit, positions in self.part.items() if positions == every]:
                 self.full |= bit
                 del self.part[bit]
@@ -211,3 +230,14 @@ def bits(mask: int) -> Iterator[int]:
         bit = mask & -mask
         mask ^= bit
         yield bit
+
+
+def last(mask: int, count: int) -> int:
+    """Of the bits that are set at most `count`, the highest."""
+    if (spare := mask.bit_count() - count) <= 0:
+        return mask
+    lowest = (mask & -mask).bit_length() - 1 + spare
+    mask = mask >> lowest << lowest  # all of the spare ones, if they are next to each other
+    while mask.bit_count() > count:
+        mask &= mask - 1
+    return mask

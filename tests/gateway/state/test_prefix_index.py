@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from perilune_gateway import blocks
 from perilune_gateway.model import Tier
 from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.runs import last
 
 DEVICE, HOST, STORE = Tier
 A, B, C, D, E = blocks.chain(range(5), 1, 0)
@@ -244,9 +245,24 @@ def test_the_coldest_go_first():
     assert it.find_matches(new, 3).device == {"1": 2}
 
 
-def test_memory_is_bounded_whatever_comes():
+def check_books(it: PrefixIndex) -> None:
+    """What the index keeps beside its runs says the same as they do."""
+    runs = list(it._runs)
+    assert it._blocks == sum(len(run.blocks) for run in runs)
+    assert len(it) == sum(run.live.bit_count() for run in runs)
+    assert it._heads == {run.blocks[0] for run in runs}
+    assert set(it._loose) <= set(runs)
+    entered = {block: run for run in runs for block in (run.blocks[:1] if run in it._loose else run.blocks)}
+    assert it._where == entered
+    everything = [block for run in runs for block in run.blocks]
+    assert len(everything) == len(set(everything)), "a block is in one run"
+    assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_s": 5.0, "edges": True}], ids=["loose", "all entered"])
+def test_memory_is_bounded_whatever_comes(options):
     dice = random.Random(1)
-    it = index(max_blocks=500, window_s=5.0, edges=True)
+    it = index(max_blocks=500, **options)
     for step in range(2_000):
         prompt = blocks.chain([dice.randrange(50) for _ in range(dice.randrange(1, 40))], 1, 0)
         match dice.randrange(4):
@@ -258,13 +274,11 @@ def test_memory_is_bounded_whatever_comes():
                 it.removed(str(dice.randrange(5)), DEVICE, prompt)
             case 3:
                 it.record_match(prompt, it.find_matches(prompt, step), step)
-        assert len(it) <= 500
-    assert len(it._where) <= 500
-    assert sum(len(run.blocks) for run in it._runs) == len(it._where)
-    assert sum(run.live.bit_count() for run in it._runs) == len(it)
-    assert len(it._hits) <= len(it)
+        assert len(it) <= it._blocks <= 500
+    check_books(it)
     assert len(it._uses) <= len(it)
-    assert len(it._edges._next) <= 2 * len(it) + 1024 + 40
+    if it._edges:
+        assert len(it._edges._next) <= 2 * len(it) + 1024 + 40
     assert it.stats(2_000).evicted > 0
 
 
@@ -361,6 +375,16 @@ class AgainstSets(RuleBasedStateMachine):
             for block in prompt:
                 self.claims.pop((endpoint, block), None)
 
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS, at=st.integers(1, 5), named=st.booleans())
+    def stored_on(self, endpoint, prompt, at, named):
+        """An event that goes on where another ended."""
+        news = prompt[at:]
+        parent = prompt[at - 1] if named and news else None
+        self.it.stored(endpoint, DEVICE, news, self.now, parent=parent)
+        self.device.update((endpoint, b) for b in news)
+        for block in news:
+            self.claims.pop((endpoint, block), None)
+
     @rule(endpoint=ENDPOINTS, prompt=PROMPTS, tier=st.sampled_from([DEVICE, HOST]), at=st.integers(0, 5))
     def removed(self, endpoint, prompt, tier, at):
         self.it.removed(endpoint, tier, prompt[at:])
@@ -401,6 +425,14 @@ class AgainstSets(RuleBasedStateMachine):
         assert len(self.it) == len(known)
         assert all(block in self.it for block in known)
 
+    @rule(endpoint=ENDPOINTS, prompt=PROMPTS, at=st.integers(0, 5))
+    def look_at_one(self, endpoint, prompt, at):
+        block = prompt[min(at, len(prompt) - 1)]
+        assert self.it.holds(endpoint, block, self.now) == self._device(endpoint, block)
+        assert self.it.announced(endpoint, block) == ((endpoint, block) in self.device)
+        held = {e for e in "123" if self._device(e, block)}
+        assert self.it.find_block(block, self.now).device == dict.fromkeys(held, 1)
+
     @rule(prompt=PROMPTS)
     def record(self, prompt):
         self.it.record_match(prompt, self.it.find_matches(prompt, self.now), self.now)
@@ -435,6 +467,7 @@ class AgainstSets(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self):
+        check_books(self.it)
         stats = self.it.stats(self.now)
         assert sum(e.device for e in stats.endpoints.values()) == len(self.device)
         assert sum(e.host for e in stats.endpoints.values()) == len(self.host)
@@ -480,3 +513,29 @@ def test_an_empty_index_and_an_empty_prompt(prompt):
     assert it.find_matches([], 0).device == {}
     it.record_match([], it.find_matches([], 0), 0)
     assert it.stats(0).recent_missed == 0
+
+
+def test_blocks_that_an_event_put_together_though_they_do_not_follow_each_other():
+    """Stores of several prompts may come in one event; a claim that goes through their row stays whole."""
+    it = index()
+    other = blocks.chain([9, 9, 9], 1, 0)
+    it.stored("1", HOST, [other[1], PROMPT[3], PROMPT[4]], 0)
+    it.speculate("2", PROMPT, 1)
+    assert it.find_matches(PROMPT, 1).device == {"2": 5}
+    it.removed("1", HOST, [other[2]])  # not known, so all blocks are entered
+    check_books(it)
+    assert it.find_matches(PROMPT, 1).device["2"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "count", "expected"),
+    [
+        pytest.param(0b1111, 4, 0b1111, id="all"),
+        pytest.param(0b1111, 9, 0b1111, id="fewer than asked for"),
+        pytest.param(0b11110, 2, 0b11000, id="a row"),
+        pytest.param(0b1000011, 2, 0b1000010, id="with a gap"),
+        pytest.param(0b110, 0, 0, id="none"),
+    ],
+)
+def test_the_last_positions(mask, count, expected):
+    assert last(mask, count) == expected
