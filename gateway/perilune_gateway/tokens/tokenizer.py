@@ -24,6 +24,7 @@ import asyncio
 import logging
 import math
 import secrets
+import string
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -53,6 +54,12 @@ _FIRST_US_PER_CHAR = {encoder.Library.FASTOKENS: 0.02, encoder.Library.TOKENIZER
 """Before anything is measured; fastokens 0.3 at words of which it has seen most, tokenizers 0.23."""
 _RENDER_US_PER_CHAR = 0.0025
 """Decoding, normalising and rendering a conversation."""
+_LONG, _STRIDE = 16_384, 64
+"""Bytes. A text that is longer is sampled for base64, one byte of every `_STRIDE`."""
+_BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
+"""Also as URLs and JSON write it."""
+_AS_MARKS = bytes(ord("A" if chr(byte) in _BASE64 else ".") for byte in range(256))
+_ONLY_BASE64 = b"A" * (8_192 // _STRIDE)
 _WEIGHT = 0.1
 """Of a new measurement in the moving mean."""
 _CALIBRATION_CHARS = 1000
@@ -298,7 +305,7 @@ class Tokenizer:
         if (
             why is None
             and isinstance(request.prompt, ChatPrompt)
-            and b"base64" in bytes(request.prompt.messages)
+            and _has_base64(bytes(request.prompt.messages))
         ):
             try:
                 self._read(request, request.prompt)
@@ -333,6 +340,15 @@ def _size(request: ParsedRequest) -> int:
             return sum(len(text.encode()) for text in texts)
         case TokenPrompt():
             return 0
+
+
+def _has_base64(text: bytes) -> bool:
+    """Whether a picture is written in place. A long text is looked through only if some bytes of it say so:
+    base64 goes on without a space or a mark, and other text does not. (A picture of less than 8 kB is then
+    not seen; as text it counts about as much as MEDIA_TOKENS.)"""
+    if len(text) > _LONG and _ONLY_BASE64 not in text[::_STRIDE].translate(_AS_MARKS):
+        return False
+    return b"base64" in text
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:

@@ -324,6 +324,25 @@ async def test_a_picture_is_not_counted_by_its_bytes(mode, folder):
 
 
 @pytest.mark.parametrize(
+    ("data", "causes"),
+    [
+        pytest.param("iVBOR/w0+=" * 2_000, {Cause.MEDIA: 1}, id="a picture"),
+        pytest.param("iVBOR\\/w0" * 2_000, {Cause.MEDIA: 1}, id="with slashes as some write them"),
+        pytest.param("not base64, but words. " * 1_000, {}, id="text that speaks of it"),
+    ],
+)
+def test_a_picture_in_a_long_text_is_found(data, causes):
+    tokenizer = Tokenizer(Model("m", tokenize="estimate"))
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    content = [
+        {"type": "text", "text": "some words " * 2_000},
+        url if causes else {"type": "text", "text": data},
+    ]
+    assert tokenizer.now(request(CHAT, messages=[{"role": "user", "content": content}]))
+    assert tokenizer.causes == causes
+
+
+@pytest.mark.parametrize(
     ("path", "body", "count"),
     [
         pytest.param(COMPLETIONS, {"prompt": "x" * 400}, 160, id="text"),
