@@ -32,7 +32,7 @@ check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/python -m protos.generate --check
 
 e2e: $(STAMP) ## everything full-size: demo, trace replay, and (as root) the scenarios on a real cluster
-	$(BIN)/python -m pytest tests e2e -m "e2e or cluster" $(ARGS)
+	$(BIN)/python -m pytest tests e2e -m "e2e or cluster" --side-by-side $(ARGS)
 
 cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eight nodes, Envoy Gateway, a pool
 	$(BIN)/python e2e/cluster.py up $(ARGS)

@@ -4,6 +4,9 @@ The cluster is called `e2e`, or as PERILUNE_CLUSTER says. One that is up is used
 with the session, unless PERILUNE_KEEP_CLUSTER is set. The test process itself joins the network outside the
 cluster, so addresses of Services are simply reachable.
 
+With --side-by-side (`make e2e`), what measures time runs first, alone. Then three lanes run at once
+(`testbed/lanes.py`): scenarios on that cluster, others on a second one, and what needs none.
+
 With USE_EXISTING_CLUSTER=true the cluster of KUBECONFIG is used instead; it must have our images
 (README.md), and Services must be reachable from here. KIND=1 makes one with kind.
 """
@@ -19,12 +22,12 @@ from typing import Any
 import pytest
 
 from perilune_api.pool import EndpointSpec, Metadata, Model, NodePlace, Pool, Routing, Spec, Topology, dump
-from testbed import cgroups, envoy_gateway, perilune, programs
+from testbed import cgroups, envoy_gateway, perilune, perilune_image, programs
 from testbed.cluster import NODES, Cluster, build
 from testbed.http import Client, eventually
 from testbed.kind import Kind
 from testbed.kube import Kube, installed
-from testbed.perilune_image import perilune_archive, store_archive
+from testbed.lanes import Lane, SideBySide
 from testbed.pool import LivePool, is_ready
 from testbed.shell import ClusterError, succeeds, until
 
@@ -32,6 +35,35 @@ _KIND = bool(os.environ.get("KIND"))
 _EXISTING = _KIND or os.environ.get("USE_EXISTING_CLUSTER") == "true"
 _ARCHIVES = pytest.StashKey[list[Path] | ClusterError]()
 MANIFESTS = Path(__file__).parent / "manifests"
+
+
+ALONE = ("test_demo.py", "test_crosscheck.py")
+"""They assert on times."""
+ON_A_SECOND_CLUSTER = (
+    "test_cluster.py",
+    "test_envoy_gateway.py",
+    "test_inference_extension.py",
+    "test_operators.py",
+    "test_store.py",
+)
+"""About half of all cluster scenarios, by time; none of them has the pool of the others."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--side-by-side", action="store_true", help="in three lanes at once")
+
+
+def _cluster_name() -> str:
+    return os.environ.get("PERILUNE_CLUSTER", "e2e")
+
+
+def _lane(item: pytest.Item) -> Lane | None:
+    if "cluster" not in item.keywords or "one_of_its_own" in item.keywords:
+        # what computes makes way for what waits
+        return None if item.path.name in ALONE else Lane("without-cluster", nice=10)
+    if item.path.name in ON_A_SECOND_CLUSTER and not _EXISTING:
+        return Lane("second-cluster", {"PERILUNE_CLUSTER": f"{_cluster_name()}-2"})
+    return Lane("first-cluster")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,12 +78,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Builds what is missing before the first test, so that no test's time is up meanwhile."""
-    wanted = any("cluster" in item.keywords for item in session.items)
-    if not wanted or _EXISTING or session.config.option.collectonly or impossible():
+    """Builds what is missing before the first test, so that no test's time is up meanwhile; parts lanes."""
+    config = session.config
+    if config.option.collectonly:
         return
-    with _shown(session.config):
-        session.config.stash[_ARCHIVES] = _build()
+    wanted = any("cluster" in item.keywords for item in session.items)
+    if wanted and not _EXISTING and not impossible():
+        with _shown(config):
+            config.stash[_ARCHIVES] = _build()
+    if config.option.side_by_side:
+        lanes = {item.nodeid: lane for item in session.items if (lane := _lane(item)) is not None}
+        config.pluginmanager.register(SideBySide(lanes))
 
 
 def impossible() -> str:
@@ -73,7 +110,7 @@ def _build() -> list[Path] | ClusterError:
     """Also what is only fetched: from inside the cluster's network, nothing outside can be reached."""
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
-        return build(perilune_archive, store_archive)
+        return build(perilune_image.perilune_archive, perilune_image.store_archive)
     except ClusterError as error:
         return error
 
@@ -102,7 +139,7 @@ def archives(pytestconfig: pytest.Config) -> list[Path]:
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, archives: list[Path]) -> Iterator[Cluster]:
     """Eight nodes, and our images. What this session brings up, it takes down, and nothing is left."""
-    cluster = Cluster(os.environ.get("PERILUNE_CLUSTER", "e2e"))
+    cluster = Cluster(_cluster_name())
     mine = not cluster.is_up
     with _shown(request.config):
         if mine:
@@ -145,6 +182,15 @@ def edge(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Envoy Gateway is installed and its Gateway Programmed; the address where it listens."""
     envoy_gateway.install(kube, None if _KIND else tmp_path_factory.mktemp("envoy-gateway"))
     return envoy_gateway.address(kube)
+
+
+@pytest.fixture(scope="session")
+def other_image(cluster: Cluster) -> str:
+    """Another image by name on every node; the same program."""
+    other = perilune_image.NAME.replace(":1", ":2")
+    for node in cluster.nodes:
+        node.machine.run(["ctr", "-n", "k8s.io", "images", "tag", "--force", perilune_image.NAME, other])
+    return other
 
 
 @pytest.fixture(scope="session")

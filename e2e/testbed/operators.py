@@ -14,10 +14,11 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -43,17 +44,22 @@ class Fate(Enum):
 
 
 class Operator:
-    """One operator, outside the cluster; `identity` stays the same over its restarts, as a pod's does."""
+    """One operator, outside the cluster; `identity` stays the same over its restarts, as a pod's does.
+    `namespace`: it looks after this one only, where its Lease is, too."""
 
-    def __init__(self, cluster: Cluster, token: str, folder: Path, identity: str, lease_s: int) -> None:
+    def __init__(
+        self, cluster: Cluster, token: str, folder: Path, identity: str, lease_s: int, namespace: str = ""
+    ) -> None:
         self.identity = identity
         self.writes: list[str] = []
         """`METHOD path`, as they came."""
         self.at_write: Callable[[str], Fate] = lambda write: Fate.PASS
+        self.lives = 0
+        """How often it was started."""
         self._command = [
             *(sys.executable, "-m", "perilune_operator.main", "--listen=127.0.0.1:0"),
-            *(f"--identity={identity}", f"--own-namespace={perilune.NAMESPACE}", f"--image={NAME}"),
-            f"--lease-seconds={lease_s}",
+            *(f"--identity={identity}", f"--own-namespace={namespace or perilune.NAMESPACE}"),
+            *(f"--namespace={namespace}", f"--image={NAME}", f"--lease-seconds={lease_s}"),
         ]
         self._ca = cluster.control.pki.path("ca.crt")
         self._token = token
@@ -75,6 +81,7 @@ class Operator:
         env = {**os.environ, "KUBECONFIG": str(self._kubeconfig)}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, env=env, stdout=log, stderr=log)
+        self.lives += 1
 
     @contextmanager
     def restarted(self) -> Iterator[None]:
@@ -154,7 +161,8 @@ class Operator:
 
     async def _handle(self, session: aiohttp.ClientSession, request: web.Request) -> web.StreamResponse:
         fate = Fate.PASS
-        if request.method not in ("GET", "HEAD") and "/leases" not in request.path:
+        asks = request.method in ("GET", "HEAD") or "dryRun" in request.query
+        if not asks and "/leases" not in request.path:
             write = f"{request.method} {request.path}"
             self.writes.append(write)
             fate = self.at_write(write)
@@ -168,43 +176,80 @@ class Operator:
         headers["accept-encoding"] = "identity"
         if not self.running:  # what it had sent just before its end is lost as well
             return web.Response(status=503)
-        async with session.request(
-            request.method, URL(SERVER + request.raw_path, encoded=True), data=body or None, headers=headers
-        ) as answer:
-            if fate is Fate.KILL_AFTER:
-                await answer.read()
-                self.kill()
-                return web.Response(status=503)
-            kind = answer.headers.get("content-type", "application/json")
-            response = web.StreamResponse(status=answer.status, headers={"content-type": kind})
-            try:
+        response = web.StreamResponse()
+        try:
+            async with session.request(
+                request.method,
+                URL(SERVER + request.raw_path, encoded=True),
+                data=body or None,
+                headers=headers,
+            ) as answer:
+                if fate is Fate.KILL_AFTER:
+                    await answer.read()
+                    self.kill()
+                    return web.Response(status=503)
+                response.set_status(answer.status)
+                response.headers["content-type"] = answer.headers.get("content-type", "application/json")
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
-            except ConnectionError:
-                pass  # the operator is no more
-            return response
+        except (ConnectionError, aiohttp.ClientError):
+            if request.transport is not None:
+                request.transport.close()  # the operator is no more, or the API server
+        return response
 
 
 @contextmanager
 def operators(
-    cluster: Cluster, kube: Kube, folder: Path, *identities: str, lease_s: int = 5
+    cluster: Cluster,
+    kube: Kube,
+    folder: Path,
+    *identities: str,
+    lease_s: int = 5,
+    namespaces: Sequence[str] = (),
 ) -> Iterator[tuple[Operator, ...]]:
-    """While inside, the cluster's own operators rest, and these may act instead. None is started."""
+    """While inside, the cluster's own operators rest, and these may act instead. None is started.
+    `namespaces`: each looks after one of these, and they know nothing of each other."""
     deployment = ("deployment/perilune-operator", "-n", perilune.NAMESPACE)
     kube.ctl("scale", *deployment, "--replicas=0")
     app = ("-l", "app.kubernetes.io/name=perilune-operator", "-n", perilune.NAMESPACE)
     kube.wait("delete", "pod", *app)
     account = ("perilune-operator", "-n", perilune.NAMESPACE, "--duration=1h")
     token = kube.ctl("create", "token", *account).strip()
-    made = tuple(Operator(cluster, token, folder, identity, lease_s) for identity in identities)
+    places = namespaces or [""] * len(identities)
+    for namespace in namespaces:
+        kube.apply(*_place_for_a_lease(namespace))
+    made = tuple(
+        Operator(cluster, token, folder, identity, lease_s, namespace)
+        for identity, namespace in zip(identities, places, strict=True)
+    )
     try:
         yield made
     finally:
         for operator in made:
             operator.close()
+        for namespace in namespaces:
+            kube.ctl("delete", "namespace", namespace, "--wait=false")
         kube.ctl("scale", *deployment, "--replicas=2")
         kube.ctl("rollout", "status", *deployment, "--timeout=90s", timeout_s=100)
+
+
+def _place_for_a_lease(namespace: str) -> tuple[dict[str, Any], ...]:
+    """The namespace, and there the chart's rights to a Lease for the operators' account."""
+    rbac = "rbac.authorization.k8s.io"
+    here = {"name": perilune.OPERATOR, "namespace": namespace}
+    account = {"kind": "ServiceAccount", "name": perilune.OPERATOR, "namespace": perilune.NAMESPACE}
+    return (
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
+        {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": here, "rules": perilune.lease_rules()},
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "RoleBinding",
+            "metadata": here,
+            "roleRef": {"apiGroup": rbac, "kind": "Role", "name": perilune.OPERATOR},
+            "subjects": [account],
+        },
+    )
 
 
 def holder(kube: Kube) -> str:

@@ -1,12 +1,17 @@
 """Perilune installed as a user installs it: Helm, our chart, then a pool."""
 
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from testbed.kube import Kube
 from testbed.paths import CHECKOUT
 from testbed.perilune_image import NAME
 
 NAMESPACE = "perilune-system"
+OPERATOR = "perilune-operator"
+CHART = CHECKOUT / "charts" / "perilune"
 POOL = Path(__file__).resolve().parents[1] / "manifests" / "pool.yaml"
 
 
@@ -15,13 +20,18 @@ def install(kube: Kube, *settings: str) -> None:
     repository, tag = NAME.rsplit(":", 1)
     image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
     values = ["--set-string", image, *(word for setting in settings for word in ("--set", setting))]
-    chart = CHECKOUT / "charts" / "perilune"
     # helm installs CRDs, and never touches them again
-    kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(chart / "crds"))
-    kube.install("perilune", chart, NAMESPACE, *values)
+    kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))
+    kube.install("perilune", CHART, NAMESPACE, *values)
 
 
 def apply_pool(kube: Kube, document: Path = POOL, timeout_s: float = 120) -> None:
     """Returns when the pool is Ready."""
     kube.ctl("apply", "-f", str(document))
     kube.wait("condition=Ready", "-f", str(document), timeout_s=timeout_s)
+
+
+def lease_rules() -> list[dict[str, Any]]:
+    """What the chart allows an operator in the namespace of its Lease."""
+    rules: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "lease-rules.yaml").read_text())
+    return rules

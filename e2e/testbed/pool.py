@@ -17,7 +17,7 @@ KINDS = (
 _ALL = "inferencepools.perilune.dev"  # the inference extension has a kind of the same name
 
 
-def document(name: str, **spec: Any) -> dict[str, Any]:
+def document(name: str, namespace: str = "default", **spec: Any) -> dict[str, Any]:
     """Simulated engines behind the Gateway `edge/edge`, requests of host `NAME.test`."""
     usual = {
         "model": {"name": f"{name}-30b"},
@@ -28,7 +28,7 @@ def document(name: str, **spec: Any) -> dict[str, Any]:
     return {
         "apiVersion": "perilune.dev/v1alpha1",
         "kind": "InferencePool",
-        "metadata": {"name": name, "namespace": "default"},
+        "metadata": {"name": name, "namespace": namespace},
         "spec": {**usual, **spec},
     }
 
@@ -44,6 +44,10 @@ class LivePool:
 
     def get(self) -> Any:
         return self.kube.get(_ALL, self.name, "-n", self.namespace)
+
+    def exists(self) -> bool:
+        words = ("get", _ALL, self.name, "-n", self.namespace, "--ignore-not-found", "-o", "name")
+        return self.kube.ctl(*words) != ""
 
     def conditions(self) -> dict[str, tuple[str, str]]:
         """Type → status, reason."""
@@ -81,7 +85,7 @@ class LivePool:
 
     def apply(self, **spec: Any) -> None:
         """As a file that a user applies: the whole spec."""
-        self.kube.apply(document(self.name, **spec))
+        self.kube.apply(document(self.name, self.namespace, **spec))
 
     def patch(self, **spec: Any) -> None:
         """Some fields of the spec; None takes one away."""
