@@ -22,6 +22,8 @@ from perilune_api import names
 from perilune_api.pool import SessionKeys
 
 MAX_ID = 256
+_SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
+"""Most requests carry none of these."""
 
 
 class SessionKey(NamedTuple):
@@ -51,6 +53,8 @@ class Identity(NamedTuple):
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     """`headers` by lower-case name."""
     session_id = _first(headers, _session_headers(keys.headers)) or _cookie(headers, keys.cookie)
+    if _SPECIAL.isdisjoint(headers):
+        return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id))
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:

@@ -66,6 +66,9 @@ from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
+_OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OBJECTIVE_HEADERS})
+"""Most requests carry none of these."""
+
 
 class TokenizesNow(Protocol):
     """tokens.Tokenizer, as far as the router needs it."""
@@ -342,6 +345,8 @@ class Router:
     def _objectives(self, head: RequestHead) -> tuple[int, float, float]:
         """Priority level, TTFT and TPOT SLO in seconds: the request's own, or else the pool's."""
         limits, headers = self._routing.limits, head.headers
+        if _OBJECTIVES.isdisjoint(headers):
+            return 0, limits.ttft_slo_seconds, limits.tpot_slo_seconds
         named = next((headers[name] for name in names.OBJECTIVE_HEADERS if name in headers), "")
         return (
             limits.objectives.get(named, 0),

@@ -1,7 +1,7 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
 Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 256 blocks that follow each other) of a block, and the run
+it. A flat dict finds the run (`runs.Run`, up to 512 blocks that follow each other) of a block, and the run
 knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
 trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
 `find_matches` gives its answers (early exit too, see `state.edges`).

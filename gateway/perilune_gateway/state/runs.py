@@ -1,4 +1,4 @@
-"""Runs: up to 256 blocks that follow each other, and who holds which of them.
+"""Runs: up to 512 blocks that follow each other, and who holds which of them.
 
 Blocks are announced, claimed and asked for in long rows, so what is known is kept by row: a holder of all of
 a run is one bit of `full`; a holder of a part has a bitmask of positions in `part`; claims, which end by
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import sqrt
 
-MAX_BLOCKS = 256
+MAX_BLOCKS = 512
 STORE = 1
 """The bit under which claims are the shared store's."""
 

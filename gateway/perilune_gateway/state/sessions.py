@@ -12,17 +12,20 @@ time). Three things are learned on the way:
   contains this block and goes beyond continues the session (`infer`).
 
 Reading (`find`, `view`, `infer`) changes nothing; `touch` does. Costs: O(1) each; `infer` one dict lookup per
-block of the prompt, from its end.
+length that the tenant's prompts have, at most one per block of the prompt.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
 from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.model import SessionView
+
+_SORTING = 4
+"""Going over a length costs as much as going over so many blocks."""
 
 
 @dataclass(slots=True)
@@ -52,8 +55,9 @@ class Session:
     unconfirmed: bool = False
     """Its last turn was not read, and no KV event has continued its chain since."""
     prompt_tail: int = 0
-    prompt_tokens: int = 0
+    prompt_blocks: int = 0
     """Of the prompt that ends in `prompt_tail`."""
+    prompt_tokens: int = 0
     ticket: int = -1
     """Its latest request."""
 
@@ -68,6 +72,42 @@ class Session:
         return self.context_tokens + int((body_bytes - self.body_bytes) / ratio)
 
 
+class _Prompts:
+    """The last read prompts of a tenant's sessions."""
+
+    __slots__ = ("by_tail", "lengths")
+
+    def __init__(self) -> None:
+        self.by_tail: dict[int, Session] = {}
+        """By the last block; of sessions with equal prompts the latest."""
+        self.lengths: Counter[int] = Counter()
+        """How many of them have so many blocks."""
+
+    def add(self, session: Session) -> None:
+        if session.prompt_tail not in self.by_tail:
+            self.lengths[session.prompt_blocks] += 1
+        self.by_tail[session.prompt_tail] = session
+
+    def drop(self, session: Session) -> bool:
+        """False: it is not there."""
+        if self.by_tail.get(session.prompt_tail) is not session:
+            return False
+        del self.by_tail[session.prompt_tail]
+        self.lengths[session.prompt_blocks] -= 1
+        if not self.lengths[session.prompt_blocks]:
+            del self.lengths[session.prompt_blocks]
+        return True
+
+    def within(self, blocks: Sequence[int]) -> Iterator[Session]:
+        """Those whose prompt is a prefix of these blocks, the longest first."""
+        if _SORTING * len(self.lengths) < len(blocks):
+            lengths = sorted(self.lengths, reverse=True)
+            ends = [blocks[length - 1] for length in lengths if length <= len(blocks)]
+        else:
+            ends = list(reversed(blocks))
+        return map(self.by_tail.__getitem__, filter(self.by_tail.__contains__, ends))
+
+
 class Sessions:
     """All sessions of a pool."""
 
@@ -78,8 +118,8 @@ class Sessions:
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         """Least recently used first."""
         self._by_tail: dict[int, Session] = {}
-        self._by_prompt_tail: dict[str, dict[int, Session]] = {}
-        """By tenant, then by block."""
+        self._prompts: dict[str, _Prompts] = {}
+        """By tenant."""
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
@@ -124,9 +164,8 @@ class Sessions:
     def infer(self, tenant: str, blocks: Sequence[int], tokens: int, now: float) -> Session | None:
         """The session that a prompt of `tokens` goes on from: the deepest one whose last prompt is a prefix
         of it, in whole blocks, and shorter."""
-        tails = self._by_prompt_tail.get(tenant, {})
-        for block in filter(tails.__contains__, reversed(blocks)):
-            session = tails[block]
+        prompts = self._prompts.get(tenant)
+        for session in prompts.within(blocks) if prompts else ():
             if session.prompt_tokens < tokens:
                 return self.find(session.key, now)
         return None
@@ -161,9 +200,9 @@ class Sessions:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:
             return
-        self._drop_prompt_tail(session)
-        session.prompt_tail, session.prompt_tokens = blocks[-1], tokens
-        self._by_prompt_tail.setdefault(session.key.tenant, {})[blocks[-1]] = session
+        self._drop_prompt(session)
+        session.prompt_tail, session.prompt_blocks, session.prompt_tokens = blocks[-1], len(blocks), tokens
+        self._prompts.setdefault(session.key.tenant, _Prompts()).add(session)
 
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
         """A turn's body was not read; `tokens` is an estimate."""
@@ -208,7 +247,7 @@ class Sessions:
         """End a session; unknown keys are fine."""
         if session := self._sessions.pop(key, None):
             self._set_tail(session, 0, 0, fork=True)
-            self._drop_prompt_tail(session)
+            self._drop_prompt(session)
             self._leave(session)
 
     def _arrive(self, session: Session) -> None:
@@ -236,12 +275,10 @@ class Sessions:
         if tail:
             self._by_tail[tail] = session
 
-    def _drop_prompt_tail(self, session: Session) -> None:
-        tails = self._by_prompt_tail.get(session.key.tenant, {})
-        if tails.get(session.prompt_tail) is session:
-            del tails[session.prompt_tail]
-            if not tails:
-                del self._by_prompt_tail[session.key.tenant]
+    def _drop_prompt(self, session: Session) -> None:
+        prompts = self._prompts.get(session.key.tenant)
+        if prompts and prompts.drop(session) and not prompts.by_tail:
+            del self._prompts[session.key.tenant]
 
     def _expire(self, now: float) -> None:
         while self._sessions:

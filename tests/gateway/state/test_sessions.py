@@ -70,6 +70,21 @@ def test_a_prompt_that_extends_an_earlier_one_continues_it(
     assert sessions.infer("other tenant", prompt, tokens, 0.0) is None
 
 
+@pytest.mark.parametrize("length", [5, 500], ids=["fewer blocks than prompts", "many blocks"])
+def test_the_deepest_of_several_prompts_is_continued(length: int) -> None:
+    sessions = Sessions(max_sessions=10, idle_s=100.0)
+    blocks = list(range(1, length + 1))
+    for turn, end in enumerate((2, 4, 3)):
+        session = sessions.touch(SessionKey("t", f"s{turn}"), 0.0)
+        sessions.read(session, 16 * end, 200, blocks[:end])
+    assert sessions.infer("t", blocks, 16 * length, 0.0) is sessions.find(SessionKey("t", "s1"), 0.0)
+    sessions.free(SessionKey("t", "s1"))
+    assert sessions.infer("t", blocks, 16 * length, 0.0) is sessions.find(SessionKey("t", "s2"), 0.0)
+    for name in ("s0", "s2"):
+        sessions.free(SessionKey("t", name))
+    assert sessions.infer("t", blocks, 16 * length, 0.0) is None
+
+
 def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: Sessions) -> None:
     session = bound(sessions)
     sessions.cached(session, tail=3, tail_tokens=48)
