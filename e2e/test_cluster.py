@@ -104,8 +104,17 @@ def test_logs_exec_and_names_work(kube):
     ],
 )
 def test_links_are_as_fast_as_their_level(cluster, far, bit_s):
-    """20 MB from node-0; the rate is the level's, within what two busy cores allow."""
-    near, there = cluster.node("node-0"), cluster.node(far)
+    """20 MB from node-0: never faster than the level; as fast, when the machine has time for it."""
+
+    def as_fast():
+        rate = measured_bit_s(cluster.node("node-0"), cluster.node(far))
+        assert rate < 1.1 * bit_s
+        assert rate > 0.5 * bit_s
+
+    eventually(as_fast)
+
+
+def measured_bit_s(near, there):
     script = (
         "import socket,time\n"
         "s=socket.create_server(('0.0.0.0',7000)); print('up',flush=True); c,_=s.accept(); n=0; t=None\n"
@@ -121,11 +130,10 @@ def test_links_are_as_fast_as_their_level(cluster, far, bit_s):
         assert receiver.stdout.readline() == "up\n"
         send = f"import socket as s; s.create_connection({to}).sendall(bytes(20_000_000))"
         near.machine.run(["python3", "-c", send])
-        rate = float(receiver.stdout.readline())
+        return float(receiver.stdout.readline())
     finally:
         receiver.kill()
         receiver.communicate()
-    assert 0.5 * bit_s < rate < 1.1 * bit_s
 
 
 def test_a_dead_link_makes_a_node_not_ready_and_back(cluster, kube):
