@@ -1,6 +1,6 @@
 """One HTTP/2 connection that serves gRPC streams, without I/O: bytes in, events out; calls in, bytes out.
 
-    receive(bytes) ─▶ frames ─▶ RULES: check, step ─▶ Opened │ Message │ Ended │ Reset
+    receive(bytes) ─▶ reader: frames ─▶ RULES: step ─▶ Opened │ Message │ Ended │ Reset
     send, finish ─▶ frames, as far as both windows allow ─▶ take() ─▶ bytes
 
 Rules:
@@ -23,7 +23,7 @@ Rules:
 7.  Drain: GOAWAY with the highest stream id and a ping, which the peer answers when it has read both; when
     `quiet` then, nothing is on its way. `close` says GOAWAY for good.
 
-Costs about 13 µs for a stream of two messages each way, 50 µs with a body of 130 KB. No TLS, no upgrade
+Costs about 11 µs for a stream of two messages each way, 40 µs with a body of 130 KB. No TLS, no upgrade
 from HTTP/1, no push, no priorities, no timers.
 """
 
