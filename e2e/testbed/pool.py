@@ -119,7 +119,7 @@ class LivePool:
         pool = self.get()
         status = pool.get("status", {"observedGeneration": -1})
         assert status["observedGeneration"] == pool["metadata"]["generation"]
-        assert {c["type"]: c["status"] for c in status["conditions"]}["Ready"] == "True", status
+        assert {c["type"]: c["status"] for c in status["conditions"]}.get("Ready") == "True", status
         assert status["readyReplicas"] == count
         assert len(self.engines()) == count
 
