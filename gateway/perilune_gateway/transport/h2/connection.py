@@ -254,15 +254,14 @@ class Connection:
             return self._give_up(stream_id, status, str(error))
         for payload in messages:
             self._events.append(Message(stream_id, payload))
-        if stream.window < STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes:
+        if stream.window < stream.inbox.missing_bytes:
             self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
         """In few frames, but always enough for the message that is arriving."""
         credit = STREAM_WINDOW - stream.window - stream.unhandled_bytes
-        if not credit or stream.half_closed:
-            return
-        if credit >= STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes:
+        due = credit >= STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes
+        if due and credit and not stream.half_closed:
             self._out.append(number(Type.WINDOW_UPDATE, stream_id, credit))
             stream.window += credit
 

@@ -31,12 +31,13 @@ class TooLongError(MessageError):
 class Inbox:
     """What has arrived of one stream and is no whole message yet."""
 
-    __slots__ = ("_in_message", "_max_bytes", "_parts", "_size_bytes", "_wanted_bytes")
+    __slots__ = ("_in_message", "_max_bytes", "_parts", "_wanted_bytes", "missing_bytes")
 
     def __init__(self, max_message_bytes: int) -> None:
+        self.missing_bytes = PREFIX_BYTES
+        """Until the prefix, or the message, that is arriving is whole."""
         self._max_bytes = max_message_bytes
         self._parts: list[bytes] = []
-        self._size_bytes = 0
         self._wanted_bytes = PREFIX_BYTES
         self._in_message = False  # its prefix has arrived
 
@@ -46,25 +47,21 @@ class Inbox:
         return not self._parts and not self._in_message
 
     @property
-    def missing_bytes(self) -> int:
-        """Until the prefix, or the message, that is arriving is whole."""
-        return self._wanted_bytes - self._size_bytes
-
-    @property
     def pieces(self) -> int:
         return len(self._parts)
 
     def take(self, data: bytes, start: int, stop: int) -> Sequence[bytes]:
         """The messages that the piece `data[start:stop]` completes. Raises MessageError; then the stream is
         lost. One join, and no copy of a message that ends with the last piece."""
-        wanted, size = self._wanted_bytes, self._size_bytes + stop - start
-        if size < wanted:
-            self._size_bytes = size
+        missing = self.missing_bytes - (stop - start)
+        if missing > 0:
+            self.missing_bytes = missing
             self._keep(data[start:stop])
             return ()
         if self._parts:
             data, self._parts = b"".join((*self._parts, data[start:stop])), []
-            start, stop = 0, size
+            start, stop = 0, len(data)
+        wanted = self._wanted_bytes
         messages: list[bytes] = []
         while stop - start >= wanted:
             if self._in_message:
@@ -77,7 +74,7 @@ class Inbox:
             if wanted > self._max_bytes:
                 raise TooLongError(f"a message of {wanted} bytes")
             self._in_message, start = True, start + PREFIX_BYTES
-        self._wanted_bytes, self._size_bytes = wanted, stop - start
+        self._wanted_bytes, self.missing_bytes = wanted, wanted - (stop - start)
         if start < stop:
             self._parts = [data[start:stop]]
         return messages
