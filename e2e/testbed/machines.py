@@ -70,7 +70,7 @@ class Machine:
         until(
             lambda: self.running,
             f"machine {self.name} runs, see {self.home}/init.log",
-            timeout_s=10,
+            timeout_s=30,
             every_s=0.01,
         )
 

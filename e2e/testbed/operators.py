@@ -205,7 +205,7 @@ def operators(
     kube: Kube,
     folder: Path,
     *identities: str,
-    lease_s: int = 5,
+    lease_s: int = 8,
     namespaces: Sequence[str] = (),
 ) -> Iterator[tuple[Operator, ...]]:
     """While inside, the cluster's own operators rest, and these may act instead. None is started.
