@@ -60,7 +60,7 @@ def _cluster_name() -> str:
 def _lane(item: pytest.Item) -> Lane | None:
     if "cluster" not in item.keywords or "one_of_its_own" in item.keywords:
         # what computes makes way for what waits
-        return None if item.path.name in ALONE else Lane("without-cluster", nice=10)
+        return None if item.path.name in ALONE else Lane("without-cluster", nice=5)
     if item.path.name in ON_A_SECOND_CLUSTER and not _EXISTING:
         return Lane("second-cluster", {"PERILUNE_CLUSTER": f"{_cluster_name()}-2"})
     return Lane("first-cluster")
