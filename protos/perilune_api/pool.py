@@ -191,26 +191,24 @@ class PolicyParams(_Struct, frozen=True):
     """kv_linear: weight of the normalised load, which counts against it."""
 
     migration_worth: Annotated[float, Meta(ge=1)] = 1.5
-    """perilune, migration: a move must bring this many times its cost."""
+    """migration: a move must bring this many times its cost."""
     hot_pending_seconds: Weight = 1.5
     """migration: seconds of queued prefill above which a host is hot."""
     rack_pressure: Annotated[float, Meta(ge=1)] = 2.0
     """migration: mean queue of a rack / of the fleet, above which sessions leave the rack."""
     load_persistence: Share = 0.5
-    """perilune, migration: how much of the difference between two queues is left a turn later."""
+    """migration: how much of the difference between two queues is left a turn later."""
     max_remaining_turns: Weight = 20.0
-    """perilune, migration: a session is never expected to have more turns left."""
+    """migration: a session is never expected to have more turns left."""
     migrations_per_minute: Annotated[int, Meta(ge=0)] = 50
     """migration: most moves per minute in the whole pool; 0: none."""
     migration_link_bytes: Annotated[int, Meta(ge=0)] = 16_000_000_000
     """migration: most bytes on their way between two endpoints."""
     expected_output_tokens: Positive = 128
     """perilune: tokens that an answer is expected to have, unless the request sets a lower bound."""
-    interference_weight: Weight = 0.3
-    """perilune: seconds that a second of prefill costs each request that decodes beside it."""
-    turn_interval_seconds: Weight = 40.0
-    """perilune: each session bound to an endpoint comes back after so many seconds, and waits for a prefill
-    that it meets; 0: not counted."""
+    interference_weight: Weight = 1.0
+    """perilune: seconds that a second of prefill costs each request in flight beside it. Above 1 it counts as
+    well that KV is held meanwhile, for which that of idle sessions is evicted."""
     least_gain_seconds: Weight = 8.0
     """perilune: a move that brings fewer seconds is not made. Lower where turns take less than a second."""
     ageing_weight: Weight = 0.0

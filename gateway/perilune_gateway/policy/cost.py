@@ -8,8 +8,7 @@ Cost in seconds (`seconds`), the sum of
                     shortest; nothing where recomputing is
     prefill_s       of what is still uncached then
     decode_s        what its company there adds to this request's decoding
-    interference_s  what this prefill takes from those that decode there, weighted
-    crowd_s         what it makes the sessions wait that are bound there and come back before it ends
+    interference_s  what this prefill takes from those in flight there, weighted
     room_s          KV room that is missing is taken from somebody, who then recomputes it
 
 Fetching part of what a tier holds is never looked at: prefill grows faster than linearly and fetching does
@@ -164,7 +163,6 @@ class Seconds(NamedTuple):
     prefill_s: float
     decode_s: float
     interference_s: float
-    crowd_s: float
     room_s: float
     source: Source
     peer: str
@@ -179,7 +177,7 @@ class Seconds(NamedTuple):
     @property
     def arriving_s(self) -> float:
         """What depends on where the prompt's KV is: paid once by a session that stays then."""
-        return self.fetch_s + self.prefill_s + self.interference_s + self.crowd_s
+        return self.fetch_s + self.prefill_s + self.interference_s
 
     @property
     def standing_s(self) -> float:
@@ -198,7 +196,6 @@ class Seconds(NamedTuple):
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
             "interference_s": self.interference_s,
-            "crowd_s": self.crowd_s,
             "room_s": self.room_s,
             "cached_tokens": float(self.cached_tokens),
         }
@@ -215,27 +212,15 @@ def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) ->
 def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: PolicyParams) -> list[Seconds]:
     """The request's cost on each. About 1 µs an idle endpoint: what depends on the engine and on how much it
     holds is computed once for all that are alike."""
-    prompt, prefix = request.prompt_tokens, request.prefix
-    known = min(prefix.tokens, prompt)
-    interference, interval_s = params.interference_weight, params.turn_interval_seconds
-    rest_of: dict[int, float] = {}
+    prompt, prefix, interference = request.prompt_tokens, request.prefix, params.interference_weight
     alone: dict[tuple[int, int], float] = {}
     found: list[Seconds] = []
     for candidate in candidates:
         _, load, (device, host, stored), _, _, _, engine, _, _ = candidate
         same = id(engine)
-        disturbed = interference * max(0, load.in_flight - load.prefilling)
-        waiting = 0.0
-        if interval_s:
-            # In t seconds of this prefill each session bound there comes back t / interval times, and finds
-            # half of it left. As t counts the prefill that even the best holder has left, which keeps costs
-            # linear in prefill: squared, more overlap could raise them.
-            if (rest_s := rest_of.get(same)) is None:
-                rest_s = rest_of[same] = engine.prefill_s(prompt - known, known)
-            waiting = load.sessions * rest_s / (2.0 * interval_s)
+        disturbed = interference * load.in_flight
         if prefix.pullable or host > device or stored > device:
-            weight = 1.0 + disturbed + waiting
-            source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, weight)
+            source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
         else:
             source, peer, cached, fetch_s = Source.DEVICE, "", device, 0.0
             if (at := alone.get((same, device))) is None:
@@ -248,7 +233,6 @@ def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: P
             prefill_s,
             _company_s(candidate, request, params) if load.in_flight else 0.0,
             disturbed * prefill_s,
-            waiting * prefill_s,
             engine.prefill_s(missing) if missing > 0 else 0.0,
             source,
             peer,

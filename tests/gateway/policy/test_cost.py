@@ -76,19 +76,17 @@ def test_every_term_by_hand() -> None:
         active_kv=5_000,
         kv_free=300,
         cached=500,
-        sessions=8,
     )
     known = request(tokens=1000, prefix=prefix(c=600))
-    got = seconds(busy, known, PolicyParams(interference_weight=0.25, turn_interval_seconds=10.0))
+    got = seconds(busy, known, PolicyParams(interference_weight=0.25))
     assert got.queue_s == 2.0
     assert got.prefill_s == pytest.approx(0.5)
     assert got.decode_s == pytest.approx(128 * 0.005)  # 5,000 tokens more to read per step
-    assert got.interference_s == pytest.approx(0.25 * 2 * 0.5)  # two decode
-    assert got.crowd_s == pytest.approx(8 * 0.4 / 10 / 2 * 0.5)  # the best holder has 0.4 s left
+    assert got.interference_s == pytest.approx(0.25 * 3 * 0.5)  # three are in flight
     assert got.room_s == pytest.approx(0.2)  # 1000 − 500 cached − 300 free
     assert got.ttft_s == pytest.approx(2.5)
     cost = got.cost("a")
-    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.25 + 0.08 + 0.2)
+    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.375 + 0.2)
     assert sum(v for k, v in cost.terms.items() if k.endswith("_s")) == pytest.approx(cost.total)
 
 
@@ -101,12 +99,11 @@ def test_every_term_by_hand() -> None:
     tokens=st.integers(1001, 100_000),
     slowdown=st.floats(0.1, 30.0),
     interference=st.floats(0.0, 2.0),
-    interval_s=st.sampled_from([0.0, 1.0, 40.0]),
     free=st.integers(0, 2000),
     engine=st.sampled_from([PLAIN, H20_30B]),
 )
 def test_more_overlap_never_raises_a_cost(
-    device, host, stored, peer, more, tokens, slowdown, interference, interval_s, free, engine
+    device, host, stored, peer, more, tokens, slowdown, interference, free, engine
 ) -> None:
     def cost(device: int, host: int, stored: int, peer: int) -> float:
         c = candidate(
@@ -116,12 +113,11 @@ def test_more_overlap_never_raises_a_cost(
             kv_free=free,
             in_flight=2,
             active_kv=3000,
-            sessions=12,
             links={"b": link(slowdown=slowdown)},
             engine=engine,
         )
         r = request(tokens=tokens, prefix=prefix(b=peer))
-        params = PolicyParams(interference_weight=interference, turn_interval_seconds=interval_s)
+        params = PolicyParams(interference_weight=interference)
         return seconds(c, r, params).total_s
 
     before = (device, host, stored, peer)
