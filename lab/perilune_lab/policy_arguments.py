@@ -1,16 +1,26 @@
 """Policies and their parameters on a command line. Errors name the option and what is known."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 
+ALL = "all"
+
+
+def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
+    """Names between commas, each once; `all` stands for every known one, also beside others."""
+    names: list[str] = []
+    for name in map(str.strip, text.split(",")):
+        names += every if name == ALL else (name,)
+    return tuple(dict.fromkeys(names))
+
 
 def live_policies(text: str, option: str) -> tuple[str, ...]:
     """Policies that a gateway can run, each once, or `all` of them. Raises SpecError."""
-    names = tuple(LIVE) if text == "all" else tuple(dict.fromkeys(map(str.strip, text.split(","))))
+    names = listed(text, LIVE)
     for name in names:
         if name in SIMULATED_ONLY:
             raise SpecError(

@@ -9,7 +9,8 @@ from perilune_lab.policy_arguments import changed, live_policies
 
 def test_policies_each_once_or_all():
     assert live_policies("ear, sticky,ear", "--policy") == ("ear", "sticky")
-    assert live_policies("all", "--policy") == tuple(LIVE)
+    assert live_policies("all", "--policy") == live_policies("all,ear", "--policy") == tuple(LIVE)
+    assert live_policies("sticky, all", "--policy")[:2] == ("sticky", next(iter(LIVE)))
 
 
 @pytest.mark.parametrize(

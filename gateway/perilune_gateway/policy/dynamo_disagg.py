@@ -7,7 +7,8 @@
 
 The queue is a real one: filled from the decode side, emptied by whichever prefill endpoint is free, so the
 decision names none (`prefill_queued`). Without a prefill endpoint everything is local. With the condition
-switched off (`max_local_prefill_tokens` 1 and a long queue allowed) all prefill is remote.
+switched off (`max_local_prefill_tokens` 1 and a long queue allowed) every prompt with more than one uncached
+token is prefilled remotely.
 """
 
 from collections.abc import Sequence

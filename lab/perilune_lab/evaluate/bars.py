@@ -82,7 +82,7 @@ def judge(findings: Findings) -> tuple[Bar, ...]:
             ),
             "P3": (
                 "SLO capacity: ≥ 1.10 × lmetric_plus_one, 1.5 × dynamo, 1.7 × sticky, 10 × round_robin;"
-                " with a store ≥ 1.35 × lmetric_plus_one",
+                " with a store ≥ 1.35 × lmetric_plus_one without (with one on both sides: said, no bar)",
                 _capacity,
             ),
             "P4": (
@@ -198,8 +198,11 @@ def _capacity(f: Findings) -> Iterable[Check]:
         ("perilune", "round_robin", 10.0),
         ("perilune, store", "lmetric_plus_one", 1.35),
     ):
-        found = f.capacity_ratio(ours, theirs)
-        yield _check(f"{ours} / {theirs}", found, limit, at_most=False, unit="×")
+        found, detail = f.capacity_ratio(ours, theirs), ""
+        if "store" in ours:
+            both = f.capacity_ratio(ours, f"{theirs}, store")
+            detail = f"which has none; with one too {both.value:.3g} [{both.low:.3g}–{both.high:.3g}]"
+        yield _check(f"{ours} / {theirs}", found, limit, at_most=False, unit="×", detail=detail)
 
 
 def _links(f: Findings) -> Iterable[Check]:

@@ -24,7 +24,7 @@ from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab import report
 from perilune_lab.arguments import assignments, count, is_positive, not_negative, positive
-from perilune_lab.policy_arguments import changed
+from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
@@ -81,8 +81,9 @@ def run(options: Options, out: Console, err: Console) -> int:
     rates = _rates(options, err)
     pieces = len(rates) * len(options.seeds)
     err.print(
-        f"simulating {len(plan.policies)} policies × {len(rates)} rates × {len(options.seeds)} seeds on"
-        f" {plan.fleet.endpoints} modelled H20, mode {plan.load.mode}, {options.jobs} processes",
+        f"simulating {_some(len(plan.policies), 'policy', 'policies')} × {_some(len(rates), 'rate')} ×"
+        f" {_some(len(options.seeds), 'seed')} on {plan.fleet.endpoints} modelled H20, mode {plan.load.mode},"
+        f" {_some(options.jobs, 'process', 'processes')}",
         highlight=False,
     )
     rows = []
@@ -125,6 +126,10 @@ def run(options: Options, out: Console, err: Console) -> int:
         output.draw(runs, options.png, _unit(plan), title)
         err.print(f"figure: {options.png}", highlight=False)
     return 0
+
+
+def _some(n: int, one: str, more: str = "") -> str:
+    return f"{n} {one if n == 1 else more or one + 's'}"
 
 
 def describe(options: Options) -> dict[str, object]:
@@ -277,7 +282,7 @@ def _reference(text: str) -> str:
 
 
 def _policies(text: str, option: str) -> tuple[str, ...]:
-    names = tuple(POLICIES) if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    names = listed(text, POLICIES)
     for name in names:
         if name.removesuffix(PLANNER) not in POLICIES:
             raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")

@@ -151,6 +151,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--limit", type=count, metavar="N", help="only the first N decisions")
     add("--json", type=Path, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise SpecError(f"{args.json.parent}: no such folder - at `--json`")
     params = assignments(args.params, "--params")
     changed(PolicyParams(), params, "--params")  # better now than at the first decision
     policies = live_policies(args.policy, "--policy")

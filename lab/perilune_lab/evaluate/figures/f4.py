@@ -52,7 +52,8 @@ def _lost(kept: Estimate) -> Estimate:
 
 F4 = Figure(
     "Three baselines, three ways to fail (at R)",
-    "Load without locality (lmetric), locality without balance (sticky), fixed pools whose prefill half is"
+    "Load without locality (lmetric), binding without balance (sticky: it is warm only as long as its hosts"
+    " have room, and a crowded one evicts what its sessions come back for), fixed pools whose prefill half is"
     " the whole system's bottleneck (static 4P4D), and perilune for comparison.",
     _draw,
 )
