@@ -82,7 +82,7 @@ class Candidates:
             self._links_to(holders, views, now),
             engines,
             self._alike,
-            dict(self._calibration.decodes_s),
+            self._calibration.decodes_s,
             ttft_ratios,
         )
 

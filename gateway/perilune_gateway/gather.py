@@ -38,6 +38,7 @@ from perilune_gateway.state.fleet import EndpointView, Fleet
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
+NOTHING = Overlap()
 MAX_LOCATIONS = 4
 """Holders of the longest prefix that a policy is told."""
 
@@ -149,9 +150,7 @@ class Gatherer:
         held = 0 if rewritten else min(self.held(session, asked.now), self.whole_blocks(tokens))
         asked.prefix = Prefix((Location(session.host, held),)) if held else NO_PREFIX
         overlaps = {session.host: Overlap(held, held, held)}
-        asked.candidates = self._rows.rows(
-            asked.eligible, tokens, overlaps, Overlap(), asked.prefix, asked.now
-        )
+        asked.candidates = self._rows.rows(asked.eligible, tokens, overlaps, NOTHING, asked.prefix, asked.now)
 
     def exact(self, asked: Asked) -> Matches:
         """The prompt's blocks are known: what everybody holds of them."""

@@ -48,7 +48,7 @@ REPLAY_TIMEOUT_S = 2.0
 """For each message of a replay. The publisher answers within 0.1 s."""
 END = b"\xff" * 8
 _YIELD_EVERY = 32
-SLICE_S = 0.001
+SLICE_S = 0.0005
 """Of a turn of the event loop, for live batches of all feeds; a batch, an engine's step, is never split."""
 MAX_NESTING = 16
 """Of a block's extra keys; engines nest three deep."""

@@ -94,8 +94,8 @@ class Calibration:
         """All observations of the pool's endpoints, also of those that left."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
-        self.decodes_s: dict[str, float] = {}
-        """By address: seconds that a request decodes there, where one has."""
+        self.decodes_s: Mapping[str, float] = {}
+        """By address: seconds that a request decodes there, where one has. Never changed, but replaced."""
         self.changes = 0
         """Observations so far: while it stays, so do an endpoint's ratios."""
         self.transfers = 0
@@ -121,7 +121,7 @@ class Calibration:
         endpoint.decodes += 1
         gain = max(GAIN, 1.0 / endpoint.decodes)
         endpoint.decode_s += (seconds - endpoint.decode_s) * gain
-        self.decodes_s[address] = endpoint.decode_s
+        self.decodes_s = {**self.decodes_s, address: endpoint.decode_s}
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """`target` pulled from `source`."""
@@ -140,7 +140,7 @@ class Calibration:
         """It left the pool: whoever comes back under its address starts anew."""
         self.changes += 1
         self._endpoints.pop(address, None)
-        self.decodes_s.pop(address, None)
+        self.decodes_s = {a: decode_s for a, decode_s in self.decodes_s.items() if a != address}
         for link in [link for link in self._links if address in link]:
             del self._links[link]
 

@@ -1,6 +1,6 @@
 """Engines' names of blocks → ours, both 64-bit numbers, in 17 bytes each (a dict takes 90 to 130).
 
-Names are spread over 2,048 segments by their low bits, which are as good as random; a segment is two sorted
+Names are spread over 1,024 segments by their low bits, which are as good as random; a segment is two sorted
 arrays, names and values, searched by bisection. Costs about 0.5 µs a name to find and 0.7 µs to enter, for up
 to some millions of names (an entry moves half of a segment's bytes).
 
@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
-SEGMENTS = 2048
+SEGMENTS = 1024
 _SEGMENT = SEGMENTS - 1
 
 

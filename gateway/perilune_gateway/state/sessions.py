@@ -189,9 +189,10 @@ class Sessions:
             session.moved_at = now
             session.moves += 1
             self._set_tail(session, 0, 0, fork=True)
-        self._leave(session)
-        session.host = host
-        self._arrive(session)
+        if session.host != host:
+            self._leave(session)
+            session.host = host
+            self._arrive(session)
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
