@@ -8,7 +8,8 @@ servicers; uvloop, where main installs it, another tenth. Pings from Envoy are w
 default policy would drop the connection). A taken port is an error (no SO_REUSEPORT: Envoy keeps one
 connection per worker, so it would not spread the load anyway).
 
-Costs about 250 µs CPU per request with headers only, 350 µs with a 130 KB body. No TLS.
+Costs about 400 µs CPU per request with headers only, 600 µs with a 130 KB body; two fifths of it are the
+kernel's, since every read and write passes from grpc's thread to ours. No TLS.
 """
 
 from __future__ import annotations
