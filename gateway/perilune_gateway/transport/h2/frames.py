@@ -79,7 +79,7 @@ class Rule:
     min_bytes: int
     max_bytes: int
     step: str
-    """Method of Connection: (flags, stream, payload)."""
+    """Method of Connection: (flags, stream, payload); DATA's takes it in pieces."""
 
 
 _CONNECTION, _STREAM, _EITHER = (True, False), (False, True), (True, True)
