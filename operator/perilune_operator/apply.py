@@ -4,14 +4,16 @@ Nothing is written when nothing changes: an object is skipped when its stored ha
 what we want and our field manager still owns exactly the fields that it owned after our last apply. The first
 catches a change of ours or a late write of another operator, the second anyone else's: who changes a field
 takes it from us. After a start every object is applied once, which the server finds to be the same.
-Before an object is made, its name is looked up: what is there and not the pool's is left alone.
 
-What has users' own words in it (podTemplates, host names) is rehearsed first: the API server is asked what it
-would say (a dry run). If it refuses one, nothing at all is written, so that what runs goes on as it was.
+    look ─▶ write what others name (roles, accounts, configuration) ─▶ write the rest ─▶ prune
 
-Objects of a pool are written side by side, in two waves: what others name (roles, accounts, configuration)
-goes first. Over all pools at most REQUESTS_AT_ONCE are on their way: a small API server answers a few fast
-sooner than many slowly.
+*Looking* comes before anything is written. Of an object that is to be made, the name is looked up: what is
+there and not the pool's is left alone. And what has users' own words in it (podTemplates, host names) is
+rehearsed: the API server is asked what it would say (a dry run). If it refuses one, nothing at all is to be
+written, so that what runs goes on as it was.
+
+Objects of a pool are asked about and written side by side. Over all pools at most REQUESTS_AT_ONCE are on
+their way, a status or an event beside them: a small API server answers a few fast sooner than many slowly.
 
 Every write first asks the fence (we are leader, for so many seconds more) and may take no longer than that.
 """
@@ -19,7 +21,7 @@ Every write first asks the fence (we are leader, for so many seconds more) and m
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 HASH = "perilune.dev/hash"
 SETTLE_S = 3.0
 """How long an object that we wrote may be missing from the watch."""
-REQUESTS_AT_ONCE = 8
+REQUESTS_AT_ONCE = 16
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
 """They name objects of the first: a binding is refused without its role, pods without their account."""
 
@@ -135,14 +137,27 @@ class Applier:
         self._fence = fence
         self._clock = clock
         self._on_write = on_write
-        self._memories: dict[Pool, _Memory] = {}
+        self._memories: dict[tuple[str, str], tuple[str, _Memory]] = {}
+        """By namespace and name: uid, and what is known of the pool that has it."""
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
-    async def rehearse(
+    async def look(
         self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]
-    ) -> tuple[Refusal, ...]:
-        """What the API server would refuse for what is in it. Raises NotLeaderError, OSError."""
+    ) -> tuple[frozenset[Key], tuple[Refusal, ...]]:
+        """Which of them are somebody else's, and what the API server would refuse for what is in it. Raises
+        NotLeaderError, OSError."""
         memory = self._memory(pool)
+        unseen = [obj for obj in wanted if key(obj) not in children and key(obj) not in memory.ours]
+        others, refused = await asyncio.gather(
+            asyncio.gather(*(self._is_anothers(pool, obj) for obj in unseen)),
+            self._rehearse_new(memory, wanted, children),
+        )
+        foreign = frozenset(key(obj) for obj, is_ in zip(unseen, others, strict=True) if is_)
+        return foreign, tuple(refusal for refusal in refused if key(refusal.obj) not in foreign)
+
+    async def _rehearse_new(
+        self, memory: _Memory, wanted: Sequence[Object], children: Mapping[Key, Object]
+    ) -> list[Refusal]:
         new = []
         for obj in wanted:
             live = children.get(key(obj))
@@ -155,23 +170,38 @@ class Applier:
         for (obj, stamped), refusal in zip(new, said, strict=True):
             if refusal is None:
                 memory.rehearsed[key(obj)] = stamped
-        return tuple(filter(None, said))
+        return list(filter(None, said))
 
     async def _rehearse(self, obj: Object) -> Refusal | None:
         params = {"fieldManager": MANAGER, "force": "true", "dryRun": "All"}
         try:
-            await self._send("PATCH", path(obj), "", obj, params=params, content_type=kube.APPLY)
+            async with self._turns:
+                await self._send("PATCH", path(obj), "", obj, params=params, content_type=kube.APPLY)
         except kube.ApiError as error:
             found = causes(error)
             return Refusal(obj, found) if found else None  # for another reason: the write will meet it too
         return None
 
-    async def apply(self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]) -> Applied:
-        """Make it so. Raises NotLeaderError, OSError."""
+    async def apply(
+        self,
+        pool: Pool,
+        wanted: Sequence[Object],
+        children: Mapping[Key, Object],
+        foreign: frozenset[Key] = frozenset(),
+        before_workloads: Callable[[], Awaitable[None]] | None = None,
+    ) -> Applied:
+        """Make it so, but for what is somebody else's. `before_workloads`: awaited where one of those is to
+        be written. Raises NotLeaderError, OSError."""
         keep = {key(obj) for obj in wanted}
-        errors: list[str] = []
+        errors = [
+            f"{k.kind} {k.name} is there already and not this pool's: rename one of them" for k in foreign
+        ]
+        mine = [obj for obj in wanted if key(obj) not in foreign]
         for wave in (False, True):
-            now = [obj for obj in wanted if (obj["kind"] in SECOND_WAVE) is wave]
+            now = [obj for obj in mine if (obj["kind"] in SECOND_WAVE) is wave]
+            now = [obj for obj in now if not self._is_as_wanted(pool, obj, children.get(key(obj)))]
+            if wave and now and before_workloads is not None:
+                await before_workloads()
             errors += await asyncio.gather(*(self._apply(pool, obj, children.get(key(obj))) for obj in now))
         gone = [child for k, child in children.items() if k not in keep]
         errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
@@ -234,33 +264,44 @@ class Applier:
         except kube.ApiError as error:
             log.warning("event not written pool=%s error=%s", pool.name, error)
 
+    def wrote(self, pool: tuple[str, str], obj: Object) -> bool:
+        """Whether this very version of it is what we wrote last: no news."""
+        _, memory = self._memories.get(pool, ("", _Memory()))
+        written = memory.written.get(key(obj))
+        return written is not None and _version(written[0]) == _version(obj)
+
     def forget(self, namespace: str, pool: str) -> None:
         """A pool is gone; garbage collection takes its objects."""
-        for known in [k for k in self._memories if (k.namespace, k.name) == (namespace, pool)]:
-            del self._memories[known]
+        self._memories.pop((namespace, pool), None)
 
     def _memory(self, pool: Pool) -> _Memory:
-        return self._memories.setdefault(pool, _Memory())
+        uid, memory = self._memories.get((pool.namespace, pool.name), ("", _Memory()))
+        if uid != pool.uid:
+            memory = _Memory()
+            self._memories[pool.namespace, pool.name] = pool.uid, memory
+        return memory
+
+    def _is_as_wanted(self, pool: Pool, obj: Object, live: Object | None) -> bool:
+        k, stamped, memory = key(obj), digest(obj), self._memory(pool)
+        live = self._newest(memory, k, live)
+        if live is None:
+            return False
+        stored = (live["metadata"].get("annotations") or {}).get(_hash_name(pool, obj))
+        return stored == stamped and memory.ours.get(k) == (stamped, _owned(live, _manager(pool, obj)))
 
     async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> str:
         """What the API server refused, in words; empty: nothing."""
         k, stamped, manager = key(obj), digest(obj), _manager(pool, obj)
-        memory = self._memory(pool)
+        memory, meta = self._memory(pool), obj["metadata"]
         live = self._newest(memory, k, live)
-        hash_name, meta = _hash_name(pool, obj), obj["metadata"]
-        if live is not None:
-            stored = (live["metadata"].get("annotations") or {}).get(hash_name)
-            if stored == stamped and memory.ours.get(k) == (stamped, _owned(live, manager)):
-                return ""
-        if live is None and k not in memory.ours and await self._is_anothers(pool, obj):
-            return f"{obj['kind']} {meta['name']} is there already and not this pool's: rename one of them"
-        annotations = {**(meta.get("annotations") or {}), hash_name: stamped}
+        annotations = {**(meta.get("annotations") or {}), _hash_name(pool, obj): stamped}
         body = {**obj, "metadata": {**meta, "annotations": annotations}}
         params = {"fieldManager": manager, "force": "true"}
         try:
-            made = await self._send(
-                "PATCH", path(obj), obj["kind"], body, params=params, content_type=kube.APPLY
-            )
+            async with self._turns:
+                made = await self._send(
+                    "PATCH", path(obj), obj["kind"], body, params=params, content_type=kube.APPLY
+                )
         except kube.ApiError as error:
             if error.status == 404 and "namespace" in error.message:
                 raise OSError(error.message) from error
@@ -279,7 +320,8 @@ class Applier:
         if _is_shared(obj):
             return False
         try:
-            found = await self._client.request("GET", path(obj), timeout_s=kube.TIMEOUT_S)
+            async with self._turns:
+                found = await self._client.request("GET", path(obj), timeout_s=kube.TIMEOUT_S)
         except kube.ApiError:
             return False  # not there; or an error that the write will meet too
         return not _owned_by(pool, found)
@@ -293,7 +335,8 @@ class Applier:
             "preconditions": {"uid": live["metadata"]["uid"]},
         }
         try:
-            await self._send("DELETE", path(live), kind, body)
+            async with self._turns:
+                await self._send("DELETE", path(live), kind, body)
         except kube.ApiError as error:
             if error.status not in (404, 409):  # gone, or another one of that name by now
                 return f"{kind} {name}: {error.message}"
@@ -327,20 +370,19 @@ class Applier:
         content_type: str = "application/json",
     ) -> Object:
         """`kind`: what is written; empty: nothing, it is a rehearsal."""
-        async with self._turns:
-            left = self._fence.remaining_s()
-            if left <= 0:
-                raise NotLeaderError
-            if kind:
-                self._on_write(method, kind)
-            return await self._client.request(
-                method,
-                where,
-                body,
-                params=params,
-                content_type=content_type,
-                timeout_s=min(left, kube.TIMEOUT_S),
-            )
+        left = self._fence.remaining_s()
+        if left <= 0:
+            raise NotLeaderError
+        if kind:
+            self._on_write(method, kind)
+        return await self._client.request(
+            method,
+            where,
+            body,
+            params=params,
+            content_type=content_type,
+            timeout_s=min(left, kube.TIMEOUT_S),
+        )
 
 
 def _version(obj: Object) -> int:

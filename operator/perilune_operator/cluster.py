@@ -9,7 +9,7 @@ event of a burst would cost more than everything else.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from perilune_api import kube, names
 from perilune_operator.apply import PLURALS
@@ -53,15 +53,21 @@ class Cluster:
     """Copies of what belongs to our pools, each kept by one watch."""
 
     def __init__(
-        self, client: kube.Client, namespace: str, on_change: Callable[[PoolName | None], None]
+        self,
+        client: kube.Client,
+        namespace: str,
+        on_change: Callable[[PoolName | None], None],
+        is_known: Callable[[PoolName, Object], bool] = lambda pool, obj: False,
     ) -> None:
-        """`namespace`: the only one to look at; empty: all. `on_change(None)`: concerns every pool."""
+        """`namespace`: the only one to look at; empty: all. `on_change(None)`: concerns every pool.
+        `is_known`: an object of a pool that is no news to it."""
         self._client = client
         self._namespace = namespace
         self._on_change = on_change
+        self._is_known = is_known
         self._objects: dict[str, dict[str, Object]] = {}
         """By kind, then by namespace/name."""
-        self._by_pool: dict[str, dict[PoolName, list[Object]]] = {}
+        self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         self.kinds: frozenset[str] = frozenset()
         self._discovered = False
         self._due: dict[str, dict[str, Object]] = {}
@@ -79,10 +85,11 @@ class Cluster:
     def children(self, pool: PoolName) -> dict[Key, Object]:
         kinds = self._by_pool.keys() - {"Pod"}
         owners = (pool, (pool[0], ""))
-        return {key(o): o for kind in kinds for name in owners for o in self._by_pool[kind].get(name, ())}
+        found = (self._by_pool[kind].get(name, {}) for kind in kinds for name in owners)
+        return {key(obj): obj for objects in found for obj in objects.values()}
 
     def pods(self, pool: PoolName) -> list[Object]:
-        return self._by_pool.get("Pod", {}).get(pool, [])
+        return list(self._by_pool.get("Pod", {}).get(pool, {}).values())
 
     def parent(self, namespace: str, name: str) -> ParentFacts | None:
         """None: it cannot be seen from here."""
@@ -160,30 +167,26 @@ class Cluster:
         self._take(api, kind, self._due.pop(kind))
 
     def _take(self, api: str, kind: str, objects: dict[str, Object]) -> None:
+        """Costs one comparison for each object, and more only for those that changed."""
         old, first = self._objects.get(kind, {}), kind not in self._objects
+        by_pool = self._by_pool.setdefault(kind, {})
+        pools: set[PoolName] = set()
+        for name, obj in objects.items():
+            if old.get(name) is not obj:
+                obj["apiVersion"], obj["kind"] = api, kind  # lists leave them out
+                if not self._is_known(_pool(obj), obj):
+                    pools.add(_pool(obj))
+                by_pool.setdefault(_pool(obj), {})[name] = obj
+        for name, obj in old.items():
+            now = objects.get(name)
+            if now is None or (now is not obj and _pool(now) != _pool(obj)):
+                pools.add(_pool(obj))
+                del by_pool[_pool(obj)][name]
         self._objects[kind] = dict(objects)
-        by_pool: dict[PoolName, list[Object]] = {}
-        for obj in objects.values():
-            obj["apiVersion"], obj["kind"] = api, kind  # lists leave them out
-            by_pool.setdefault(_pool(obj), []).append(obj)
-        self._by_pool[kind] = by_pool
-        if first:
-            self._on_change(None)
-            return
-        for pool in set(_changed(old, objects)):
+        for pool in {None} if first else pools:
             self._on_change(pool)
 
 
 def _pool(obj: Object) -> PoolName:
     meta = obj["metadata"]
     return meta.get("namespace", ""), (meta.get("labels") or {}).get(names.POOL_LABEL, "")
-
-
-def _changed(old: dict[str, Object], new: dict[str, Object]) -> Iterator[PoolName]:
-    for name in old.keys() | new.keys():
-        a, b = old.get(name), new.get(name)
-        if a is not b:
-            if a is not None:
-                yield _pool(a)
-            if b is not None:
-                yield _pool(b)

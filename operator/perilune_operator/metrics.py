@@ -17,7 +17,7 @@ class Metrics:
         )
         self._seconds = Histogram(
             "perilune_operator_round_seconds",
-            "How long a round took.",
+            "How long a round worked, without waiting for its turn.",
             registry=registry,
             buckets=BUCKETS_S,
         )

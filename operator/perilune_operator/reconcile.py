@@ -1,17 +1,27 @@
 """One worker per pool: woken by any event, it observes, plans, applies, and sleeps until woken or due again.
 
-    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ rehearse ─▶ apply objects ─▶ prune ─▶ status ─▶ events
+    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ look ─▶ apply objects ─▶ prune ─▶ status ─▶ events
 
 What gateways say of themselves (sessions, hit ratio) is read beside that, by a task of each pool's own: a
 round waits for nobody but the API server.
 
 Level-triggered: an event only wakes. A worker that fails waits twice as long each time, up to half a minute.
 Only the leader writes; the others keep their copies warm.
+
+Under load:
+
+- Pools whose spec is another than the one last carried out have turns of their own: a round of theirs writes
+  a score of objects; one of a pool that was merely woken (a pod became ready) writes a status at most, and is
+  not to wait for those.
+- Before such a round writes workloads, it lets the rounds of others begin that wait: what comes of workloads
+  (a pod each, with its events) makes a small API server busy for long.
+- Who was merely woken rests REST times as long as its last round took, LONGEST_REST_S at most, so that the
+  events of a slow cluster come together.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import inf
@@ -30,14 +40,16 @@ from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed
 from perilune_operator.plan import STATS_S, plan
 from perilune_operator.render.gateway import ADMIN_PORT
 from perilune_operator.render.objects import Defaults
+from perilune_operator.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
-ROUNDS_AT_ONCE = 2
-"""A new leader looks at every pool: a few at a time, so that none of them waits for all the others."""
+ROUNDS_AT_ONCE = 4
+"""Of each kind. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
+REST, LONGEST_REST_S = 4.0, 1.0
 STATS_TIMEOUT_S = 1.0
 FIRST_STATS_S = 5.0
 """Between two tries, until a gateway has answered."""
@@ -52,6 +64,12 @@ class _Worker:
     """By the first event since the last round began."""
     stats: GatewayStats | None = None
     failures: int = 0
+    done: object = None
+    """The spec that the last round carried out, or this one does; None: it failed."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The spec is another than `done`."""
+    took_s: float = 0.0
+    """The last round."""
 
     def wake(self, now: float) -> None:
         self.woken_at = min(self.woken_at, now)
@@ -72,15 +90,15 @@ class Reconciler:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self.cluster = Cluster(client, namespace, self.wake)
         self._applier = Applier(client, fence, clock, metrics.wrote)
+        self.cluster = Cluster(client, namespace, self.wake, self._applier.wrote)
         self._fence = fence
         self._defaults = defaults
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
         self._workers: dict[PoolName, _Worker] = {}
-        self._turns = asyncio.Semaphore(ROUNDS_AT_ONCE)
+        self._turns = {is_new: Turns(ROUNDS_AT_ONCE, clock) for is_new in (True, False)}
         self._nodes: tuple[NodeFacts, ...] = ()
         self._http: aiohttp.ClientSession | None = None
 
@@ -97,7 +115,11 @@ class Reconciler:
                 asyncio.create_task(self._follow_stats(name, worker)),
             )
             self._metrics.pools.set(len(self._workers))
-        worker.body = _newest(worker.body, body)
+        elif int(body["metadata"]["resourceVersion"]) <= int(worker.body["metadata"]["resourceVersion"]):
+            return  # what we wrote ourselves, or older
+        worker.body = body
+        if _version(body) != worker.done:
+            worker.changed.set()
         worker.wake(self._clock())
 
     def pool_gone(self, namespace: str, name: str) -> None:
@@ -138,22 +160,36 @@ class Reconciler:
                     await worker.awake.wait()
             except TimeoutError:
                 pass
-            await asyncio.sleep(COALESCE_S)
+            await self._rest(worker)
             again_in = STATS_S
             if self._fence.remaining_s() <= 0 or not self.cluster.synced:
                 worker.awake.clear()
                 continue
-            async with self._turns:
-                again_in = await self._turn(name, worker)
+            async with Turn(self._turns[worker.changed.is_set()]) as turn:
+                again_in = await self._turn(name, worker, turn)
 
-    async def _turn(self, name: PoolName, worker: _Worker) -> float:
+    async def _rest(self, worker: _Worker) -> None:
+        """Events that come meanwhile make one round with this one."""
+        rest_s = min(LONGEST_REST_S, REST * worker.took_s) - COALESCE_S
+        if rest_s > 0:
+            try:
+                async with asyncio.timeout(rest_s):
+                    await worker.changed.wait()
+            except TimeoutError:
+                pass
+        await asyncio.sleep(COALESCE_S)
+
+    async def _turn(self, name: PoolName, worker: _Worker, turn: Turn) -> float:
         """One round, whatever becomes of it; seconds until the next."""
         began, again_in = self._clock(), STATS_S
         woken_at, worker.woken_at = min(worker.woken_at, began), inf
+        is_new = worker.changed.is_set()
         worker.awake.clear()
+        worker.changed.clear()
+        worker.done = _version(worker.body)
         outcome = "failed"
         try:
-            again_in = await self._round(name, worker)
+            again_in = await self._round(name, worker, turn.step_back if is_new else None)
             outcome = "done"
         except NotLeaderError:
             outcome = "not_leader"
@@ -163,8 +199,12 @@ class Reconciler:
         except Exception:  # a bug of ours: said loudly, and no other pool's business
             log.exception("round broken pool=%s/%s", *name)
             again_in = self._pause(worker)
+        if outcome != "done":
+            worker.done = None
+            worker.changed.set()
         ended = self._clock()
-        self._metrics.round(outcome, ended - began, ended - woken_at)
+        worker.took_s = ended - began - turn.stood_back_s
+        self._metrics.round(outcome, worker.took_s, ended - woken_at)
         return again_in
 
     def _pause(self, worker: _Worker) -> float:
@@ -172,7 +212,9 @@ class Reconciler:
         shortest, longest = RETRY_S
         return float(min(longest, shortest * 2 ** min(worker.failures, 10)))
 
-    async def _round(self, name: PoolName, worker: _Worker) -> float:
+    async def _round(
+        self, name: PoolName, worker: _Worker, before_workloads: Callable[[], Awaitable[None]] | None
+    ) -> float:
         body, now = worker.body, self._wall_clock()
         if "deletionTimestamp" in body["metadata"]:
             return STATS_S  # garbage collection does the rest
@@ -182,7 +224,8 @@ class Reconciler:
         observed = self._observe(name, worker, spec)
         made = plan(pool_name, namespace, spec, observed, now, self._defaults)
         said, again_in, objects = made.status, made.again_in, made.objects
-        if refused := await self._applier.rehearse(pool, objects or (), observed.children):
+        foreign, refused = await self._applier.look(pool, objects or (), observed.children)
+        if refused:
             words = refusal.told(refused, body["spec"])
             said, objects = status.of_refusal(words, observed, now), None
         if objects is not None:
@@ -190,7 +233,7 @@ class Reconciler:
                 log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
                 await self._applier.scale(pool, made.scale_to)
             marked = await asyncio.gather(*(self._applier.mark(pool, mark) for mark in made.marks))
-            applied = await self._applier.apply(pool, objects, observed.children)
+            applied = await self._applier.apply(pool, objects, observed.children, foreign, before_workloads)
             if errors := [*filter(None, marked), *applied.errors]:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)
@@ -255,6 +298,11 @@ def _newest(one: Object, other: Object) -> Object:
     """A pool made anew has another uid, and a later version too."""
     versions = [int(body["metadata"]["resourceVersion"]) for body in (one, other)]
     return one if versions[0] > versions[1] else other
+
+
+def _version(body: Object) -> object:
+    """Of the spec."""
+    return body["metadata"]["uid"], body["metadata"].get("generation", 0)
 
 
 def _serves(pod: Object) -> bool:

@@ -41,8 +41,6 @@ class Named(NamedTuple):
 
 Step = str | int | Named
 
-_NEVER_CHANGED = "spec.selector"
-"""By us: an object of that name is there, and somebody else's."""
 _UNREADABLE = "failed to create typed patch object"
 _UNCONVERTIBLE = "failed to convert new object"
 _TOLD = re.compile(r"(\.[^\s:\[\]]+(?:\[[^\]]*\][^\s:\[\]]*)*): (.+)")
@@ -51,8 +49,7 @@ _TOLD = re.compile(r"(\.[^\s:\[\]]+(?:\[[^\]]*\][^\s:\[\]]*)*): (.+)")
 def causes(error: kube.ApiError) -> tuple[tuple[str, str], ...]:
     """What is wrong in the object itself; empty: it was refused for another reason."""
     if error.status == 422:
-        there = any(field == _NEVER_CHANGED for field, _ in error.causes)
-        return () if there else error.causes
+        return error.causes
     if error.message.startswith(_UNREADABLE):
         told = error.message.partition("): ")[2]
         found = _TOLD.findall(told)

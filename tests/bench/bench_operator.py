@@ -105,7 +105,7 @@ async def cluster(server: ApiServer) -> AsyncIterator[Client]:
 
 
 async def measure(server: ApiServer) -> None:
-    operator = Operator(server, NAMESPACE)
+    operator = Operator(server, NAMESPACE, lease_s=10)  # as it is unless somebody says otherwise
     try:
         async with cluster(server) as client:
             async with asyncio.timeout(60):

@@ -161,9 +161,10 @@ BAD: list[Any] = [
 async def test_a_refusal_names_the_pools_field(
     client: kube.Client, namespace: str, spec: Object, words: str
 ) -> None:
-    refused = await Applier(client, _Leader(), clock=lambda: 0.0).rehearse(
+    foreign, refused = await Applier(client, _Leader(), clock=lambda: 0.0).look(
         Pool(namespace, "p", "u"), rendered(namespace, spec), {}
     )
+    assert foreign == frozenset()
     assert words in refusal.told(refused, MODEL | spec)
     listed = await client.request("GET", f"/apis/apps/v1/namespaces/{namespace}/deployments")
     assert listed["items"] == []
@@ -175,21 +176,22 @@ async def test_what_is_taken_is_asked_once(client: kube.Client, namespace: str) 
 
     class Counting:
         async def request(self, method: str, where: str, *args: Any, **more: Any) -> Object:
-            asked.append(where.rpartition("/")[2])
+            if method == "PATCH":
+                asked.append(where.rpartition("/")[2])
             return await client.request(method, where, *args, **more)
 
     applier: Any = Applier(Counting(), _Leader(), clock=lambda: 0.0)  # type: ignore[arg-type]
     pool = Pool(namespace, "p", "u")
     for spec in ({"replicas": 1}, {"replicas": 1}, {"replicas": 7}):
-        assert await applier.rehearse(pool, rendered(namespace, spec), {}) == ()
+        assert await applier.look(pool, rendered(namespace, spec), {}) == (frozenset(), ())
     assert sorted(asked) == ["p-engine", "p-gateway"]
-    await applier.rehearse(pool, rendered(namespace, {"engine": {"image": "other"}}), {})
+    await applier.look(pool, rendered(namespace, {"engine": {"image": "other"}}), {})
     assert sorted(asked) == ["p-engine", "p-engine", "p-gateway"]
 
 
-async def test_an_object_that_is_as_wanted_is_not_asked_about(client: kube.Client, namespace: str) -> None:
+async def test_an_object_that_is_as_wanted_is_not_asked_about() -> None:
     """As an operator finds it that has just begun."""
-    objects = rendered(namespace, {})
+    objects = rendered("ns", {})
     there = {
         key(o): {"metadata": {**o["metadata"], "annotations": {apply.HASH: apply.digest(o)}}} for o in objects
     }
@@ -199,7 +201,7 @@ async def test_an_object_that_is_as_wanted_is_not_asked_about(client: kube.Clien
             raise AssertionError(args)
 
     applier: Any = Applier(Silent(), _Leader(), clock=lambda: 0.0)  # type: ignore[arg-type]
-    assert await applier.rehearse(Pool(namespace, "p", "u"), objects, there) == ()
+    assert await applier.look(Pool("ns", "p", "u"), objects, there) == (frozenset(), ())
 
 
 async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client, namespace: str) -> None:
@@ -212,7 +214,7 @@ async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client,
     theirs["spec"] = {**ours["spec"], "selector": {"matchLabels": labels}, "template": template}
     await client.request("PATCH", where, theirs, params={"fieldManager": "them"}, content_type=APPLY)
     applier = Applier(client, _Leader(), clock=lambda: 0.0)
-    assert await applier.rehearse(Pool(namespace, "p", "u"), [ours], {}) == ()
+    assert await applier.look(Pool(namespace, "p", "u"), [ours], {}) == ({key(ours)}, ())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,12 @@ class Operator:
     """One process."""
 
     def __init__(
-        self, api_server: Any, namespace: str, name: str = "one", token: str = "operator-token"
+        self,
+        api_server: Any,
+        namespace: str,
+        name: str = "one",
+        token: str = "operator-token",
+        lease_s: int = LEASE_S,
     ) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -33,7 +38,7 @@ class Operator:
                     f"--own-namespace={namespace}",
                     f"--identity={name}",
                     f"--listen=127.0.0.1:{self.port}",
-                    f"--lease-seconds={LEASE_S}",
+                    f"--lease-seconds={lease_s}",
                 ],
                 env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig(token))},
                 stdout=log,
