@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 
 from perilune_api.pool import Pool
 from perilune_gateway import admission, blocks
@@ -212,11 +211,11 @@ class Gatherer:
 
     def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
         """Nobody asks an engine to pull from another yet, so it is not pullable."""
-        limit = self.whole_blocks(prompt.tokens)
-        longest = sorted(matches.host.items(), key=itemgetter(1), reverse=True)[:MAX_LOCATIONS]
-        locations = (Location(a, min(held * self._block_size, limit)) for a, held in longest)
+        limit, held = self.whole_blocks(prompt.tokens), matches.host
+        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS]
+        locations = [Location(a, min(held[a] * self._block_size, limit)) for a in longest]
         return Prefix(
-            tuple(location for location in locations if location.tokens),
+            tuple([location for location in locations if location.tokens]),
             matches.hits,
             matches.frequency_score,
         )
