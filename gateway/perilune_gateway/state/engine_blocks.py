@@ -11,8 +11,8 @@ from which our own chain is computed:
    copy too.
 
 A name is bound to the same block everywhere in the pool, whichever engine said it; names of blocks that
-nobody holds are forgotten when there are more than `max_names` (see `names`). What cannot be used is counted
-by `Unused` and dropped: the index then knows less than the engine, never more.
+nobody holds are forgotten when there are more than `max_names` (see `block_names`). What cannot be used is
+counted by `Unused` and dropped: the index then knows less than the engine, never more.
 
 Costs: about 1.3 µs per stored block of 16 tokens, 1 µs per removed one. Raises nothing.
 """
@@ -31,7 +31,7 @@ import msgspec
 from perilune_gateway import blocks
 from perilune_gateway.feeds.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.model import Tier
-from perilune_gateway.state.names import Names
+from perilune_gateway.state.block_names import Names
 from perilune_gateway.state.prefix_index import PrefixIndex
 
 STORE_MEDIUM = "cpu"
