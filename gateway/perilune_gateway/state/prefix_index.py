@@ -8,8 +8,8 @@ trie over tokens matches only whole inserted entries; Dynamo's radix tree matche
 
 Whoever follows a prompt from its beginning meets every run at its first block, since the block before it is
 in one run only. So a claimed prompt enters the dict with the first block of each run alone (the run is
-*loose*), which makes a claim cost the runs, not the blocks; its other blocks are entered when somebody asks
-for one that is not known: an event, or a look at one block.
+*loose*): a claim, and its end, cost runs instead of dict entries. The other blocks are entered when somebody
+asks for one that is not known: an event, or a look at one block.
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
@@ -24,9 +24,9 @@ for one that is not known: an event, or a look at one block.
    frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
    matched block, which is what Dynamo's frequencies count.)
 
-Memory: at most `max_blocks` keys of about 110 bytes (docs/benchmarks.md). When it is full, the coldest go,
-1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago, from its
-end. (While less than half full, routing does not renew: nothing is about to go.)
+Memory: at most `max_blocks` of about 110 bytes (docs/benchmarks.md), 45 in a loose run. When it is full, the
+coldest go, 1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago,
+from its end. (While less than half full, routing does not renew: nothing is about to go.)
 
 Costs, for 2,100 blocks and 64 endpoints: a match or a speculation some tens of µs, an event about 0.3 µs a
 block (tests/bench/bench_index.py). Does not: lock, wait, read a clock, or know tokens.
