@@ -1,8 +1,8 @@
-"""Twenty mistakes of users on a pool that serves: each is refused with the field's path; nothing that runs is
-touched.
+"""Mistakes of users on a pool that serves: each is refused with its field's path; what runs is not touched.
 
 Most are the API server's to refuse, before anything is stored. What a schema cannot know is stored, and the
-operator says Accepted=False: what runs goes on as it was.
+operator says Accepted=False, of some because the API server told it so when asked about the pods: what runs
+goes on as it was.
 """
 
 import json
@@ -57,6 +57,28 @@ NOT_ACCEPTED = {
     "a variable with two values": (
         {"engine": {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}},
         "$.spec.engine.env[0]",
+    ),
+    "no quantity": (
+        {"engine": {"resources": {"requests": {"cpu": "many"}}}},
+        "$.spec.engine.resources.requests.cpu",
+    ),
+    "a pod that nobody could read": (
+        {"engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "stdin": "yes"}]}}}},
+        "$.spec.engine.podTemplate.spec.containers[0].stdin",
+    ),
+    "a mount of no volume": (
+        {
+            "engine": {
+                "podTemplate": {
+                    "spec": {
+                        "containers": [
+                            {"name": "engine", "volumeMounts": [{"name": "none", "mountPath": "/none"}]}
+                        ]
+                    }
+                }
+            }
+        },
+        "$.spec.engine.podTemplate.spec.containers[0].volumeMounts[0].name",
     ),
     "one name twice": ({"model": {"aliases": ["same", "same"]}}, "$.spec.model"),
 }
