@@ -174,7 +174,7 @@ class Cluster:
         for name, obj in objects.items():
             if old.get(name) is not obj:
                 obj["apiVersion"], obj["kind"] = api, kind  # lists leave them out
-                if not self._is_known(_pool(obj), obj):
+                if not self._is_known(_pool(obj), obj) and not _is_shared_still(old.get(name), obj):
                     pools.add(_pool(obj))
                 by_pool.setdefault(_pool(obj), {})[name] = obj
         for name, obj in old.items():
@@ -190,3 +190,10 @@ class Cluster:
 def _pool(obj: Object) -> PoolName:
     meta = obj["metadata"]
     return meta.get("namespace", ""), (meta.get("labels") or {}).get(names.POOL_LABEL, "")
+
+
+def _is_shared_still(old: Object | None, new: Object) -> bool:
+    """What pools share, with another pool among its owners at most."""
+    if old is None or _pool(new)[1]:
+        return False
+    return all(old.get(part) == new.get(part) for part in ("spec", "status"))

@@ -2,7 +2,8 @@
 
 Real etcd, API server, controller manager and scheduler; kwok plays nodes and kubelets. Times depend on the
 machine, which all of these share; so the time of one small write of a bystander is printed beside. Writes and
-memory do not. `python tests/bench/bench_operator.py` too.
+memory do not. Where the CRDs of Envoy Gateway are in the cache, every pool has its route and policies too.
+`python tests/bench/bench_operator.py` too.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import gateway_crds
 import pytest
 import yaml
 from api_server import CHART, ApiServer, grant, started
@@ -46,7 +48,8 @@ def quantile(text: str, name: str, share: float) -> float:
     return edge
 
 
-def pool(name: str) -> Object:
+def pool(name: str, routed: bool) -> Object:
+    parent = {"parent": {"name": "g"}, "hostnames": [f"{name}.example.com"]} if routed else {}
     return {
         "apiVersion": "perilune.dev/v1alpha1",
         "kind": "InferencePool",
@@ -55,7 +58,7 @@ def pool(name: str) -> Object:
             "model": {"name": name},
             "replicas": ENGINES,
             "engine": {"kind": "simulated", "resources": {"requests": {"cpu": "10m"}}},
-            "gateway": {"resources": {"requests": {"cpu": "10m"}}},
+            "gateway": {"resources": {"requests": {"cpu": "10m"}}, **parent},
             "rollout": {"sessionSeconds": 0},
         },
     }
@@ -104,7 +107,7 @@ async def cluster(server: ApiServer) -> AsyncIterator[Client]:
         await client.close()
 
 
-async def measure(server: ApiServer) -> None:
+async def measure(server: ApiServer, routed: bool) -> None:
     operator = Operator(server, NAMESPACE, lease_s=10)  # as it is unless somebody says otherwise
     try:
         async with cluster(server) as client:
@@ -114,11 +117,16 @@ async def measure(server: ApiServer) -> None:
             began = time.monotonic()
             took_s: list[float] = []
             bystander = asyncio.create_task(write_now_and_then(client, took_s))
-            await asyncio.gather(*(client.request("POST", WHERE, pool(f"p{i}")) for i in range(POOLS)))
+            await asyncio.gather(
+                *(client.request("POST", WHERE, pool(f"p{i}", routed)) for i in range(POOLS))
+            )
             await until(client, lambda items: serve(items, f"{ENGINES}/{ENGINES}"))
             seconds = time.monotonic() - began
             bystander.cancel()
-            print(f"\n{POOLS} pools, {POOLS * (ENGINES + 1)} pods: all ready after {seconds:.0f} s")
+            routes = "with" if routed else "without"
+            print(
+                f"\n{POOLS} pools {routes} routes, {POOLS * (ENGINES + 1)} pods: ready after {seconds:.0f} s"
+            )
             await report(operator, "created all at once")
             p50, p99 = (sorted(took_s)[int(share * len(took_s))] for share in (0.5, 0.99))
             print(f"  one write of a bystander meanwhile: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
@@ -180,8 +188,11 @@ def process(pid: int) -> tuple[float, float]:
 @pytest.mark.bench
 @pytest.mark.timeout(600)
 def test_fifty_pools() -> None:
+    routed = not gateway_crds.missing()
     with started(scheduler=True, kwok=True) as server:
-        asyncio.run(measure(server))
+        if routed:
+            asyncio.run(gateway_crds.install(server))
+        asyncio.run(measure(server, routed))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import gateway_crds
 import pytest
 import yaml
 from api_server import CHART, ApiServer, binaries, grant, started
@@ -29,47 +30,14 @@ def scheduled_server() -> Iterator[ApiServer]:
         yield server
 
 
-MODULES = "go/mod"
-"""Beside the binaries' folder: Go's module cache, which holds other projects' CRDs."""
-ENVOY_GATEWAY = "github.com/envoyproxy/gateway@v1.9.1/charts/gateway-helm/charts/crds/crds"
-INFERENCE = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0/config/crd/bases"
-
-
 @pytest.fixture(scope="session")
 def routed_server() -> Iterator[ApiServer]:
     """One with the CRDs of Gateway API, Envoy Gateway and the inference extension."""
-    modules = binaries().parent / MODULES
-    folders = [modules / ENVOY_GATEWAY, modules / ENVOY_GATEWAY / "generated", modules / INFERENCE]
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if missing:
+    if missing := gateway_crds.missing():
         pytest.skip(f"NO CRDS OF ENVOY GATEWAY OR INFERENCE EXTENSION: {', '.join(missing)}")
-    texts = [file.read_text() for folder in folders for file in sorted(folder.glob("*.yaml"))]
-    crds = [crd for text in texts for crd in yaml.load_all(text, yaml.CSafeLoader) if crd]
     with started() as server:
-        asyncio.run(_install(server, crds))
+        asyncio.run(gateway_crds.install(server))
         yield server
-
-
-async def _install(server: ApiServer, crds: list[Object]) -> None:
-    client = kube.Client(server.access)
-    where = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-    try:
-        for crd in crds:
-            if crd["kind"] == "CustomResourceDefinition":
-                await client.request("POST", where, crd)
-        until = time.monotonic() + 60
-        for crd in crds:
-            if crd["kind"] != "CustomResourceDefinition":
-                continue
-            while True:
-                said = await client.request("GET", f"{where}/{crd['metadata']['name']}")
-                conditions = (said.get("status") or {}).get("conditions") or ()
-                if any(c["type"] == "Established" and c["status"] == "True" for c in conditions):
-                    break
-                assert time.monotonic() < until, said["metadata"]["name"]
-                await asyncio.sleep(0.1)
-    finally:
-        await client.close()
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""The copy of the cluster: whose object is whose, who is told of what."""
+
+from typing import Any
+
+from perilune_operator.cluster import Cluster, PoolName
+from perilune_operator.observe import Key
+
+Object = dict[str, Any]
+
+
+class _Watched(Cluster):
+    """Fed by hand instead of by watches."""
+
+    def __init__(self, known: frozenset[str] = frozenset()) -> None:
+        self.told: list[PoolName | None] = []
+        nobody: Any = None
+        super().__init__(
+            nobody, "", self.told.append, lambda pool, obj: obj["metadata"]["resourceVersion"] in known
+        )
+
+    def sees(self, kind: str, *objects: Object) -> list[PoolName | None]:
+        """Who is told."""
+        self.told.clear()
+        self._take("v1", kind, {f"ns/{obj['metadata']['name']}": obj for obj in objects})
+        return sorted(self.told, key=str)
+
+
+def obj(name: str, pool: str = "p", version: str = "1") -> Object:
+    labels = {"perilune.dev/pool": pool} if pool else {}
+    return {"metadata": {"name": name, "namespace": "ns", "labels": labels, "resourceVersion": version}}
+
+
+def names(cluster: Cluster, pool: str) -> list[str]:
+    return sorted(made["metadata"]["name"] for made in cluster.pods(("ns", pool)))
+
+
+def test_a_pool_is_told_of_its_own_and_the_first_list_is_everybodys() -> None:
+    cluster = _Watched()
+    a, b, c = obj("a"), obj("b"), obj("c", "q")
+    assert cluster.sees("Pod", a, b, c) == [None]
+    assert (names(cluster, "p"), names(cluster, "q")) == (["a", "b"], ["c"])
+    assert cluster.sees("Pod", a, b, c) == []
+    assert cluster.sees("Pod", a, obj("b", version="2"), c) == [("ns", "p")]
+    assert cluster.sees("Pod", a, c, obj("d", "q")) == [("ns", "p"), ("ns", "q")]
+    assert (names(cluster, "p"), names(cluster, "q")) == (["a"], ["c", "d"])
+
+
+def test_an_object_that_changes_hands_concerns_both() -> None:
+    cluster = _Watched()
+    cluster.sees("Pod", obj("a"))
+    assert cluster.sees("Pod", obj("a", "q", "2")) == [("ns", "p"), ("ns", "q")]
+    assert (names(cluster, "p"), names(cluster, "q")) == ([], ["a"])
+
+
+def test_what_is_known_wakes_nobody_and_is_kept() -> None:
+    cluster = _Watched(known=frozenset({"2"}))
+    cluster.sees("ConfigMap", obj("a"))
+    assert cluster.sees("ConfigMap", obj("a", version="2")) == []
+    (kept,) = cluster.children(("ns", "p")).values()
+    assert kept["metadata"]["resourceVersion"] == "2"
+    assert cluster.sees("ConfigMap") == [("ns", "p")]
+    assert cluster.children(("ns", "p")) == {}
+
+
+def test_what_pools_share_is_everybodys_in_the_namespace() -> None:
+    cluster = _Watched()
+    cluster.sees("ClientTrafficPolicy", obj("shared", ""), obj("mine"))
+    keys = {Key("ClientTrafficPolicy", "ns", "shared"), Key("ClientTrafficPolicy", "ns", "mine")}
+    assert cluster.children(("ns", "p")).keys() == keys
+    assert cluster.children(("ns", "q")).keys() == {Key("ClientTrafficPolicy", "ns", "shared")}
+    assert cluster.sees("ClientTrafficPolicy", obj("shared", "", "2")) == [("ns", "p")], "mine is gone"
+    said = {**obj("shared", "", "3"), "status": {"ancestors": []}}
+    assert cluster.sees("ClientTrafficPolicy", said) == [("ns", "")]
