@@ -11,7 +11,8 @@ objects do. Does not look at the rest; it may hold a message again, which would 
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from perilune_gateway.messages import Kind
 
@@ -32,7 +33,7 @@ _LAST_SHORT = 0x7F
 """A size up to this is one byte."""
 
 
-class Envelope(NamedTuple):
+class Envelope(Struct, frozen=True, gc=False):
     kind: Kind
     headers: dict[str, str]
     """Lower-case names; of a body none."""

@@ -15,7 +15,6 @@ package `tokens`, and only when text must become tokens. Types are read as lenie
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -47,32 +46,29 @@ BILLING_MARK = "x-anthropic-billing-header"
 would defeat every prefix cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(Struct, frozen=True, gc=False):
     """Completions: one or more texts, each an engine request of its own."""
 
     texts: tuple[str, ...]
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(Struct, frozen=True, gc=False):
     """Completions: one or more lists of token ids."""
 
     ids: tuple[list[int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True, gc=False):
     """A conversation that a chat template turns into text; every Raw is the body's own JSON or empty."""
 
     messages: Raw
     """An array; for `responses` an array of items or one string."""
-    system: Raw = field(default_factory=Raw)
+    system: Raw = Raw()
     """`messages`: its `system`; `responses`: its `instructions`."""
-    tools: Raw = field(default_factory=Raw)
-    documents: Raw = field(default_factory=Raw)
-    template_kwargs: Raw = field(default_factory=Raw)
+    tools: Raw = Raw()
+    documents: Raw = Raw()
+    template_kwargs: Raw = Raw()
     reasoning_effort: str = ""
     own_template: str = ""
     """A chat template that the request brings along."""
@@ -84,8 +80,7 @@ class ChatPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
+class ParsedRequest(Struct, frozen=True, gc=False):
     """What routing needs of a request. Absent strings are empty, absent numbers 0."""
 
     api: Api

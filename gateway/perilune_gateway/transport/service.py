@@ -15,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from msgspec import Struct
 
 from perilune_api.pool import Limits
 from perilune_gateway import wire
@@ -44,7 +46,7 @@ class Hooks(Protocol):
     def body_received(self, size_bytes: int) -> None: ...
 
 
-class Step(NamedTuple):
+class Step(Struct, frozen=True, gc=False):
     """What to do next: send these, then that; None: await the next message."""
 
     messages: list[bytes]

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from perilune_gateway.transport.h2 import frames
 from perilune_gateway.transport.h2.events import Ended, Event, Message, Opened, Reset
@@ -76,8 +77,7 @@ GREETING = SETTINGS + number(Type.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.D
 SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
 
 
-@dataclass(slots=True)
-class Stream:
+class Stream(Struct, gc=False):
     window: int
     """Bytes that the peer may still send. What is missing to a whole window and not unhandled is credit that
     is to be given back."""

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from msgspec import Struct
 
 
-class Opened(NamedTuple):
+class Opened(Struct, frozen=True, gc=False):
     stream: int
     path: str
 
 
-class Message(NamedTuple):
+class Message(Struct, frozen=True, gc=False):
     """A whole gRPC message. Call `handled` with its length when it is done with."""
 
     stream: int
     payload: bytes
 
 
-class Ended(NamedTuple):
+class Ended(Struct, frozen=True, gc=False):
     """The peer sends nothing more on this stream, and awaits its end: `finish`."""
 
     stream: int
 
 
-class Reset(NamedTuple):
+class Reset(Struct, frozen=True, gc=False):
     """The stream is over on both sides; nothing more can be sent."""
 
     stream: int
