@@ -39,6 +39,8 @@ MANIFESTS = Path(__file__).parent / "manifests"
 
 ALONE = ("test_demo.py", "test_crosscheck.py")
 """They assert on times."""
+BESIDE_OTHERS_S = 900
+"""What computes for a minute may take so long in a lane on a busy machine."""
 ON_A_SECOND_CLUSTER = (
     "test_cluster.py",
     "test_envoy_gateway.py",
@@ -75,6 +77,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if "one_of_its_own" in item.keywords else 2
 
     items.sort(key=when)
+    for item in items:
+        if "e2e" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(BESIDE_OTHERS_S))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,7 +14,7 @@ from testbed.cluster import Cluster
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.one_of_its_own,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("archives"),
 ]
 

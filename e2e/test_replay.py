@@ -20,7 +20,7 @@ from perilune_lab.report import Report
 from perilune_lab.stack import EngineOptions, Programs, Stack
 from perilune_lab.traces import mooncake, offline
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl.gz"
 REQUESTS = 2000
