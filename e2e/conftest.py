@@ -45,6 +45,7 @@ ON_A_SECOND_CLUSTER = (
     "test_cluster.py",
     "test_envoy_gateway.py",
     "test_inference_extension.py",
+    "test_killed_operators.py",
     "test_operators.py",
     "test_store.py",
 )
@@ -69,7 +70,7 @@ def _lane(item: pytest.Item) -> Lane | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What measures time, on a quiet machine; then clusters that come and go; then the shared one."""
+    """What needs no cluster; then clusters that come and go; then the shared one."""
 
     def when(item: pytest.Item) -> int:
         if "cluster" not in item.keywords:
