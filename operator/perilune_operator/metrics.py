@@ -4,7 +4,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+BUCKETS_S = (
+    *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0),
+)
 
 
 class Metrics:
@@ -23,7 +26,8 @@ class Metrics:
         )
         self._reaction = Histogram(
             "perilune_operator_reaction_seconds",
-            "From the first event that woke a pool to the end of its round.",
+            "From the event that woke a pool to the end of its round, by whether its spec has changed.",
+            ["changed"],
             registry=registry,
             buckets=BUCKETS_S,
         )
@@ -37,10 +41,10 @@ class Metrics:
         leader = Gauge("perilune_operator_leader", "1: this replica acts.", registry=registry)
         leader.set_function(lambda: float(leads_s() > 0))
 
-    def round(self, outcome: str, seconds: float, reaction_s: float) -> None:
+    def round(self, outcome: str, seconds: float, reaction_s: float, *, changed: bool) -> None:
         self._rounds.labels(outcome).inc()
         self._seconds.observe(seconds)
-        self._reaction.observe(reaction_s)
+        self._reaction.labels(str(changed).lower()).observe(reaction_s)
 
     def wrote(self, method: str, kind: str) -> None:
         self._writes.labels(method, kind).inc()

@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
-ROUNDS_AT_ONCE = 4
-"""Of each kind. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
-REST, LONGEST_REST_S = 4.0, 1.0
+CHANGED_AT_ONCE, WOKEN_AT_ONCE = 4, 2
+"""Rounds. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
+REST, LONGEST_REST_S = 4.0, 2.0
 STATS_TIMEOUT_S = 1.0
 FIRST_STATS_S = 5.0
 """Between two tries, until a gateway has answered."""
@@ -98,7 +98,8 @@ class Reconciler:
         self._clock = clock
         self._wall_clock = wall_clock
         self._workers: dict[PoolName, _Worker] = {}
-        self._turns = {is_new: Turns(ROUNDS_AT_ONCE, clock) for is_new in (True, False)}
+        self._turns = {True: Turns(CHANGED_AT_ONCE, clock), False: Turns(WOKEN_AT_ONCE, clock)}
+        """By whether the spec has changed."""
         self._nodes: tuple[NodeFacts, ...] = ()
         self._http: aiohttp.ClientSession | None = None
 
@@ -204,7 +205,7 @@ class Reconciler:
             worker.changed.set()
         ended = self._clock()
         worker.took_s = ended - began - turn.stood_back_s
-        self._metrics.round(outcome, worker.took_s, ended - woken_at)
+        self._metrics.round(outcome, worker.took_s, ended - woken_at, changed=is_new)
         return again_in
 
     def _pause(self, worker: _Worker) -> float:

@@ -35,9 +35,10 @@ IDLE_S = 35.0
 
 
 def quantile(text: str, name: str, share: float) -> float:
-    """Seconds, from a histogram's buckets, linear within one; at most the last edge."""
-    found = re.findall(rf'^{name}_bucket{{le="([^"]+)"}} (\S+)', text, re.M)
-    buckets = [(float(edge), float(count)) for edge, count in found]
+    """Seconds, from a histogram's buckets, linear within one; at most the last edge. `name`: with labels."""
+    name, _, labels = name.partition("{")
+    found = re.findall(rf'^{name}_bucket{{{labels}le="([^"]+)"}} (\S+)', text, re.M)
+    buckets = [(float(edge), float(count)) for edge, count in found] or [(inf, 0.0)]
     wanted, below, edge = share * buckets[-1][1], 0.0, 0.0
     for upper, count in buckets:
         if count >= wanted and upper == inf:
@@ -171,8 +172,12 @@ async def report(operator: Operator, title: str) -> None:
     text = await operator.text()
     rounds, writes = await rounds_of(operator), await operator.writes()
     print(f"{title}: {rounds:.0f} rounds, {writes:.0f} writes ({writes / POOLS:.0f} a pool)")
-    for name, words in (("round", "a round"), ("reaction", "from the first event to the round's end")):
-        p50, p99 = (quantile(text, f"perilune_operator_{name}_seconds", share) for share in (0.5, 0.99))
+    for name, words in (
+        ("round_seconds", "a round"),
+        ('reaction_seconds{changed="true",', "from another spec to the end of the round that carries it out"),
+        ('reaction_seconds{changed="false",', "from any other event to the round's end"),
+    ):
+        p50, p99 = (quantile(text, f"perilune_operator_{name}", share) for share in (0.5, 0.99))
         print(f"  {words}: p50 {p50 * 1000:.0f} ms, p99 {p99 * 1000:.0f} ms")
     cpu_s, memory_mb = process(operator.process.pid)
     print(f"  memory {memory_mb:.0f} MB, CPU {cpu_s:.1f} s")
