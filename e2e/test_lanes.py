@@ -42,6 +42,14 @@ def test_b3(): pass
 """
 
 
+PYTEST = """
+import signal, sys, pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background inherits none
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture
 def project(tmp_path):
     def made(ends):
@@ -49,7 +57,7 @@ def project(tmp_path):
         (tmp_path / "test_them.py").write_text(SCENARIOS.replace("ENDS", ends))
         env = {**os.environ, "PYTHONPATH": str(HERE)}
         env.pop(IN_A_LANE, None)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", tmp_path]
+        command = [sys.executable, "-c", PYTEST, "-p", "no:cacheprovider", "-rA", tmp_path]
         return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
 
     return made

@@ -167,4 +167,7 @@ class _Sender:
 
 
 if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it is ignored, by inheritance
     sys.exit(pytest.main(sys.argv[2:], plugins=[_Sender(Connection(int(sys.argv[1])))]))

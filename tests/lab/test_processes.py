@@ -9,8 +9,10 @@ import pytest
 from perilune_lab.processes import mapped
 
 INTERRUPTED = """
-import os, time
+import os, signal, time
 from perilune_lab.processes import mapped
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background inherits none
 
 def item(number):
     os.write(1, b"at work\\n")

@@ -51,7 +51,7 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     registry = CollectorRegistry()
     operator = OperatorMetrics(registry, lambda: 0.0)
-    operator.round("done", 0.1, 0.1)
+    operator.round("done", 0.1, 0.1, changed=True)
     operator.wrote("PATCH", "ConfigMap")
     pages = page(prompts=True) + generate_latest(registry).decode()
     known = set(re.findall(r"^(perilune_\w+)", pages, re.MULTILINE))
