@@ -5,7 +5,8 @@
 
 The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
 decide which endpoint a turn meets, so no two live runs are equal: simulated figures are means over plays
-whose think times are up to 10 ms longer, with their standard deviation.
+whose think times are up to 10 ms longer, with their standard deviation. The live run is one play: of its hit
+rate's difference, two of those count as chance.
 
 Live times are wall times: a machine that has other things to do makes them longer. How long our processes
 waited for a CPU is measured (Linux's schedstat), and said; a verdict of a busy machine is none.

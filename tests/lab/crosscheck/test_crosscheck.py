@@ -21,11 +21,12 @@ def pair(
     *,
     apc: float = 0.5,
     off: float = 0.0,
+    spread: float = 0.0,
     waited_s: float = 0.0,
 ) -> Pair:
     times = Quantiles(live_s, live_s, live_s, live_s, live_s)
     live = Run(policy, 10, 10, 0, 1.0, apc=apc, ttft_s=times)
-    return Pair(live, Simulated(simulated_s, simulated_s, 0.0, apc + off, 0.0), waited_s)
+    return Pair(live, Simulated(simulated_s, simulated_s, 0.0, apc + off, spread), waited_s)
 
 
 ROBIN = pair("round_robin", 2.0, 2.2)
@@ -38,6 +39,12 @@ ROBIN = pair("round_robin", 2.0, 2.2)
         pytest.param([ROBIN, pair("ear", 1.0, 1.21)], [False, True, True], id="too slow"),
         pytest.param([ROBIN, pair("ear", 1.0, 0.79)], [False, True, True], id="too fast"),
         pytest.param([ROBIN, pair("ear", 1.0, 1.0, off=-0.021)], [True, False, True], id="fewer hits"),
+        pytest.param(
+            [ROBIN, pair("ear", 1.0, 1.0, off=-0.029, spread=0.005)], [True, True, True], id="chance"
+        ),
+        pytest.param(
+            [ROBIN, pair("ear", 1.0, 1.0, off=0.031, spread=0.005)], [True, False, True], id="no chance"
+        ),
         pytest.param([ROBIN, pair("ear", 2.3, 1.95)], [True, True, False], id="other order"),
         pytest.param([ROBIN, pair("ear", 2.1, 1.95)], [True, True, True], id="a tie has no order"),
         pytest.param(
