@@ -13,7 +13,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from testbed import cgroups, images, network, paths, programs
@@ -25,6 +25,10 @@ from testbed.shell import ClusterError, run, step, until
 
 NAME = "perilune"
 NODES = 8
+INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
+INOTIFY_INSTANCES = 1024
+"""For all processes of a user: a node takes seven or more, of Linux's default of 128, and without them is never
+Ready."""
 
 
 class Cluster:
@@ -140,6 +144,9 @@ class Cluster:
         return by_name
 
     def _wire(self) -> None:
+        with suppress(OSError):  # a small cluster may do without
+            if int(INOTIFY.read_text()) < INOTIFY_INSTANCES:
+                INOTIFY.write_text(str(INOTIFY_INSTANCES))
         self.fabric.start()
         self.control.machine.start()
         network.build_fabric(self.fabric, self.sites)
