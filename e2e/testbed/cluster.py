@@ -27,8 +27,7 @@ NAME = "perilune"
 NODES = 8
 INOTIFY = Path("/proc/sys/fs/inotify/max_user_instances")
 INOTIFY_INSTANCES = 1024
-"""For all processes of a user: a node takes seven or more, of Linux's default of 128, and without them is never
-Ready."""
+"""For all processes of a user. A node takes seven or more, of 128 by default, and is not Ready without."""
 
 
 class Cluster:
