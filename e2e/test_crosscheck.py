@@ -2,8 +2,8 @@
 
     .venv/bin/python -m pytest e2e/test_crosscheck.py -m e2e -s
 
-Four minutes of real time. On a machine that is busy with other things a difference proves nothing: skipped,
-with the reason.
+Three minutes of real time. On a machine that is busy with other things a difference proves nothing: skipped,
+with the reason. `dynamo` is not among the policies: its live TTFT p90 differs by a quarter from run to run.
 """
 
 import sys
@@ -17,7 +17,7 @@ from perilune_lab.crosscheck.compare import Pair
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
-POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune", "dynamo")
+POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune")
 
 
 def test_live_and_simulated_agree(tmp_path: Path):
