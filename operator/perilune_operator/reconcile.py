@@ -156,11 +156,7 @@ class Reconciler:
     async def _work(self, name: PoolName, worker: _Worker) -> None:
         again_in = STATS_S
         while True:
-            try:
-                async with asyncio.timeout(again_in):
-                    await worker.awake.wait()
-            except TimeoutError:
-                pass
+            await _within(again_in, worker.awake)
             await self._rest(worker)
             again_in = STATS_S
             if self._fence.remaining_s() <= 0 or not self.cluster.synced:
@@ -173,11 +169,7 @@ class Reconciler:
         """Events that come meanwhile make one round with this one."""
         rest_s = min(LONGEST_REST_S, REST * worker.took_s) - COALESCE_S
         if rest_s > 0:
-            try:
-                async with asyncio.timeout(rest_s):
-                    await worker.changed.wait()
-            except TimeoutError:
-                pass
+            await _within(rest_s, worker.changed)
         await asyncio.sleep(COALESCE_S)
 
     async def _turn(self, name: PoolName, worker: _Worker, turn: Turn) -> float:
@@ -293,6 +285,15 @@ class Reconciler:
                 return await answer.text()
         except (OSError, aiohttp.ClientError):
             return ""
+
+
+async def _within(seconds: float, event: asyncio.Event) -> None:
+    """Until it is set, but no longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
 
 
 def _newest(one: Object, other: Object) -> Object:

@@ -345,7 +345,7 @@ def _size(request: ParsedRequest) -> int:
 def _has_base64(text: bytes) -> bool:
     """Whether a picture is written in place. A long text is looked through only if some bytes of it say so:
     base64 goes on without a space or a mark, and other text does not. (A picture of less than 8 kB is then
-    not seen; as text it counts about as much as MEDIA_TOKENS.)"""
+    not seen; as text it counts at most about twice MEDIA_TOKENS.)"""
     if len(text) > _LONG and _ONLY_BASE64 not in text[::_STRIDE].translate(_AS_MARKS):
         return False
     return b"base64" in text
