@@ -64,10 +64,7 @@ def parts(arm: Arm, world: World) -> list[tuple[str, list[str]]]:
         ("load and costs in seconds", ["queues, links, learned speeds"]),
         (
             "migration",
-            [
-                f"T_cool {p.cooldown_seconds:g} s, gain > {p.least_gain_seconds:g} s,"
-                f" {p.migration_worth:g} × cost"
-            ],
+            [f"T_cool {p.cooldown_seconds:g} s, gain > {p.least_gain_seconds:g} s"],
         ),
     ]
 
