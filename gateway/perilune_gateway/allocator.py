@@ -1,6 +1,6 @@
-"""Memory, tuned once for a process that serves: glibc's heap (`tune`), Python's collector (`calm`).
+"""Keeps glibc from giving the memory of every request body back to the system.
 
-Keeps glibc from giving the memory of every request body back to the system.
+Python's own garbage collector is perilune_api.collector's.
 
 By default malloc maps a block above 128 KB afresh and unmaps it when it is freed, and trims its heap; for
 bodies of that size page faults then cost more than everything else the gateway does with them. `tune`
@@ -13,7 +13,6 @@ Costs memory: up to TRIM_BYTES of freed heap stay with the process. Does nothing
 """
 
 import ctypes
-import gc
 import logging
 import os
 
@@ -27,21 +26,6 @@ TOP_PAD_BYTES = 16 * 1024 * 1024
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-
-
-YOUNG, MIDDLE, OLD = 1_000, 1_000, 100
-"""Allocations until the young are looked through, then how often until the next generation is. In the
-middle one are the kept decisions: a look through it takes tens of milliseconds, so it comes rarely.
-"""
-
-
-def calm() -> None:
-    """Call it when everything long-lived has been made. Looking through all objects (the index, the kept
-    decisions) takes tens of milliseconds, in which no request is decided; what serves makes no cycles that it
-    would find, so it comes rarely. What exists now is never looked through again."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, MIDDLE, OLD)
 
 
 def tune() -> bool:

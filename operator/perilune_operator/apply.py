@@ -321,7 +321,9 @@ class Applier:
             return False
         try:
             async with self._turns:
-                found = await self._client.request("GET", path(obj), timeout_s=kube.TIMEOUT_S)
+                found = await self._client.request(
+                    "GET", path(obj), params={"resourceVersion": "0"}, timeout_s=kube.TIMEOUT_S
+                )
         except kube.ApiError:
             return False  # not there; or an error that the write will meet too
         return not _owned_by(pool, found)

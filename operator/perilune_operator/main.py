@@ -19,7 +19,7 @@ import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from perilune_api import kube
+from perilune_api import collector, kube
 from perilune_operator import handlers
 from perilune_operator.lease import Lease
 from perilune_operator.metrics import Metrics
@@ -109,6 +109,7 @@ async def serve(args: argparse.Namespace) -> None:
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
     scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
+    collector.calm(young=20_000, middle=20)
     try:
         await kopf.operator(registry=handlers.registry(reconciler, stop), standalone=True, **scope)
     finally:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
-CHANGED_AT_ONCE, WOKEN_AT_ONCE = 4, 2
+CHANGED_AT_ONCE, WOKEN_AT_ONCE = 2, 2
 """Rounds. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
 REST, LONGEST_REST_S = 4.0, 2.0
 STATS_TIMEOUT_S = 1.0

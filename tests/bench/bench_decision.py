@@ -17,7 +17,7 @@ import pytest
 from bars import Bar
 from decision_rig import BLOCK, Rig
 
-from perilune_gateway import allocator
+from perilune_api import collector
 from perilune_gateway.feeds.kv_events import decode
 from perilune_gateway.model import Outcome, RequestHead, Routed
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -87,7 +87,7 @@ def ingest(rig: Rig):
 def test_decision(request):
     rig = Rig(sessions=240)
     thresholds = gc.get_threshold()
-    allocator.calm()
+    collector.calm()
     try:
         batches = ingest(rig)
         rounds = [(turns(rig, TURNS), turns(rig, TURNS, batches)) for _ in range(ROUNDS)]
