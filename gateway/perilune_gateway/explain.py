@@ -15,11 +15,12 @@ Does not: write (decision_log does), count (metrics.py does), or know where the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import Random
 from typing import Any, Protocol
 
+from msgspec import Struct, field
+from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest
 
 from perilune_api.pool import PolicyParams
@@ -41,8 +42,7 @@ from perilune_gateway.policy import Policy
 from perilune_gateway.rows import find
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(Struct, frozen=True, gc=False):
     """How a request ended."""
 
     outcome: Outcome
@@ -56,8 +56,7 @@ class Ending:
     """Prompt tokens served from the prefix cache, as the engine says; None: it did not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRecord:
+class DecisionRecord(Struct, frozen=True, gc=False):
     """One decision with everything that it was taken from."""
 
     view: RequestView

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import Struct
+
 from perilune_api.pool import Pool
 from perilune_gateway import admission, blocks
 from perilune_gateway.candidates import Candidates
@@ -60,8 +62,7 @@ class Laps:
         return self.us
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(Struct, frozen=True, gc=False):
     """A prompt as far as it is known."""
 
     tokens: int

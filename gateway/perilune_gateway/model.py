@@ -7,7 +7,8 @@
 Units are in the names; token counts are ints, seconds floats; `kv_usage` is 0–1. An endpoint is named by
 its address, `ip:port`, everywhere.
 
-Frozen dataclasses, but named tuples for what each decision makes once per endpoint: a quarter of the cost.
+What each decision makes is a frozen struct, a fifth of a frozen dataclass's cost, or, where there is one per
+endpoint, a named tuple.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from enum import StrEnum
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
@@ -142,8 +145,7 @@ class Outcome(StrEnum):
     """The endpoint answered 5xx, or broke off."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+class RequestHead(Struct, frozen=True, gc=False):
     """What request headers say. Header names are lower case."""
 
     method: str
@@ -160,8 +162,7 @@ class RequestHead:
         return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(Struct, frozen=True, gc=False):
     """A prompt as tokens."""
 
     count: int
@@ -170,8 +171,7 @@ class Tokens:
     """None with TokenSource.ESTIMATE."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
+class SessionView(Struct, frozen=True, gc=False):
     """A session as a policy sees it."""
 
     session_id: str
@@ -193,8 +193,7 @@ class Location(NamedTuple):
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(Struct, frozen=True, gc=False):
     """What is known of the longest prefix of a prompt that any endpoint itself holds."""
 
     locations: tuple[Location, ...] = ()
@@ -214,8 +213,7 @@ class Prefix:
 NO_PREFIX = Prefix()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(Struct, frozen=True, gc=False):
     """A request as a policy sees it."""
 
     request_id: str
@@ -332,8 +330,7 @@ class Cost(NamedTuple):
     terms: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True, gc=False):
     """What a policy chose, and the numbers it chose by."""
 
     target: str
@@ -363,8 +360,7 @@ class Decision:
         return "" if self.prefill_queued else self.prefill or self.target
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True, gc=False):
     """No endpoint; the client gets an error in OpenAI's form."""
 
     reason: RefuseReason
@@ -376,8 +372,7 @@ class Refusal:
         return STATUS[self.reason]
 
 
-@dataclass(frozen=True, slots=True)
-class NeedBody:
+class NeedBody(Struct, frozen=True, gc=False):
     """The headers do not suffice; decide when the body is there."""
 
 
@@ -385,8 +380,7 @@ NEED_BODY = NeedBody()
 Verdict = Decision | Refusal | NeedBody
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(Struct, frozen=True, gc=False):
     """A decision that has been recorded: what Envoy must be told, and the ticket of its load."""
 
     ticket: int
@@ -400,8 +394,7 @@ class Routed:
     """To be written into the body, for the engine; None: the body stays as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encode:
+class Encode(Struct, frozen=True, gc=False):
     """Tokenization has to wait (a thread, the engine): the driver answers with `router.on_tokens`."""
 
     head: RequestHead

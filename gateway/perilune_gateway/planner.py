@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec import structs
+
 from perilune_api.pool import Migration, MoveTrigger, PolicyParams
 from perilune_gateway.migration import (
     Move,
@@ -326,7 +328,7 @@ def redirect(
         return Lapse.NO_ROOM
     _, peer, cached, fetch_s, prefill_s = cheapest_fetch(target, request)
     pulled = cached - target.overlap.device_tokens if peer else 0
-    return replace(
+    return structs.replace(
         decision,
         target=target.address,
         reason=Reason.REPLICA if copies else Reason.PLANNED,

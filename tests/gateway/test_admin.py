@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from perilune_api.pool import PolicyParams
@@ -119,7 +120,7 @@ class TestDecisions:
 
     async def test_ids_may_hold_anything(self, world):
         odd = request(of=session("a"))
-        odd = replace(odd, request_id="a/b c?ü")
+        odd = structs.replace(odd, request_id="a/b c?ü")
         world.decisions.add(DecisionRecord(odd, Decision("a", Reason.HOST), "ear", tuple(fleet(a=0))))
         async with browsing(world) as get:
             status, body = await get("/api/decisions/a%2Fb%20c%3F%C3%BC")

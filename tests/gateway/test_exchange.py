@@ -1,11 +1,12 @@
 """The conversation of one stream, message by message; and in any order."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from perilune_gateway.exchange import ECHO_BYTES, TABLE, Abort, Exchange, Send, State, Wait, diagram
 from perilune_gateway.messages import (
@@ -324,7 +325,7 @@ def readable(said: list) -> list:
     ]
 
 
-PRIORITISED = replace(ROUTED, priority=7)
+PRIORITISED = structs.replace(ROUTED, priority=7)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "after the tokens"])

@@ -1,9 +1,9 @@
 """Decision records: the ring, the counterfactual, the words."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.explain import (

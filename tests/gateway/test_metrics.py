@@ -4,6 +4,7 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 
 from perilune_api.pool import Role
@@ -54,7 +55,7 @@ def record(**changes: object) -> DecisionRecord:
         cached_tokens=800,
         timings_us={"policy": 20.0, "total": 90.0},
     )
-    return replace(base, **changes)
+    return structs.replace(base, **changes)
 
 
 class TestDecided:
@@ -92,7 +93,7 @@ class TestDecided:
         assert value(metrics, "cache_hit_ratio") == pytest.approx(0.1)
 
     def test_token_sources(self, metrics):
-        metrics.decided(record(view=replace(request(), token_source=TokenSource.ESTIMATE)))
+        metrics.decided(record(view=structs.replace(request(), token_source=TokenSource.ESTIMATE)))
         assert value(metrics, "token_counts_total", source="estimate") == 1
         assert value(metrics, "token_counts_total", source="local") == 0
 

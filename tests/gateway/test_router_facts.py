@@ -1,10 +1,10 @@
 """What the router tells policies and learns on the way: prefix, links, speeds, SLOs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from perilune_api.pool import (

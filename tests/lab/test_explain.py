@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from perilune_api.pool import PolicyParams
@@ -94,7 +95,7 @@ async def test_a_decision_is_told_in_words_and_numbers(capsys):
 
 
 async def test_a_refusal(capsys):
-    refused = replace(
+    refused = structs.replace(
         decided(2),
         verdict=Refusal(RefuseReason.OVERLOADED, "every endpoint has 9 s queued"),
         destinations=(),

@@ -160,7 +160,7 @@ def _line(values: object) -> bytes:
 def _verdict(verdict: Decision | Refusal) -> dict[str, object]:
     if isinstance(verdict, Refusal):
         return {"refused": verdict.reason, "retry_after_s": verdict.retry_after_s}
-    values: dict[str, object] = msgspec.to_builtins(replace(verdict, costs=(), move=None))
+    values: dict[str, object] = msgspec.to_builtins(msgspec.structs.replace(verdict, costs=(), move=None))
     if verdict.move:
         values["move"] = msgspec.to_builtins(replace(verdict.move, subject=""))  # it would name the tenant
     return values | {"costs": {cost.address: cost.total for cost in verdict.costs}}

@@ -37,10 +37,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice, repeat
 from operator import itemgetter
+
+from msgspec import Struct, field
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
@@ -52,8 +53,7 @@ _RECENT = 1000
 _MAX_SETS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Matches:
+class Matches(Struct, frozen=True, gc=False):
     """What is held of one prompt, in leading blocks. Endpoints that hold nothing are absent."""
 
     blocks: int

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from perilune_api.pool import Limits, Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
 from perilune_gateway.deciding import decide
@@ -71,21 +72,21 @@ class TestRoundTrip:
         found = decided(written(RECORD))
         assert found.routing == POOL.spec.routing
         totals = tuple(cost._replace(terms={}) for cost in RECORD.costs)
-        assert found.record == replace(
+        assert found.record == structs.replace(
             RECORD,
             tenant=tenant_hash("a tenant"),
             verdict=Decision("a", Reason.HOST, totals),
         )
 
     def test_a_refusal_comes_back_without_its_message(self):
-        refused = replace(RECORD, verdict=Refusal(RefuseReason.OVERLOADED, "what a client said", 2.5))
+        refused = structs.replace(RECORD, verdict=Refusal(RefuseReason.OVERLOADED, "what a client said", 2.5))
         lines = written(refused)
         assert b"client said" not in b"".join(lines)
         assert decided(lines).record.verdict == Refusal(RefuseReason.OVERLOADED, "", 2.5)
 
     def test_a_planned_move_says_its_reason_and_names_no_tenant(self):
         move = Move(SessionKey("secret tenant", "s"), MoveReason.DRAIN, "a", "b", benefit_s=2.5)
-        planned = replace(RECORD, verdict=Decision("b", Reason.PLANNED, moved_from="a", move=move))
+        planned = structs.replace(RECORD, verdict=Decision("b", Reason.PLANNED, moved_from="a", move=move))
         lines = written(planned)
         assert b"secret" not in b"".join(lines)
         said = json.loads(lines[-1])["verdict"]["move"]
@@ -108,14 +109,14 @@ class TestRoundTrip:
         def kinds(data: bytes) -> list[str]:
             return [json.loads(line)["kind"] for line in data.splitlines()]
 
-        equal = replace(
+        equal = structs.replace(
             RECORD, candidates=tuple(c._replace(endpoint=replace(c.endpoint)) for c in CANDIDATES)
         )
         assert kinds(writer.pool(POOL, 0.0) + writer.decision(0, RECORD)) == [
             "pool", "endpoint", "engine", "endpoint", "engine", "endpoint", "decision"
         ]  # fmt: skip
         assert kinds(writer.decision(1, equal)) == ["decision"]
-        moved = replace(RECORD, candidates=(CANDIDATES[0]._replace(engine=PLAIN.scaled(1.1)),))
+        moved = structs.replace(RECORD, candidates=(CANDIDATES[0]._replace(engine=PLAIN.scaled(1.1)),))
         assert kinds(writer.decision(2, moved)) == ["engine", "decision"]
         assert kinds(writer.pool(POOL, 0.0) + writer.decision(3, RECORD))[1:3] == ["endpoint", "engine"]
 

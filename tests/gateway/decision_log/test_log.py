@@ -9,10 +9,10 @@ import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read

@@ -1,10 +1,10 @@
 """Dynamo's costs, in blocks of 16 tokens, by hand."""
 
-from dataclasses import replace
 from math import exp
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Decision, Reason

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from perilune_api.pool import ConductorArm, PolicyParams, Role
 from perilune_api.topology import Level
@@ -92,9 +93,9 @@ def renamed(r: RequestView, candidates: Sequence[Candidate]) -> tuple[RequestVie
     def new(address: str) -> str:
         return f"{chr(219 - ord(address))}!" if address else ""
 
-    of = r.session and replace(r.session, host=new(r.session.host))
+    of = r.session and structs.replace(r.session, host=new(r.session.host))
     locations = tuple(Location(new(a), tokens) for a, tokens in r.prefix.locations)
-    return replace(r, session=of, prefix=replace(r.prefix, locations=locations)), [
+    return structs.replace(r, session=of, prefix=structs.replace(r.prefix, locations=locations)), [
         c._replace(
             endpoint=replace(c.endpoint, address=new(c.address)),
             links={new(a): known for a, known in c.links.items()},

@@ -2,11 +2,11 @@
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_api.pool import Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
 from perilune_gateway.decision_log import Logged, Writer
