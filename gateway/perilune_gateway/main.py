@@ -164,7 +164,8 @@ class Gateway:
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.fleet.endpoints())
                 await self.server.set_ready(True)
-                collector.calm()
+                collector.calm(collector.UNASKED)
+                feeds.append(tasks.create_task(collector.between_turns()))
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()

@@ -3,7 +3,8 @@
 240 sessions with a common system prompt take turns of 600 new tokens; engines announce what they prefill, so
 about 0.5 million blocks are known. A decision is `router.on_tokens`: hash, index, policy, record. CPU time of
 its thread; of some rounds the one with the best median counts. *During ingest* another engine's batches, of
-100 blocks each, are applied between the decisions, so that they find the caches as ingest leaves them.
+100 blocks each, are applied between the decisions, so that they find the caches as ingest leaves them. The
+garbage collector looks between decisions, as it does between turns of the gateway's event loop.
 """
 
 import gc
@@ -31,14 +32,18 @@ def quantile(values: list[float], q: float) -> float:
     return sorted(values)[int(len(values) * q)]
 
 
-def turns(rig: Rig, count: int, between=lambda: None) -> list[float]:
-    """Milliseconds of each decision."""
-    took, names = [], list(rig.prompts)
+def turns(rig: Rig, count: int, between=lambda: None, looked: list[float] | None = None) -> list[float]:
+    """Milliseconds of each decision; `looked`: gets those of the garbage collector before it."""
+    took, names, looks = [], list(rig.prompts), collector.Looks()
     for _ in range(count):
         name = rig.dice.choice(names)
         rig.now += 0.05
         asked = rig.ask(name)
         between()
+        started = thread_time()
+        looks.look()
+        if looked is not None:
+            looked.append((thread_time() - started) * 1e3)
         started = thread_time()
         routed = rig.router.on_tokens(*asked)
         took.append((thread_time() - started) * 1e3)
@@ -49,10 +54,11 @@ def turns(rig: Rig, count: int, between=lambda: None) -> list[float]:
 
 def turns_by_headers(rig: Rig, count: int) -> list[float]:
     """Milliseconds of each decision whose body is not read."""
-    took, names = [], list(rig.prompts)
+    took, names, looks = [], list(rig.prompts), collector.Looks()
     for _ in range(count):
         name = rig.dice.choice(names)
         rig.now += 0.05
+        looks.look()
         size = str(4 * len(rig.prompts[name]))
         head = RequestHead("POST", "/v1/completions", {"x-session-id": name, "content-length": size})
         started = thread_time()
@@ -87,10 +93,11 @@ def ingest(rig: Rig):
 def test_decision(request):
     rig = Rig(sessions=240)
     thresholds = gc.get_threshold()
-    collector.calm()
+    collector.calm(collector.UNASKED)
     try:
         batches = ingest(rig)
-        rounds = [(turns(rig, TURNS), turns(rig, TURNS, batches)) for _ in range(ROUNDS)]
+        looked: list[float] = []
+        rounds = [(turns(rig, TURNS), turns(rig, TURNS, batches, looked)) for _ in range(ROUNDS)]
         steps = defaultdict(list)
         for record in rig.router.decisions.query(n=TURNS):
             for step, us in record.timings_us.items():
@@ -129,7 +136,8 @@ the best one.
 {bars.table(found)}
 
 By step, µs (median, wall clock): {parts}; the rest of the total is recording. p50 during ingest
-{quantile(during, 0.5):.2f} ms. A known session's turn, by its headers alone: p50
+{quantile(during, 0.5):.2f} ms, garbage collector between two {1e3 * sum(looked) / len(looked):.0f} µs.
+A known session's turn, by its headers alone: p50
 {quantile(headers, 0.5):.2f} ms, p99 {quantile(headers, 0.99):.2f} ms. A prompt of which nobody holds
 anything: p50 {quantile(cold, 0.5):.2f} ms, p99 {quantile(cold, 0.99):.2f} ms.
 """,
