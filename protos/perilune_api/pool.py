@@ -209,7 +209,7 @@ class PolicyParams(_Struct, frozen=True):
     interference_weight: Weight = 1.0
     """perilune: seconds that a second of prefill costs each request in flight beside it. Above 1 it counts as
     well that KV is held meanwhile, for which that of idle sessions is evicted."""
-    least_gain_seconds: Weight = 8.0
+    least_gain_seconds: Weight = 4.0
     """perilune: a move that brings fewer seconds is not made. Lower where turns take less than a second."""
     ageing_weight: Weight = 0.0
     """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first

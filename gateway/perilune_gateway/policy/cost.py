@@ -9,7 +9,9 @@ Cost in seconds (`seconds`), the sum of
     prefill_s       of what is still uncached then
     decode_s        what its company there adds to this request's decoding
     interference_s  what this prefill takes from those in flight there, weighted
-    room_s          KV room that is missing is taken from somebody, who then recomputes it
+
+What a prompt evicts has no term: what a choice displaces is displaced by any other too, and pricing the copy
+that a move leaves behind brought nothing (docs/evaluation/notes.md).
 
 Fetching part of what a tier holds is never looked at: prefill grows faster than linearly and fetching does
 not, so either all of it or nothing is best. For the same reason more overlap never raises a cost.
@@ -119,12 +121,7 @@ def held_tokens(candidate: Candidate) -> int:
 
 def has_kv_room(candidate: Candidate, request: RequestView) -> bool:
     """Whether the prompt fits into the KV pool's free part, counting what is cached there already."""
-    return missing_room_tokens(candidate, request) <= 0
-
-
-def missing_room_tokens(candidate: Candidate, request: RequestView) -> int:
-    """Tokens that do not fit into the KV pool's free part; below 0: room that is left."""
-    return request.prompt_tokens - candidate.overlap.device_tokens - candidate.load.kv_free_tokens
+    return request.prompt_tokens - candidate.overlap.device_tokens <= candidate.load.kv_free_tokens
 
 
 def blocks(tokens: float, request: RequestView) -> float:
@@ -163,7 +160,6 @@ class Seconds(NamedTuple):
     prefill_s: float
     decode_s: float
     interference_s: float
-    room_s: float
     source: Source
     peer: str
     """Whom it is fetched from, with Source.PEER."""
@@ -182,7 +178,7 @@ class Seconds(NamedTuple):
     @property
     def standing_s(self) -> float:
         """What depends on the endpoint's load: paid again by the next turn, as far as the load lasts."""
-        return self.queue_s + self.decode_s + self.room_s
+        return self.queue_s + self.decode_s
 
     @property
     def total_s(self) -> float:
@@ -196,7 +192,6 @@ class Seconds(NamedTuple):
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
             "interference_s": self.interference_s,
-            "room_s": self.room_s,
             "cached_tokens": float(self.cached_tokens),
         }
 
@@ -226,14 +221,12 @@ def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: P
             if (at := alone.get((same, device))) is None:
                 at = alone[same, device] = engine.prefill_s(prompt - device, device)
             prefill_s = at
-        missing = prompt - device - load.kv_free_tokens
         cost = (
             load.pending_prefill_s,
             fetch_s,
             prefill_s,
             _company_s(candidate, request, params) if load.in_flight else 0.0,
             disturbed * prefill_s,
-            engine.prefill_s(missing) if missing > 0 else 0.0,
             source,
             peer,
             cached,

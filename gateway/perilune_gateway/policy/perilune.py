@@ -1,7 +1,7 @@
 """perilune: the lowest cost in seconds over all tiers, with affinity by hysteresis.
 
 1. Every endpoint's cost in seconds (cost.py): queue, fetching from the cheapest tier at learned speeds,
-   prefill of the rest, what it takes from those in flight there, company while decoding, missing KV room.
+   prefill of the rest, what it takes from those in flight there, company while decoding.
 2. No host (or it is gone): the lowest cost; of those that no prediction tells apart (cost.py, `nearly`) the
    fewest sessions. A host that drains: the lowest cost of the others.
 3. A host: the session leaves it for the lowest cost if that saves more than `least_gain_seconds` and it last

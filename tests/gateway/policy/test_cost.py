@@ -83,10 +83,9 @@ def test_every_term_by_hand() -> None:
     assert got.prefill_s == pytest.approx(0.5)
     assert got.decode_s == pytest.approx(128 * 0.005)  # 5,000 tokens more to read per step
     assert got.interference_s == pytest.approx(0.25 * 3 * 0.5)  # three are in flight
-    assert got.room_s == pytest.approx(0.2)  # 1000 − 500 cached − 300 free
     assert got.ttft_s == pytest.approx(2.5)
     cost = got.cost("a")
-    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.375 + 0.2)
+    assert cost.total == pytest.approx(2.0 + 0.5 + 0.64 + 0.375)
     assert sum(v for k, v in cost.terms.items() if k.endswith("_s")) == pytest.approx(cost.total)
 
 
