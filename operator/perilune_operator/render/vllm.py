@@ -39,20 +39,25 @@ SPARE_SECONDS = 30
 
 DRAIN = """\
 import re, sys, time, urllib.request
+from http.client import HTTPException
 until = time.monotonic() + float(sys.argv[1])
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 time.sleep(min(float(sys.argv[2]), float(sys.argv[1])))
 idle = 0
 while time.monotonic() < until and idle < 2:
     try:
-        text = urllib.request.urlopen("http://127.0.0.1:8000/metrics", timeout=2).read().decode()
+        text = direct.open(sys.argv[3], timeout=2).read().decode()
         found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (\\S+)", text, re.M)
         busy = sum(map(float, found))
-    except OSError:
-        break
+    except (OSError, HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+            break
+        busy = 1
     idle = 0 if busy else idle + 1
     time.sleep(0.5)
 """
-"""Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds."""
+"""Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
+itself, whatever proxy the environment names; one too busy to answer is busy, one that refuses is gone."""
 
 
 LEADER_ANSWERS = """\
@@ -229,7 +234,8 @@ def _probes(pool: Context) -> Object:
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
-    drain = ["python3", "-c", DRAIN, str(pool.spec.rollout.drain_seconds), str(ROUTE_SECONDS)]
+    page = f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"
+    drain = ["python3", "-c", DRAIN, str(pool.spec.rollout.drain_seconds), str(ROUTE_SECONDS), page]
     return {
         "startupProbe": {
             **health,
