@@ -151,7 +151,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """How long loading the model may take before the engine is restarted, in seconds."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Merged over the pod template that the operator renders: metadata and spec; containers by name (the
-    engine's is called engine), volumes and variables replaced by name, any other list as a whole."""
+    engine's is called engine), volumes and variables replaced by name, mounts by path, any other list as a
+    whole."""
 
 
 class RoleSpec(_Struct, frozen=True):

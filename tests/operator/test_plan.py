@@ -147,6 +147,12 @@ def test_laying_over(over: Object, expected: Object) -> None:
             "A is given twice - at `$.spec.gateway.podTemplate.spec.containers[0].env[1]`",
             id="one name twice",
         ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "gateway", "volumeMounts": [{"name": "data"}]}]}},
+            "Expected fields, of which `mountPath` is one"
+            " - at `$.spec.gateway.podTemplate.spec.containers[0].volumeMounts[0]`",
+            id="a mount without its path",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words: str) -> None:
@@ -212,6 +218,19 @@ def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:
         "env": [{"name": "POD_IP", "value": "1.2.3.4"}],
     }
     assert overlaid(base, over) == {**over, "env": [*over["env"], {"name": "HOME", "value": "/"}]}
+
+
+def test_mounts_are_told_by_their_paths() -> None:
+    """Two of one volume, one of a volume of ours beside our own, one in the place of ours."""
+    ours = [{"name": "home", "mountPath": "/home"}, {"name": "tmp", "mountPath": "/tmp"}]
+    over = [
+        {"name": "data", "mountPath": "/a", "subPath": "a"},
+        {"name": "data", "mountPath": "/b", "subPath": "b"},
+        {"name": "home", "mountPath": "/root"},
+        {"name": "data", "mountPath": "/tmp", "readOnly": False},
+    ]
+    made = overlaid({"volumeMounts": ours}, {"volumeMounts": over})["volumeMounts"]
+    assert made == [ours[0], over[3], *over[:3]]
 
 
 def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:

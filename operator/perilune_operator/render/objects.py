@@ -144,13 +144,15 @@ def _size(number: int) -> str:
     return f"{number // size}{unit}"
 
 
-ONE_OF = frozenset({"volumes", "env"})
-"""Lists whose things have one of several fields (a volume's or a variable's source): replaced by name."""
+ONE_OF = frozenset({"volumes", "volumeMounts", "env"})
+"""Lists whose things have one of several fields (a volume's or a variable's source) or are of one piece (a
+mount): replaced."""
 
 
 def overlaid(base: Object, over: Object, at: str = "$") -> Object:
-    """`over` laid over `base`: maps by key, lists of named things by name, anything else replaced. `at`: path
-    of `over`. Raises SpecError where it has not the shape of what it is laid over."""
+    """`over` laid over `base`: maps by key, lists of named things by name (mounts by path: a volume may have
+    several), anything else replaced. `at`: path of `over`. Raises SpecError where it has not the shape of what
+    it is laid over."""
     return {
         **base,
         **{
@@ -167,13 +169,14 @@ def _merged(key: str, base: Any, over: Any, at: str) -> Any:
         return overlaid(base, over, at)
     if isinstance(base, list) and not isinstance(over, list):
         raise SpecError(f"Expected a list - at `{at}`")
-    if not _named(base) or not over:
+    known_by = "mountPath" if key == "volumeMounts" else "name"
+    if not over or not _all_have(known_by, base):
         return over
-    ours, given = {item["name"]: item for item in base}, set[str]()
+    ours, given = {item[known_by]: item for item in base}, set[str]()
     for i, item in enumerate(over):
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            raise SpecError(f"Expected fields, of which `name` is one - at `{at}[{i}]`")
-        name = item["name"]
+        if not isinstance(item, dict) or not isinstance(item.get(known_by), str):
+            raise SpecError(f"Expected fields, of which `{known_by}` is one - at `{at}[{i}]`")
+        name = item[known_by]
         if name in given:
             raise SpecError(f"{name} is given twice - at `{at}[{i}]`")
         given.add(name)
@@ -181,5 +184,5 @@ def _merged(key: str, base: Any, over: Any, at: str) -> Any:
     return list(ours.values())
 
 
-def _named(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(i, dict) and "name" in i for i in value)
+def _all_have(field: str, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(i, dict) and field in i for i in value)
