@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from perilune_api import kube, names
 from perilune_operator.observe import Object
+from perilune_operator.render import mooncake
 
 MOST = 5
 """Causes that are told; one mistake may have many."""
@@ -188,7 +189,7 @@ def _component(obj: Object) -> str:
 
 
 _RAW = ("resources", "image")
-"""Fields of our container that users state beside podTemplate."""
+"""Fields of our containers that users state beside podTemplate."""
 _FIELDS: Mapping[str, tuple[tuple[tuple[Step, ...], tuple[Step, ...]], ...]] = {
     "HTTPRoute": (
         (("spec", "hostnames"), ("gateway", "hostnames")),
@@ -214,7 +215,8 @@ def _origin(
             if path[: len(begins)] == begins and (component == "engine" or "rollout" not in origin):
                 return origin if origin[-1] == "target" else (*origin, *path[len(begins) :])
         return None
-    if inside[:2] != ("spec", "containers") or inside[2:3] != (Named(component),):
+    ours = {("spec", "containers", Named(component)), ("spec", "initContainers", Named(mooncake.WAITER))}
+    if inside[:3] not in ours:
         placed = inside[:2] in (("spec", "affinity"), ("spec", "topologySpreadConstraints"))
         return ("topology", "placement") if placed and component == "engine" else None
     owner: tuple[Step, ...] = _PLACES[component][:-1]

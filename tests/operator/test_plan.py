@@ -250,6 +250,38 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert ours | {"--pool"} == crd.GATEWAY_ARGS
 
 
+def template_of(spec: Object, name: str = "p-engine") -> Object:
+    objects = made({"model": {"name": "m"}, **spec}, Observed("u", 1)).objects or ()
+    (found,) = (o for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", name))
+    template: Object = found["spec"]["template"]
+    return template
+
+
+@pytest.mark.parametrize(
+    ("mooncake", "rolls"),
+    [
+        pytest.param({"devices": "mlx5_0"}, True, id="what the store's clients read at their start"),
+        pytest.param({"protocol": "rdma"}, True, id="likewise"),
+        pytest.param({"master": {"allocation": "random"}}, False, id="what only the master reads"),
+    ],
+)
+def test_another_client_configuration_takes_other_engines(mooncake: Object, rolls: bool) -> None:
+    before: Object = {"store": {"enabled": True}}
+    one, other = (template_of({"mooncake": given}) for given in (before, before | mooncake))
+    assert (one != other) is rolls
+
+
+def test_every_container_of_an_engine_asks_for_as_much() -> None:
+    """Or a ResourceQuota refuses the pod, and none is ever Guaranteed."""
+    given = {"requests": {"cpu": "2", "memory": "1Gi"}, "limits": {"cpu": "2", "memory": "1Gi"}}
+    store = {"enabled": True, "segmentSize": "1Gi", "localBufferSize": "0"}
+    pod = template_of({"engine": {"resources": given}, "mooncake": {"store": store}})["spec"]
+    (waits,), (serves,) = pod["initContainers"], pod["containers"]
+    assert waits["resources"]["limits"] == waits["resources"]["requests"] == {"cpu": "2", "memory": "2Gi"}
+    device = {"nvidia.com/gpu": "1"}
+    assert serves["resources"]["limits"] == waits["resources"]["limits"] | device
+
+
 def test_roles_have_names_of_their_own() -> None:
     objects = made({"model": {"name": "m"}, **PD}, Observed("u", 1)).objects or ()
     engines = {o["metadata"]["name"]: o["spec"]["template"] for o in objects if o["kind"] == "Deployment"}

@@ -277,6 +277,19 @@ def test_whose_field_it_is(field: str, spec: Object, path: str) -> None:
     assert refusal.blame(engine_of(rendered("ns", spec)), MODEL | spec, field) == path
 
 
+async def test_a_mistake_in_two_containers_is_told_once(client: kube.Client, namespace: str) -> None:
+    """The one that waits for the store asks for what the engine asks for."""
+    spec: Object = {"engine": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}}
+    spec["mooncake"] = {"store": {"enabled": True}}
+    objects = [engine_of(rendered(namespace, spec))]
+    applier = Applier(client, _Leader(), clock=lambda: 0.0)
+    _, refused = await applier.look(Pool(namespace, "p", "u"), objects, {})
+    assert len(refused[0].causes) == 2
+    where = "must be less than or equal to cpu limit of 1 - at `$.spec.engine.resources.requests`"
+    assert refusal.told(refused, MODEL | spec).endswith(where)
+    assert refusal.told(refused, MODEL | spec).count("$.spec") == 1
+
+
 def test_a_long_list_is_cut() -> None:
     obj = engine_of(rendered("ns", {}))
     many = refusal.Refusal(obj, tuple((f"spec.{i}", "bad") for i in range(9)))

@@ -4,6 +4,7 @@ The master is ready once it says `service_ready`; engines wait for that before t
 disk: after its restart the store is empty, so it is never replaced by a rolling update that would run two.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from perilune_operator.render.objects import (
 RPC_PORT = 50_051
 HTTP_PORT = 9_003
 FOLDER = "/etc/mooncake"
+WAITER = "wait-for-store"
+CLIENT_HASH = "perilune.dev/store-client-hash"
 MOUNT: Object = {"name": "mooncake", "mountPath": FOLDER, "readOnly": True}
 
 SERVING = """\
@@ -60,21 +63,12 @@ def store(pool: Context) -> Iterator[Object]:
         return
     made, name = pool.spec.mooncake, master_name(pool.name)
     labels = pool.labels("master")
-    client = {
-        "mode": "embedded",
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": f"{name}.{pool.namespace}.svc:{RPC_PORT}",
-        "global_segment_size": int(quantity(made.store.segment_size)),
-        "local_buffer_size": int(quantity(made.store.local_buffer_size)),
-        "protocol": made.protocol,
-        "device_name": made.devices,
-    }
     yield pool.object(
         "v1",
         "ConfigMap",
         f"{pool.name}-mooncake",
         "master",
-        data={"mooncake.json": json.dumps(client, indent=2) + "\n"},
+        data={"mooncake.json": client(pool)},
     )
     yield pool.object(
         "v1",
@@ -105,6 +99,26 @@ def store(pool: Context) -> Iterator[Object]:
             ),
         },
     )
+
+
+def client(pool: Context) -> str:
+    """MOONCAKE_CONFIG_PATH's file. An engine reads it once, at its start."""
+    made = pool.spec.mooncake
+    said = {
+        "mode": "embedded",
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": f"{master_name(pool.name)}.{pool.namespace}.svc:{RPC_PORT}",
+        "global_segment_size": int(quantity(made.store.segment_size)),
+        "local_buffer_size": int(quantity(made.store.local_buffer_size)),
+        "protocol": made.protocol,
+        "device_name": made.devices,
+    }
+    return json.dumps(said, indent=2) + "\n"
+
+
+def client_hash(pool: Context) -> Object:
+    """Annotation of an engine's template: another file takes other engines."""
+    return {CLIENT_HASH: hashlib.sha256(client(pool).encode()).hexdigest()[:16]}
 
 
 def _pod(pool: Context) -> Object:
@@ -162,13 +176,16 @@ def env() -> list[Object]:
     ]
 
 
-def wait(pool: Context, image: str) -> Object:
-    """Init container: ends once the master serves."""
+def wait(pool: Context, image: str, engine: Object) -> Object:
+    """Init container: ends once the master serves. `engine`: resources of the engine, but for its
+    devices. It ends before that begins, so the same costs nothing; a ResourceQuota wants them of every
+    container, and a pod is Guaranteed only where all are."""
     url = f"http://{master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
     return {
-        "name": "wait-for-store",
+        "name": WAITER,
         "image": image,
         "imagePullPolicy": pool.spec.engine.image_pull_policy,
         "command": ["python3", "-c", WAIT, url],
+        "resources": engine,
         "securityContext": container_security(),
     }

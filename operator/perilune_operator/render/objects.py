@@ -151,7 +151,7 @@ mount): replaced."""
 
 def overlaid(base: Object, over: Object, at: str = "$") -> Object:
     """`over` laid over `base`: maps by key, lists of named things by name (mounts by path: a volume may have
-    several), anything else replaced. `at`: path of `over`. Raises SpecError where it has not the shape of what
+    several), anything else replaced. `at`: path of `over`. Raises SpecError where it is not shaped like what
     it is laid over."""
     return {
         **base,

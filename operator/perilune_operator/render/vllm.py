@@ -176,13 +176,14 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         pool.defaults.image if engine.kind is EngineKind.SIMULATED else pool.defaults.engine_image
     )
     lent = mooncake.host_bytes(pool.spec.mooncake, here, nodes_per_endpoint(pool))
+    needs = with_memory(spec.resources or engine.resources, lent)
     container: Object = {
         "name": "engine",
         "image": image,
         "imagePullPolicy": engine.image_pull_policy,
         "command": _command(pool, serve),
         "env": _env(pool, role),
-        "resources": resources(with_memory(spec.resources or engine.resources, lent), **more),
+        "resources": resources(needs, **more),
         "securityContext": container_security(*(("IPC_LOCK",) if rdma else ())),
         "volumeMounts": [
             {"name": "home", "mountPath": "/home/perilune"},
@@ -194,10 +195,12 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     init: list[Object] = []
+    annotations = {names.EVENTS_PORT: str(EVENTS_PORT)}
     if pool.spec.mooncake.store.enabled:
         container["volumeMounts"].append(mooncake.MOUNT)
         volumes.append(mooncake.volume(pool))
-        init.append(mooncake.wait(pool, image))
+        init.append(mooncake.wait(pool, image, resources(needs)))
+        annotations |= mooncake.client_hash(pool)
     if serve:
         container["args"] = _args(pool, role, spec)
         container["ports"] = [
@@ -209,7 +212,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
     drain = pool.spec.rollout.drain_seconds
     return overlaid(
         {
-            "metadata": {"labels": labels, "annotations": {names.EVENTS_PORT: str(EVENTS_PORT)}},
+            "metadata": {"labels": labels, "annotations": annotations},
             "spec": {
                 **({"initContainers": init} if init else {}),
                 "containers": [container],
