@@ -13,7 +13,7 @@ from perilune_api import names
 from perilune_api.crd import InferencePoolSpec, InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
-from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.observe import Key, Object, Observed, PodFacts
 from perilune_operator.render import gateway, mooncake, network, vllm
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Mark, drain
@@ -93,8 +93,23 @@ def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drai
     session_s = float(pool.spec.rollout.session_seconds) if asked else 0.0
     made = {}
     for role, spec in vllm.roles(pool):
-        pods = [p for p in observed.pods if p.component == "engine" and p.role == role]
+        pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]
         kind = "Deployment" if vllm.nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
         workload = observed.children.get(Key(kind, pool.namespace, vllm.workload_name(pool.name, role)))
         made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
     return made
+
+
+def _leads(pod: PodFacts, role: Role) -> bool:
+    return pod.component == "engine" and pod.role == role
+
+
+def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
+    """An endpoint of several nodes leaves with the first of them: its leader counts as being there."""
+    if leader.group < 0 or not leaving:
+        return leader
+    for pod in observed.pods:
+        worker = pod.component == "engine-worker" and (pod.role, pod.group) == (leader.role, leader.group)
+        if worker and pod.node in leaving:
+            return replace(leader, node=pod.node)
+    return leader

@@ -4,7 +4,8 @@
 
 1. *Choose* who goes, as a ReplicaSet would (those not ready first), but after these: who was chosen before,
    who is on a node that is being emptied, the youngest. A ReplicaSet takes no names, only
-   `controller.kubernetes.io/pod-deletion-cost`; a LeaderWorkerSet always takes the highest index.
+   `controller.kubernetes.io/pod-deletion-cost`; a LeaderWorkerSet keeps the lowest indices, whether or not
+   their pods are there just now.
 2. *Mark* them: the gateway sends no new session there, and known ones finish (names.DRAINING).
 3. *Wait* until every ready gateway has answered that mark (names.DRAINED), or for `sessionSeconds`. The
    workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
@@ -68,7 +69,9 @@ def drain(
     order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
     live = wanted if workload is None else workload.get("spec", {}).get("replicas", 1)
     shrinks = live > wanted or any(pod.chosen for pod in order)
-    number = len(order) - wanted if shrinks and not _is_rolling(workload) else 0
+    groups = [pod.group for pod in order if pod.group >= 0]
+    surplus = sum(group >= wanted for group in groups) if groups else len(order) - wanted
+    number = surplus if shrinks and not _is_rolling(workload) else 0
     going, rest = order[: max(0, number)], order[max(0, number) :]
     wait_s = max((_waits_s(pod, gateways, session_s, now) for pod in going), default=0.0)
     others = any(pod.ready and pod.node not in leaving_nodes for pod in rest)
@@ -77,8 +80,9 @@ def drain(
         *(_mark(pod, _own(pod) or _stamp(now), CHOSEN_COST) for pod in going),
         *(_mark(pod, _own(pod) or _stamp(now) if pod in emptied else None, None) for pod in rest),
     )
+    there = max(groups) + 1 if groups else len(order)
     return Drain(
-        max(wanted, min(live, len(order))) if wait_s > 0 else wanted,
+        max(wanted, min(live, there)) if wait_s > 0 else wanted,
         tuple(mark for mark in marks if mark.annotations),
         tuple(sorted(pod.name for pod in going)),
         tuple(sorted(pod.name for pod in emptied)),

@@ -12,7 +12,7 @@ from perilune_api import crd, names
 from perilune_api.pool import Role, SpecError, parse
 from perilune_gateway.main import arguments
 from perilune_operator import apply, observe
-from perilune_operator.observe import NodeFacts, Observed
+from perilune_operator.observe import NodeFacts, Observed, PodFacts
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render import network
 from perilune_operator.render.mooncake import host_bytes
@@ -280,6 +280,51 @@ def test_every_container_of_an_engine_asks_for_as_much() -> None:
     assert waits["resources"]["limits"] == waits["resources"]["requests"] == {"cpu": "2", "memory": "2Gi"}
     device = {"nvidia.com/gpu": "1"}
     assert serves["resources"]["limits"] == waits["resources"]["limits"] | device
+
+
+SPANS: Object = {"model": {"name": "m"}, "engine": {"tensorParallel": 8, "pipelineParallel": 2}}
+LWS = "leaderworkerset.x-k8s.io/LeaderWorkerSet"
+
+
+def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
+    objects = made(SPANS, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+    by_name = {(o["kind"], o["metadata"]["name"]): o["spec"] for o in objects if "spec" in o}
+    budget = by_name["PodDisruptionBudget", "p-engine"]["selector"]
+    assert budget["matchExpressions"][0]["values"] == ["engine", "engine-worker"]
+    policy = by_name["NetworkPolicy", "p-engine-worker"]
+    assert policy["podSelector"]["matchLabels"][names.COMPONENT_LABEL] == "engine-worker"
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": {names.POOL_LABEL: "p"}}}]}]
+
+
+@pytest.mark.parametrize(
+    ("letters", "roles", "words"),
+    [
+        pytest.param(41, {}, None, id="as long as it may be"),
+        pytest.param(42, {}, "of at most 41 letters - at `$.metadata.name`", id="longer"),
+        pytest.param(41, PD, "of at most 40 letters - at `$.metadata.name`", id="with prefill"),
+    ],
+)
+def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, roles: Object, words: str | None) -> None:
+    observed = Observed("u", 1, kinds=frozenset({LWS}))
+    planned = plan("p" * letters, "ns", crd.convert(SPANS | roles), observed, NOW, Defaults())
+    accepted = planned.status.conditions[0]
+    assert (planned.objects is None, accepted.status) == ((True, "False") if words else (False, "True"))
+    assert accepted.message.endswith(words or "")
+
+
+def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
+    def pod(name: str, component: str, group: int, node: str) -> PodFacts:
+        return PodFacts(name, component, "both", node, True, False, name, group=group)
+
+    pods = tuple(
+        pod(f"p-engine-{group}{worker}", f"engine{'-worker' if worker else ''}", group, f"n{group}{worker}")
+        for group in (0, 1)
+        for worker in ("", "-1")
+    )
+    nodes = tuple(NodeFacts(p.node, {}, 8, leaving=p.name == "p-engine-0-1") for p in pods)
+    seen = Observed("u", 1, nodes=nodes, pods=pods, kinds=frozenset({LWS}))
+    marks = made(SPANS | {"replicas": 2}, seen).marks
+    assert [(mark.pod, list(mark.annotations)) for mark in marks] == [("p-engine-0", [names.DRAINING])]
 
 
 def test_roles_have_names_of_their_own() -> None:

@@ -98,6 +98,15 @@ def test_they_go_together() -> None:
     assert of(pod("a"), done, replace(done, name="c"), wanted=1).replicas == 1
 
 
+def test_a_leader_worker_set_keeps_its_lowest_indices() -> None:
+    """Group 0 is being made anew: with 3 replicas, group 3 would go at once, and 2 is to go as well."""
+    groups = [pod(f"p-{i}", group=i, terminating=i == 0) for i in range(4)]
+    made = of(*groups, wanted=2)
+    assert (made.replicas, made.leaving) == (4, ("p-2", "p-3"))
+    gone = of(groups[1], going("p-2", group=2), wanted=2, live=workload(4))
+    assert (gone.replicas, gone.leaving) == (3, ("p-2",))
+
+
 def test_a_change_of_mind_takes_the_marks_away() -> None:
     made = of(pod("a"), going("b"), wanted=2)
     assert made.replicas == 2

@@ -111,7 +111,7 @@ def gateway(pool: Context) -> Iterator[Object]:
             "PodDisruptionBudget",
             name,
             "gateway",
-            spec=disruption_budget(labels),
+            spec=disruption_budget({"matchLabels": labels}),
         )
     if scaled:
         cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.crd import GatewayMode, ParentRef
 from perilune_operator.observe import Object
-from perilune_operator.render import mooncake
+from perilune_operator.render import mooncake, vllm
 from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 
@@ -252,6 +252,8 @@ def _policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
     yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
+    if vllm.nodes_per_endpoint(pool) > 1:  # whoever reaches a Ray worker can run what he likes there
+        yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,
         "gateway",

@@ -100,12 +100,12 @@ POD_SECURITY: Mapping[str, Any] = {
 }
 
 
-def disruption_budget(labels: Mapping[str, str]) -> Object:
+def disruption_budget(selector: Object) -> Object:
     """One at a time; pods that do not work are nobody's to protect."""
     return {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        "selector": {"matchLabels": dict(labels)},
+        "selector": selector,
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from perilune_api import names
 from perilune_api.crd import EngineKind, RoleSpec, Transfer
-from perilune_api.pool import Role
+from perilune_api.pool import Role, SpecError
 from perilune_api.quantities import quantity
 from perilune_operator import topology
 from perilune_operator.observe import Object
@@ -34,6 +34,9 @@ PEER_PORT = 5710
 """The offload tier's, for other engines."""
 ROUTE_SECONDS = 5
 """Until every Envoy and gateway knows that an endpoint leaves."""
+LONGEST_SET = 63 - len("-0123456789") - len("-999")
+"""Name of a LeaderWorkerSet: the workers of a group are a StatefulSet of that name and the group's index,
+whose pods bear a label of its name and a hash."""
 SPARE_SECONDS = 30
 """Between the end of draining and the kill."""
 
@@ -86,7 +89,7 @@ def engines(pool: Context) -> Iterator[Object]:
         "PodDisruptionBudget",
         workload_name(pool.name, Role.BOTH),
         "engine",
-        spec=disruption_budget(pool.labels("engine")),
+        spec=disruption_budget(every_pod(pool)),
     )
     if pool.spec.scaling is not None:
         yield _autoscaler(pool)
@@ -110,6 +113,14 @@ def gpus(pool: Context) -> int:
 
 def nodes_per_endpoint(pool: Context) -> int:
     return max(1, -(-gpus(pool) // pool.spec.engine.gpus_per_node))
+
+
+def every_pod(pool: Context) -> Object:
+    """Selector of all pods of all endpoints, workers too: who loses one of them has to begin anew."""
+    if nodes_per_endpoint(pool) == 1:
+        return {"matchLabels": pool.labels("engine")}
+    components = {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
+    return {"matchLabels": {names.POOL_LABEL: pool.name}, "matchExpressions": [components]}
 
 
 def can_run(pool: Context) -> bool:
@@ -139,6 +150,12 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
                 "progressDeadlineSeconds": pool.spec.engine.startup_seconds + 600,
                 "template": _template(pool, role, spec, labels, serve=True),
             },
+        )
+    if len(name) > LONGEST_SET:
+        most = len(pool.name) - len(name) + LONGEST_SET
+        raise SpecError(
+            f"Endpoints that span nodes need a pool with a shorter name, of at most {most} letters"
+            " - at `$.metadata.name`"
         )
     worker = {**pool.labels("engine-worker"), names.ROLE_LABEL: role.value}
     return pool.object(
@@ -191,7 +208,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         ],
     }
     volumes: list[Object] = [{"name": "home", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
-    if here > 1:  # NCCL talks through shared memory
+    if gpus(pool) > 1:  # NCCL and Ray talk through shared memory
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     init: list[Object] = []
