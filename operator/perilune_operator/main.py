@@ -61,6 +61,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engine-image", default=known.engine_image, help="vLLM engines [%(default)s]")
     add("--master-image", default=known.master_image, help="mooncake_master [the engines']")
     add(
+        "--monitor-label",
+        action="append",
+        default=[],
+        type=_label,
+        metavar="KEY=VALUE",
+        help="of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own; may be repeated",
+    )
+    add(
         "--lease-seconds",
         type=int,
         default=10,
@@ -70,6 +78,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     add("--version", action="version", version=f"perilune {version('perilune')}")
     return parser.parse_args(argv)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
 
 
 async def serve(args: argparse.Namespace) -> None:
@@ -85,7 +100,9 @@ async def serve(args: argparse.Namespace) -> None:
         margin_s=args.lease_seconds / 5,
     )
     prometheus = CollectorRegistry()
-    defaults = Defaults(args.image, args.engine_image, args.master_image, args.own_namespace)
+    defaults = Defaults(
+        args.image, args.engine_image, args.master_image, args.own_namespace, dict(args.monitor_label)
+    )
     reconciler = Reconciler(
         client,
         lease,

@@ -80,7 +80,8 @@ def test_an_operator_of_one_namespace_has_its_rights_there_only(
     template: Callable[..., dict[str, Any]],
 ) -> None:
     made = template("watchNamespace=team")
-    assert made["ClusterRole/perilune-operator"]["rules"] == CLUSTER_RULES
+    assert made["ClusterRole/perilune-operator-sys"]["rules"] == CLUSTER_RULES
+    assert made["ClusterRoleBinding/perilune-operator-sys"]["roleRef"]["name"] == "perilune-operator-sys"
     role = made["Role/perilune-operator-pools"]
     assert (role["metadata"]["namespace"], role["rules"]) == ("team", RULES)
     binding = made["RoleBinding/perilune-operator-pools"]
@@ -100,10 +101,18 @@ def test_the_operator_is_scraped_where_prometheus_operator_is(
     assert wanted.items() <= pods.items()
 
 
+def test_monitors_get_the_labels_that_a_prometheus_goes_by(template: Callable[..., dict[str, Any]]) -> None:
+    made = template("monitors.labels.release=kps", apis="monitoring.coreos.com/v1")
+    assert made["PodMonitor/perilune-operator"]["metadata"]["labels"]["release"] == "kps"
+    (container,) = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]["containers"]
+    assert arguments(container["args"]).monitor_label == [("release", "kps")]
+
+
 def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:
     data = template()["ConfigMap/perilune-dashboard"]["data"]
     assert json.loads(data["perilune.json"])["title"] == "Perilune"
     assert "ConfigMap/perilune-dashboard" not in template("dashboard.enabled=false")
+    assert "ConfigMap/perilune-dashboard" in template("dashboard.labels=null")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +121,12 @@ def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:
         pytest.param("replicas=0", "minimum", id="no replica"),
         pytest.param("replica=1", "additional", id="typo"),
         pytest.param("logLevel=loud", "logLevel", id="enum"),
+        pytest.param("watchNamespace=Team_A", "watchNamespace", id="no namespace"),
+        pytest.param("nodeSelector.disks=2", "nodeSelector", id="a number for a label"),
+        pytest.param("tolerations[0]=gpu", "tolerations", id="a word for a toleration"),
+        pytest.param("imagePullSecrets[0].nam=s", "imagePullSecrets", id="typo in a list"),
+        pytest.param("replicas=null", "missing", id="nothing for a number"),
+        pytest.param("image=null", "missing", id="nothing for fields"),
     ],
 )
 def test_wrong_values_are_refused(template: Callable[..., Any], value: str, message: str) -> None:

@@ -64,3 +64,23 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     }
     assert len(asked) > 10
     assert asked <= known
+
+
+SCRAPED = frozenset({"namespace", "service", "pod", "le"})
+"""Labels that come from Prometheus itself."""
+
+
+def test_the_dashboard_asks_by_labels_that_these_metrics_have() -> None:
+    registry = CollectorRegistry()
+    OperatorMetrics(registry, lambda: 0.0).round("done", 0.1, 0.1, changed=True)
+    pages = page(prompts=True) + generate_latest(registry).decode()
+    labels: dict[str, set[str]] = {}
+    for name, told in re.findall(r"^(perilune_\w+)(?:{(.*)})? ", pages, re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', told))
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            (name,) = re.findall(r"perilune_\w+", target["expr"])
+            by = re.findall(r"by \(([^)]*)\)", target["expr"]) + re.findall(r"{([^}]*)}", target["expr"])
+            asked = set(re.findall(r"(\w+)(?=\s*(?:=|,|$))", ",".join(re.sub('"[^"]*"', "", b) for b in by)))
+            shown = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+            assert asked | shown <= labels.get(name, set()) | SCRAPED, target["expr"]

@@ -327,6 +327,21 @@ def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
     assert [(mark.pod, list(mark.annotations)) for mark in marks] == [("p-engine-0", [names.DRAINING])]
 
 
+def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:
+    """Never in the place of ours."""
+    kinds = frozenset({network.POD_MONITOR, network.SERVICE_MONITOR})
+    defaults = Defaults(monitor_labels={"release": "kps", names.POOL_LABEL: "other"})
+    spec = crd.convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})
+    objects = plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, defaults).objects or ()
+    monitors = {o["metadata"]["name"]: o for o in objects if o["kind"].endswith("Monitor")}
+    assert sorted(monitors) == ["p-engine", "p-gateway", "p-master"]
+    for monitor in monitors.values():
+        labels = monitor["metadata"]["labels"]
+        assert (labels["release"], labels[names.POOL_LABEL]) == ("kps", "p")
+    (scraped,) = monitors["p-gateway"]["spec"]["endpoints"]
+    assert scraped["honorLabels"], "or Prometheus' own label `endpoint`, a port's name, hides the metrics'"
+
+
 def test_roles_have_names_of_their_own() -> None:
     objects = made({"model": {"name": "m"}, **PD}, Observed("u", 1)).objects or ()
     engines = {o["metadata"]["name"]: o["spec"]["template"] for o in objects if o["kind"] == "Deployment"}

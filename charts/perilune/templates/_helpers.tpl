@@ -8,3 +8,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "perilune.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
+
+{{- /* Of what belongs to no namespace: an operator of one namespace may have others beside it. */ -}}
+{{- define "perilune.clusterName" -}}
+perilune-operator{{ with .Values.watchNamespace }}-{{ $.Release.Namespace }}{{ end }}
+{{- end }}

@@ -88,18 +88,25 @@ def network(pool: Context) -> Iterator[Object]:
 
 
 def _monitor(pool: Context, component: str, port: str, kind: str) -> Object:
-    """The gateway's by its Service, which is the object that the engines' autoscaler asks about."""
-    endpoints = "podMetricsEndpoints" if kind == POD_MONITOR else "endpoints"
-    return pool.object(
+    """The gateway's by its Service, which is the object that the engines' autoscaler asks about. Its metrics
+    have a label `endpoint`, as every scraped port has: theirs is kept."""
+    pods = kind == POD_MONITOR
+    scraped = {"port": port, "path": "/metrics", "interval": "15s"}
+    made = pool.object(
         f"{MONITORING}/v1",
         kind.partition("/")[2],
         f"{pool.name}-{component}",
         component,
         spec={
             "selector": {"matchLabels": pool.labels(component)},
-            endpoints: [{"port": port, "path": "/metrics", "interval": "15s"}],
+            "podMetricsEndpoints" if pods else "endpoints": [
+                scraped if pods else {**scraped, "honorLabels": True}
+            ],
+            "podTargetLabels": [names.POOL_LABEL],
         },
     )
+    made["metadata"]["labels"] = {**pool.defaults.monitor_labels, **made["metadata"]["labels"]}
+    return made
 
 
 def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:

@@ -26,6 +26,8 @@ class Defaults:
     """With mooncake_master; empty: the engine's image."""
     namespace: str = "perilune-system"
     """The operator's own."""
+    monitor_labels: Mapping[str, str] = field(default_factory=dict)
+    """Of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own."""
 
 
 @dataclass(frozen=True, slots=True)
