@@ -133,6 +133,8 @@ class Client:
         url = self._server + path + (f"?{urlencode(params)}" if params else "")
         headers = {"Content-Type": content_type, "Accept": "application/json"}
         await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        if content_type == APPLY:  # read as YAML, without JSON's two \u for an emoji: it goes as it is
+            headers["Content-Type"], body = f"{APPLY}; charset=utf-8", msgspec.json.encode(body)
         answer = await self._api.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = answer.response
         return response
