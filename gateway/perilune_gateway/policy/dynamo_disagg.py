@@ -48,6 +48,6 @@ def dynamo_disagg(
 
 def prefill_remotely(request: RequestView, cached_tokens: int, params: PolicyParams) -> bool:
     """Step 2."""
-    hit_rate = cached_tokens / request.prompt_tokens
+    hit_rate = cached_tokens / max(request.prompt_tokens, 1)
     uncached = int(request.prompt_tokens * (1.0 - hit_rate))
     return uncached > params.max_local_prefill_tokens and request.prefill_queue < params.max_prefill_queue

@@ -39,7 +39,7 @@ def dynamo_v1(
 def _cost(candidate: Candidate, request: RequestView, params: PolicyParams, most_waiting: int) -> Cost:
     overlap_blocks, load = candidate.overlap.device_tokens // request.block_size, candidate.load
     terms = {
-        "overlap": overlap_blocks * request.block_size / request.prompt_tokens,
+        "overlap": overlap_blocks * request.block_size / max(request.prompt_tokens, 1),
         "kv_usage": load.kv_usage,
         "waiting": load.waiting / most_waiting if most_waiting else 0.0,
     }

@@ -35,7 +35,7 @@ def kv_linear(
 
 def _cost(candidate: Candidate, request: RequestView, params: PolicyParams, most: int) -> Cost:
     terms = {
-        "hit_ratio": candidate.overlap.device_tokens / request.prompt_tokens,
+        "hit_ratio": candidate.overlap.device_tokens / max(request.prompt_tokens, 1),
         "load": candidate.load.in_flight / most if most else 0.0,
     }
     score = params.kv_linear_hit_weight * terms["hit_ratio"] - params.kv_linear_load_weight * terms["load"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -161,7 +161,7 @@ candidates_strategy = st.lists(
 requests_strategy = st.builds(
     request,
     ordinal=st.integers(0, 20),
-    tokens=st.integers(1, 5_000),
+    tokens=st.integers(0, 5_000),
     of=st.none()
     | st.builds(session, st.sampled_from(["", *"abcdefghz"]), moved_s_ago=st.floats(0, 2 * T_COOL)),
     phase=st.sampled_from(Phase),
@@ -181,6 +181,14 @@ def test_every_policy_chooses_a_candidate_and_shows_all_costs(
     assert verdict.target in [c.address for c in candidates]
     assert [cost.address for cost in verdict.costs] == [c.address for c in candidates]
     assert not verdict.moved_from or verdict.moved_from != verdict.target
+
+
+@pytest.mark.parametrize("roles", [(Role.BOTH, Role.BOTH), (Role.PREFILL, Role.DECODE)])
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_empty_prompt_is_routed_too(name: str, roles: tuple[Role, Role]) -> None:
+    """`"prompt": []`: what is wrong with it is the engine's to say."""
+    nodes = [candidate(address, role=role) for address, role in zip("ab", roles, strict=True)]
+    assert isinstance(decide(name, request(tokens=0, of=session("")), nodes), Decision)
 
 
 @pytest.mark.parametrize("name", POLICIES)

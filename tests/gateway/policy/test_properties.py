@@ -47,7 +47,15 @@ requests_strategy = st.builds(
     request,
     ordinal=st.integers(0, 20),
     tokens=st.integers(4_001, 50_000),
-    of=st.none() | st.builds(session, st.sampled_from(["", *NAMES, "z"]), moved_s_ago=st.floats(0, 60)),
+    of=st.none()
+    | st.builds(
+        lambda host, parent, moved_s_ago: structs.replace(
+            session(host, moved_s_ago=moved_s_ago), parent_host=parent
+        ),
+        st.sampled_from(["", *NAMES, "z"]),
+        st.sampled_from(["", *NAMES, "z"]),
+        st.floats(0, 60),
+    ),
     phase=st.sampled_from(Phase),
     prefix=st.builds(
         lambda held, pullable, score: prefix(pullable=pullable, score=score, **held),
@@ -87,13 +95,16 @@ def test_only_candidates_are_named(
         assert not verdict.prefill_queued
 
 
+def new(address: str) -> str:
+    """Another name; the order of all is the reverse."""
+    return f"{chr(219 - ord(address))}!" if address else ""
+
+
 def renamed(r: RequestView, candidates: Sequence[Candidate]) -> tuple[RequestView, list[Candidate]]:
-    """Everything under new names whose order is the reverse."""
-
-    def new(address: str) -> str:
-        return f"{chr(219 - ord(address))}!" if address else ""
-
-    of = r.session and structs.replace(r.session, host=new(r.session.host))
+    """Everything under new names."""
+    of = r.session and structs.replace(
+        r.session, host=new(r.session.host), parent_host=new(r.session.parent_host)
+    )
     locations = tuple(Location(new(a), tokens) for a, tokens in r.prefix.locations)
     return structs.replace(r, session=of, prefix=structs.replace(r.prefix, locations=locations)), [
         c._replace(
@@ -114,10 +125,8 @@ def test_renaming_endpoints_renames_the_result(
     after = POLICIES[name](*renamed(r, candidates), params, Random(3))
     assert type(before) is type(after)
     if isinstance(before, Decision) and isinstance(after, Decision):
-        new_names = dict(
-            zip([c.address for c in candidates], [c.address for c in renamed(r, candidates)[1]], strict=True)
-        )
-        assert after.target == new_names[before.target]
+        for field in ("target", "prefill", "moved_from", "replicate_from"):
+            assert getattr(after, field) == new(getattr(before, field))
         assert after.reason == before.reason
         assert [cost.total for cost in after.costs] == [cost.total for cost in before.costs]
 
