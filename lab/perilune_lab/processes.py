@@ -1,4 +1,4 @@
-"""The same function over many items, in processes of their own.
+"""The same function over many items, in processes of their own, never more than there are items.
 
 Ctrl-C reaches the whole terminal. Workers never see it: it is blocked while they are forked, because a child
 that is interrupted before it is a worker goes on as a second caller. They are terminated when the caller
@@ -8,7 +8,7 @@ leaves, so what is interrupted ends at once. With one job everything happens in 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import TimeoutError, get_context
 from multiprocessing.pool import IMapIterator
@@ -23,9 +23,10 @@ R = TypeVar("R")
 
 @contextmanager
 def mapped(
-    function: Callable[[T], R], items: Iterable[T], jobs: int, *, ordered: bool = True
+    function: Callable[[T], R], items: Sequence[T], jobs: int, *, ordered: bool = True
 ) -> Iterator[Iterable[R]]:
     """Answers as they come, in the order of the items or of their ends. `function` can be pickled."""
+    jobs = min(jobs, len(items))
     if jobs <= 1:
         yield map(function, items)
         return

@@ -32,6 +32,17 @@ def test_every_item_is_answered(jobs: int, ordered: bool):
     assert found == [abs(i) for i in items] if ordered else sorted(found) == sorted(map(abs, items))
 
 
+def test_no_more_workers_than_items():
+    with mapped(_pid, range(1), 100_000) as answers:
+        assert list(answers) == [os.getpid()]
+    with mapped(_pid, range(2), 100_000) as answers:
+        assert len(set(answers) - {os.getpid()}) <= 2
+
+
+def _pid(number: int) -> int:
+    return os.getpid()
+
+
 def test_ctrl_c_ends_the_work_at_once():
     """As a terminal sends it: to the command and to its workers."""
     command = [sys.executable, "-c", INTERRUPTED]

@@ -4,13 +4,14 @@ Steps: find R → simulate what the wanted parts need, as far as it is not alrea
 → files under `--out`. Ctrl-C loses nothing but the simulations under way: the next call goes on. Nothing
 printed is a measurement of hardware.
 
-Exit status: 0, also with missed bars; 2 for a wrong call.
+Exit status: 0, also with missed bars; 2 for a wrong call or a file that cannot be written.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,11 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        return run(options, Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True))
-    except SpecError as error:
+        out = Console(width=None if sys.stdout.isatty() else 160)
+        return run(options, out, Console(stderr=True, soft_wrap=True))
+    except BrokenPipeError:
+        raise
+    except (SpecError, OSError) as error:
         print(f"perilune evaluate: {error}", file=sys.stderr)
         return WRONG_CALL
     except KeyboardInterrupt:
@@ -75,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Simulates, prints, writes. Raises SpecError."""
+    """Simulates, prints, writes. Raises SpecError, and OSError where a disk is full."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
@@ -98,8 +102,10 @@ def run(options: Options, out: Console, err: Console) -> int:
 
 
 def _folder(path: Path, option: str) -> Path:
+    """It is there and can be written to: better known now than after the work."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror} - at `{option}`") from None
     return path

@@ -4,7 +4,7 @@
 
 Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
 from (gateway, simulator, traces, and how a cell is measured): other code, other file. A line that an
-interruption cut short is dropped.
+interruption or a full disk cut short is dropped; two evaluations may share a folder.
 """
 
 from __future__ import annotations
@@ -122,11 +122,14 @@ class Work:
 
     def _read(self) -> None:
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            self.path.write_bytes(whole)
-        for row in whole.splitlines():
-            line = msgspec.json.decode(row, type=_Line)
+        if content and not content.endswith(b"\n"):
+            with self.path.open("ab") as file:
+                file.write(b"\n")
+        for row in content.splitlines():
+            try:
+                line = msgspec.json.decode(row, type=_Line)
+            except msgspec.DecodeError:
+                continue
             self._known[line.key] = line.value
 
 

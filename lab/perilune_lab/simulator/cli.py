@@ -3,7 +3,7 @@
 Steps: find R where a rate is given in it → play every (rate, seed) with every policy → a table per rate with
 95 % intervals over seeds, JSON and a figure where asked for. Nothing printed is a measurement of hardware.
 
-Exit status: 0; 2 for a wrong call or trace.
+Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        return run(options, Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True))
+        out = Console(width=None if sys.stdout.isatty() else 200)
+        return run(options, out, Console(stderr=True, soft_wrap=True))
     except SpecError as error:
         print(f"perilune simulate: {error}", file=sys.stderr)
         return WRONG_CALL
@@ -118,13 +119,16 @@ def run(options: Options, out: Console, err: Console) -> int:
         trace=describe(options),
         runs=tuple(runs),
     )
-    if options.json:
-        options.json.write_bytes(report.encode(document))
-        err.print(f"report: {options.json}", highlight=False)
-    if options.png:
-        title = f"{plan.load.trace}, mode {plan.load.mode}, {plan.fleet.endpoints} endpoints"
-        output.draw(runs, options.png, _unit(plan), title)
-        err.print(f"figure: {options.png}", highlight=False)
+    title = f"{plan.load.trace}, mode {plan.load.mode}, {plan.fleet.endpoints} endpoints"
+    try:
+        if options.json:
+            options.json.write_bytes(report.encode(document))
+            err.print(f"report: {options.json}", highlight=False)
+        if options.png:
+            output.draw(runs, options.png, _unit(plan), title)
+            err.print(f"figure: {options.png}", highlight=False)
+    except OSError as error:
+        raise SpecError(f"not written: {error} - at `--json`, `--png`") from None
     return 0
 
 
@@ -236,7 +240,8 @@ def parse(argv: Sequence[str]) -> Options:
         hardware = with_store(hardware, _bytes_per_s(args.store))
     load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, Agentic(zipf_alpha=args.zipf))
     if load.trace != AGENTIC and not Path(load.trace).is_file():
-        raise SpecError(f"{load.trace}: no such file - at `--trace`")
+        what = "no regular file" if Path(load.trace).exists() else "no such file"
+        raise SpecError(f"{load.trace}: {what} - at `--trace`")
     if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
     if load.trace == AGENTIC and load.warmup_s >= load.window_s:

@@ -34,7 +34,7 @@ def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
         mine = [run for run in runs if run.rate == rate]
         seeds = mine[0].seeds or ()
         ceiling = mine[0].apc_ceiling
-        title = f"SIMULATED · {rate:.4g} {unit} · {len(seeds)} seeds"
+        title = f"SIMULATED · {rate:.4g} {unit} · {len(seeds)} seed{'s' * (len(seeds) != 1)}"
         if ceiling:
             title += f" · APC ceiling {ceiling.any:.1%} any, {ceiling.intra_session:.1%} intra-session"
         if floor := mine[0].floor_ttft_s:

@@ -186,6 +186,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "at `--out`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--out", "--work"])
+def test_a_folder_that_cannot_be_written_is_named_before_the_work(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = {"--out": str(tmp_path), "--work": str(tmp_path)} | {option: "/proc"}
+    assert cli.main([word for pair in argv.items() for word in pair]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("perilune evaluate: /proc: ")
+    assert f"at `{option}`" in said
+
+
 def test_help_teaches(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         cli.main(["--help"])

@@ -45,6 +45,22 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path):
     assert {c: r.run for c, r in again.items()} == {c: r.run for c, r in results.items()}
 
 
+@pytest.mark.parametrize(
+    "rest", [b'{"key": "a', b'{"key": "a\n', b"\0\n"], ids=["cut", "cut, then more", "zeros"]
+)
+def test_what_is_no_line_is_dropped(rest: bytes, tmp_path: Path):
+    first = Work(tmp_path, 1)
+    first.results(CELLS[:1])
+    with first.path.open("ab") as file:
+        file.write(rest)
+    second = Work(tmp_path, 1)
+    results = second.results(CELLS)
+    assert second.computed == 3
+    third = Work(tmp_path, 1)
+    assert third.results(CELLS) == results
+    assert third.computed == 0
+
+
 def test_processes_give_what_one_gives(tmp_path: Path):
     alone = Work(tmp_path / "one", 1).results(CELLS)
     both = Work(tmp_path / "two", 2).results(CELLS)

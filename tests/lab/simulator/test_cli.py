@@ -66,6 +66,7 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--reference", "ear,sticky"], "one policy - at `--reference`"),
         (["--faults", "dead=8@60"], "the last endpoint is 7 - at `--faults`"),
         (["--trace", "absent.jsonl"], "absent.jsonl: no such file - at `--trace`"),
+        (["--trace", "/dev/null"], "/dev/null: no regular file - at `--trace`"),
         (["--json", "absent/r.json"], "no such folder - at `--json`"),
         (["--json", "."], "is a folder - at `--json`"),
         (["--png", "r.bmp"], ".png or .svg or .pdf - at `--png`"),
@@ -77,6 +78,16 @@ def test_wrong_calls_are_one_line(argv: list[str], what: str, capsys: pytest.Cap
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("perilune simulate: ")
     assert what in said[-1]
+
+
+@pytest.mark.parametrize("option", ["--json", "--png"])
+def test_a_full_disk_is_one_line(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full = tmp_path / "full.png"
+    full.symlink_to("/dev/full")
+    assert main(["--policies", "ear", "--rates", "1", *QUICK, option, str(full)]) == 2
+    said = capsys.readouterr()
+    assert "No space left on device" in said.err.splitlines()[-1]
+    assert "SIMULATED" in said.out, "the table comes all the same"
 
 
 def test_assumptions_reach_the_plan():
