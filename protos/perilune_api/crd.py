@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from perilune_api import pool, quantities
+from perilune_api import names, pool, quantities
 from perilune_api.conditions import Condition
-from perilune_api.pool import Bandwidth, Name, Positive, SpecError, Weight
+from perilune_api.pool import Bandwidth, Name, SpecError, Weight
 
 PLURAL = "inferencepools"
 KIND = "InferencePool"
@@ -38,15 +38,11 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|T
 Share = Annotated[int | str, Meta(extra_json_schema={"pattern": r"^[0-9]+%?$"})]
 """A number or a percentage."""
 Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
-LabelKey = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=317,
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
-    ),
-]
+_KEY = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+LabelKey = Annotated[str, Meta(min_length=1, max_length=317, pattern=rf"^{_KEY}$")]
 """Of a label or a resource: prefix/name."""
+OptionalKey = Annotated[str, Meta(max_length=317, pattern=rf"^({_KEY})?$")]
+"""The same, or empty."""
 _LEVEL = r"([A-Za-z_][A-Za-z0-9_.]*=)?(debug|info|warning|error)"
 LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]
 """perilune_gateway.logs: level[,module=level…]."""
@@ -145,9 +141,9 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """An endpoint that needs more than these spans several nodes: a LeaderWorkerSet then runs it."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name under which nodes offer GPUs."""
-    rdma_resource: str = ""
+    rdma_resource: OptionalKey = ""
     """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for."""
-    startup_seconds: Positive = 1800
+    startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 1800
     """How long loading the model may take before the engine is restarted, in seconds."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Merged over the pod template that the operator renders: metadata and spec; containers by name (the
@@ -651,6 +647,9 @@ OPERATOR_ARGS = frozenset(
 )
 """vLLM's flags that follow from the spec: giving them in args is refused."""
 
+OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
+"""By which pods are known."""
+
 GATEWAY_ARGS = frozenset(
     {"--kubernetes", "--pool", "--listen", "--admin", "--grace-seconds", "--log-level", "--log-format"}
 )
@@ -681,6 +680,7 @@ def check(spec: InferencePoolSpec) -> None:
     if spec.engine.kind is EngineKind.VLLM:
         for args, path in lists:
             _check_args(args, path, OPERATOR_ARGS)
+        _check_vllm(spec)
     _check_args(spec.gateway.args, "$.spec.gateway.args", GATEWAY_ARGS)
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
@@ -694,6 +694,18 @@ def check(spec: InferencePoolSpec) -> None:
             raise SpecError(f"Give engine.hashing.seed instead - at `$.spec.engine.env[{i}]`")
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+
+
+def _check_vllm(spec: InferencePoolSpec) -> None:
+    """What its engines would not start with."""
+    seed = spec.engine.hashing.seed
+    if seed and not (seed.isascii() and seed.isdigit() and int(seed) < 2**32):
+        raise SpecError(
+            f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
+        )
+    for i, lora in enumerate(spec.model.loras):
+        if not lora.path:
+            raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
 
 
 def _check_pods(spec: InferencePoolSpec) -> None:
@@ -715,7 +727,7 @@ def _check_pods(spec: InferencePoolSpec) -> None:
         (spec.gateway.pod_template, "$.spec.gateway.podTemplate"),
         (spec.mooncake.master.pod_template, "$.spec.mooncake.master.podTemplate"),
     ):
-        quantities.check_template(template, path)
+        quantities.check_template(template, path, OPERATOR_LABELS)
 
 
 def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:

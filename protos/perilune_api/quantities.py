@@ -6,7 +6,7 @@ Sources: k8s.io/apimachinery api/resource (quantity), util/validation (qualified
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from decimal import Decimal
 from typing import Any
 
@@ -47,14 +47,16 @@ def check_resources(given: Mapping[str, Any], path: str) -> None:
             raise SpecError(f"{amount!r} is below 0 - {at}")
 
 
-def check_template(template: Mapping[str, Any], path: str) -> None:
-    """A podTemplate: its labels, annotations and quantities. Raises SpecError. What has not the shape that
-    it should have is left to whoever lays it over the operator's own."""
+def check_template(template: Mapping[str, Any], path: str, taken: Set[str] = frozenset()) -> None:
+    """A podTemplate: its labels (none that is `taken`), annotations and quantities. Raises SpecError. What is
+    not shaped as it should be is left to whoever lays it over the operator's own."""
     meta = _map(template.get("metadata"))
     for key, value in _map(meta.get("labels")).items():
         at = f"at `{path}.metadata.labels.{key}`"
         if not _is_qualified(key):
             raise SpecError(f"{key!r} is no label's name - {at}")
+        if key in taken:
+            raise SpecError(f"The operator sets {key} itself - {at}")
         if not isinstance(value, str) or (value and not _NAME.fullmatch(value)):
             raise SpecError(f"{value!r} is no label's value: at most 63 of letters, digits, - _ . - {at}")
     for key, value in _map(meta.get("annotations")).items():

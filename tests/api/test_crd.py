@@ -68,6 +68,14 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
     [
         pytest.param({}, "missing required field `model`", id="no model"),
         pytest.param(spec(replicas=-1), ">= 0 - at `$.spec.replicas`", id="range"),
+        pytest.param(
+            spec(engine={"startupSeconds": 86_401}), "<= 86400", id="more seconds than Kubernetes counts"
+        ),
+        pytest.param(
+            spec(engine={"rdmaResource": "my nic"}),
+            "at `$.spec.engine.rdmaResource`",
+            id="no resource's name",
+        ),
         pytest.param(spec(replica=1), "unknown field `replica`", id="typo"),
         pytest.param(
             spec(engine={"args": ["--seed=1", "--block-size=32"]}),
@@ -101,6 +109,22 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             spec(engine={"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}),
             "engine.hashing.seed instead - at `$.spec.engine.env[0]`",
             id="the hash seed as a variable",
+        ),
+        pytest.param(
+            spec(engine={"hashing": {"seed": "blue"}}),
+            "'blue' is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`",
+            id="a seed with which Python does not start",
+        ),
+        pytest.param(
+            spec(model={"name": "m", "loras": [{"name": "a", "path": "/a"}, {"name": "b"}]}),
+            "vLLM needs the path of b - at `$.spec.model.loras[1].path`",
+            id="an adapter from nowhere",
+        ),
+        pytest.param(
+            spec(engine={"podTemplate": {"metadata": {"labels": {"perilune.dev/component": "x"}}}}),
+            "The operator sets perilune.dev/component itself"
+            " - at `$.spec.engine.podTemplate.metadata.labels.perilune.dev/component`",
+            id="a label by which pods are known",
         ),
         pytest.param(
             spec(engine={"resources": {"requests": {"memory": "80 GB"}}}),

@@ -85,11 +85,6 @@ BAD: list[Any] = [
         engine(tolerations=[{"operator": "Maybe"}]), f"`{TEMPLATE}.tolerations[0].operator`", id="toleration"
     ),
     pytest.param(
-        {"engine": {"podTemplate": {"metadata": {"labels": {"perilune.dev/pool": "q"}}}}},
-        "`selector` does not match template `labels` - at `$.spec.engine.podTemplate.metadata.labels`",
-        id="a label by which we select",
-    ),
-    pytest.param(
         {"engine": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}},
         "must be less than or equal to cpu limit of 1 - at `$.spec.engine.resources.requests`",
         id="more asked for than allowed",
