@@ -289,7 +289,7 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--target", required=True, type=url, metavar="URL", help="http://host:port, without /v1")
-    add("--trace", required=True, metavar="FILE|agentic", help="Mooncake's schema or ours, plain or gzip")
+    add("--trace", required=True, metavar="FILE|agentic", help="Mooncake's, Qwen-Bailian's or our schema")
     add("--limit", type=count, metavar="N", help="only the first N requests")
     add("--sessions", type=count, default=100, metavar="N", help="agentic: sessions [%(default)s]")
     add("--seed", type=int, default=0, metavar="N", help="agentic: seed [%(default)s]")

@@ -99,5 +99,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
     add("--json", type=Path, metavar="FILE", help="write both reports of each policy")
     args = parser.parse_args(argv)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise SpecError(f"{args.json.parent}: no such folder - at `--json`")
     policies = live_policies(args.policies, "--policies")
     return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.json)

@@ -198,7 +198,12 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--trace", default=AGENTIC, metavar="FILE|agentic", help="Mooncake's schema or ours [%(default)s]")
+    add(
+        "--trace",
+        default=AGENTIC,
+        metavar="FILE|agentic",
+        help="Mooncake's, Qwen-Bailian's or our schema [%(default)s]",
+    )
     add("--policies", default="all", metavar="A,B", help=_POLICIES)
     add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
     add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")

@@ -69,7 +69,7 @@ def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) ->
     if not turns:
         raise SpecError(f"{path}: no requests")
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return Trace(name, Style.TEXT, tuple(_grouped(turns, engine)), {"file": path.name})
+    return Trace(name, Style.TEXT, tuple(grouped(turns, engine)), {"file": path.name})
 
 
 class _Sessions:
@@ -100,8 +100,8 @@ def _segments(line: Line) -> tuple[Segment, ...]:
     return (*(Segment(f"block{i}", BLOCK_TOKENS) for i in full), Segment(f"block{last}", rest))
 
 
-def _grouped(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
-    """Sessions by start, with gaps."""
+def grouped(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
+    """Sessions by start, with gaps; `turns` in the order of submission."""
     by_session: dict[str, list[Turn]] = {}
     free_at_s: dict[str, float] = {}
     for turn, found in zip(turns, reuse(turns), strict=True):

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from perilune_api.pool import SpecError
-from perilune_lab.traces import jsonl, mooncake
+from perilune_lab.traces import bailian, jsonl, mooncake
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.files import read_lines
 from perilune_lab.traces.model import Trace
@@ -20,8 +20,8 @@ def open_trace(
     sessions: int = 200,
     parameters: Agentic | None = None,
 ) -> Trace:
-    """A file (Mooncake's schema or ours, told by its first line), or generated agentic sessions. `limit`:
-    only the first so many requests. Raises SpecError naming line and field."""
+    """A file (Mooncake's schema, Qwen-Bailian's or ours, told by its first line), or generated agentic
+    sessions. `limit`: only the first so many requests. Raises SpecError naming line and field."""
     if name == AGENTIC:
         trace = generate(parameters or Agentic(), seed, sessions)
         return trace.limit(limit) if limit is not None else trace
@@ -33,9 +33,12 @@ def open_trace(
             raise SpecError(f"{path}:{number}: {error}") from None
         if "session" in keys:
             return jsonl.read(path, limit)
+        if "chat_id" in keys:
+            return bailian.load(path, limit)
         if "hash_ids" in keys or "timestamp" in keys:
             return mooncake.load(path, limit)
         raise SpecError(
-            f"{path}:{number}: neither `hash_ids` (Mooncake) nor `session` (ours) is there - at `$`"
+            f"{path}:{number}: neither `hash_ids` (Mooncake), `chat_id` (Qwen-Bailian) nor `session` (ours)"
+            " is there - at `$`"
         )
     raise SpecError(f"{path}: no requests")

@@ -101,8 +101,10 @@ def test_what_is_simulated_has_a_spread():
     assert found.ttft_p90_spread_s > 0
 
 
-@pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"]])
-def test_wrong_policies(argv: list[str], capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "argv", [["--policies", "static_pd"], ["--policies", "best"], ["--json", "absent/pairs.json"]]
+)
+def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         cli.parse(argv)
     assert cli.main(argv) == cli.WRONG_CALL

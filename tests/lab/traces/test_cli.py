@@ -43,7 +43,7 @@ def test_a_file_and_a_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     [
         pytest.param("", "no requests", id="empty"),
         pytest.param("nonsense\n", ":1: JSON is malformed", id="no-json"),
-        pytest.param('{"a": 1}\n', ":1: neither `hash_ids` (Mooncake) nor `session` (ours)", id="other"),
+        pytest.param('{"a": 1}\n', ":1: neither `hash_ids` (Mooncake), `chat_id`", id="other"),
         pytest.param(
             MOONCAKE + '{"timestamp": "x"}\n',
             ":2: Expected `float`, got `str` - at `$.timestamp`",

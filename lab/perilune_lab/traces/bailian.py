@@ -1,0 +1,68 @@
+"""Loads Qwen-Bailian's traces: JSON lines of `chat_id`, `parent_chat_id` (-1: begins a session), `timestamp`
+(s), `input_length`, `output_length` (tokens) and `hash_ids`, one id per 16 tokens of the prompt, equal ids
+for equal blocks (alibaba-edu/qwen-bailian-usagetraces-anon, ATC'25). `type` and `turn` are not read.
+
+A request continues its parent's session, unless another request has continued it already, or the file does
+not have the parent: then it begins one. Whether a prompt's incomplete last block has an id is not specified:
+without, it is text that nobody shares. Gaps as in Mooncake's traces (mooncake.py).
+
+Cost: a look-up per id, some 30 times as many as in Mooncake's blocks of 512; 8 bytes per id of every prompt.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from perilune_api.pool import SpecError
+from perilune_gateway.engine_model import H20_30B, EngineModel
+from perilune_lab.traces.files import read_lines
+from perilune_lab.traces.model import Segment, Style, Trace, Turn
+from perilune_lab.traces.mooncake import grouped
+
+BLOCK_TOKENS = 16
+
+
+class Line(msgspec.Struct, frozen=True):
+    chat_id: int
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: Annotated[int, Meta(ge=0)]
+    hash_ids: tuple[int, ...]
+    parent_chat_id: int = -1
+
+
+def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) -> Trace:
+    """The trace, or its first `limit` requests. Raises SpecError naming line and field."""
+    turns: list[Turn] = []
+    last_of: dict[int, tuple[str, int]] = {}
+    """Session and number of a turn that none has continued, by its chat id."""
+    full: dict[int, Segment] = {}
+    earliest_s = 0.0
+    for number, line in islice(read_lines(path, Line), limit):
+        blocks, rest = divmod(line.input_length, BLOCK_TOKENS)
+        if len(line.hash_ids) - blocks not in (0, 1 if rest else 0):
+            raise SpecError(
+                f"{path}:{number}: {line.input_length} tokens need {blocks + (rest > 0)} ids,"
+                f" got {len(line.hash_ids)} - at `$.hash_ids`"
+            )
+        if line.timestamp < earliest_s:
+            raise SpecError(f"{path}:{number}: earlier than the line before - at `$.timestamp`")
+        earliest_s = line.timestamp
+        session, before = last_of.pop(line.parent_chat_id, (f"q{line.chat_id}", -1))
+        last_of[line.chat_id] = session, before + 1
+        prompt = [full.setdefault(i, Segment(f"block{i}", BLOCK_TOKENS)) for i in line.hash_ids[:blocks]]
+        if rest:
+            named = line.hash_ids[blocks:]
+            prompt.append(Segment(f"block{named[0]}" if named else f"rest{line.chat_id}", rest))
+        turns.append(
+            Turn(session, before + 1, tuple(prompt), max(1, line.output_length), timestamp_s=line.timestamp)
+        )
+    if not turns:
+        raise SpecError(f"{path}: no requests")
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return Trace(name, Style.TEXT, tuple(grouped(turns, engine)), {"file": path.name})
