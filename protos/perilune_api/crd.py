@@ -706,19 +706,31 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
     for i, lora in enumerate(spec.model.loras):
         if not lora.path:
             raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
+    gpu = spec.engine.gpu_resource
+    for resources, path in _engine_resources(spec):
+        for part, amounts in (("requests", resources.requests), ("limits", resources.limits)):
+            if gpu in amounts:
+                words = "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
+                raise SpecError(f"{words} - at `{path}.{part}.{gpu}`")
+
+
+def _engine_resources(spec: InferencePoolSpec) -> list[tuple[Resources, str]]:
+    """Each with its path."""
+    found = [(spec.engine.resources, "$.spec.engine.resources")]
+    for name in ("prefill", "decode"):
+        role = getattr(spec.roles, name, None)
+        if role is not None and role.resources is not None:
+            found.append((role.resources, f"$.spec.roles.{name}.resources"))
+    return found
 
 
 def _check_pods(spec: InferencePoolSpec) -> None:
     """What goes into pods as it is."""
     given = [
-        (spec.engine.resources, "$.spec.engine.resources"),
+        *_engine_resources(spec),
         (spec.gateway.resources, "$.spec.gateway.resources"),
         (spec.mooncake.master.resources, "$.spec.mooncake.master.resources"),
     ]
-    for name in ("prefill", "decode"):
-        role = getattr(spec.roles, name, None)
-        if role is not None and role.resources is not None:
-            given.append((role.resources, f"$.spec.roles.{name}.resources"))
     for resources, path in given:
         quantities.check_resources(resources.requests, f"{path}.requests")
         quantities.check_resources(resources.limits, f"{path}.limits")

@@ -121,6 +121,12 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="an adapter from nowhere",
         ),
         pytest.param(
+            spec(engine={"resources": {"limits": {"nvidia.com/gpu": 4}}}),
+            "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
+            " - at `$.spec.engine.resources.limits.nvidia.com/gpu`",
+            id="GPUs beside those that follow from the spec",
+        ),
+        pytest.param(
             spec(engine={"podTemplate": {"metadata": {"labels": {"perilune.dev/component": "x"}}}}),
             "The operator sets perilune.dev/component itself"
             " - at `$.spec.engine.podTemplate.metadata.labels.perilune.dev/component`",

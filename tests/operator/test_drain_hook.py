@@ -55,6 +55,7 @@ def drain(url: str, seconds: float = 30.0) -> None:
         pytest.param([BUSY, IDLE, IDLE, "end"], id="until nothing runs, twice"),
         pytest.param([IDLE, BUSY, IDLE, IDLE, "end"], id="once is not enough"),
         pytest.param([BUSY, SILENT, IDLE, IDLE, "end"], id="an engine too busy to answer is not gone"),
+        pytest.param(["up 1\n"] * 2 + [IDLE, IDLE, "end"], id="nor is one that does not say"),
     ],
 )
 def test_it_waits_for_the_requests_that_run(pages: list[str]) -> None:

@@ -51,7 +51,7 @@ while time.monotonic() < until and idle < 2:
     try:
         text = direct.open(sys.argv[3], timeout=2).read().decode()
         found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (\\S+)", text, re.M)
-        busy = sum(map(float, found))
+        busy = sum(map(float, found)) if found else 1
     except (OSError, HTTPException) as error:
         if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
             break
@@ -60,7 +60,7 @@ while time.monotonic() < until and idle < 2:
     time.sleep(0.5)
 """
 """Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
-itself, whatever proxy the environment names; one too busy to answer is busy, one that refuses is gone."""
+itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone."""
 
 
 LEADER_ANSWERS = """\
