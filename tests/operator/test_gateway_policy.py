@@ -57,7 +57,8 @@ async def allowed(client: Client, where: str) -> list[str]:
         try:
             await client.request("PATCH", where, body, params={"dryRun": "All"}, content_type=MERGE)
         except ApiError as error:
-            assert error.status == 422, error.message
+            if error.status != 422:
+                raise
         else:
             made.append(name)
     return made
