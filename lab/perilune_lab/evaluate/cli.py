@@ -70,8 +70,11 @@ def main(argv: Sequence[str]) -> int:
         return run(options, out, Console(stderr=True, soft_wrap=True))
     except BrokenPipeError:
         raise
-    except (SpecError, OSError) as error:
+    except SpecError as error:
         print(f"perilune evaluate: {error}", file=sys.stderr)
+        return WRONG_CALL
+    except OSError as error:
+        print(f"perilune evaluate: {error} - under `--out` or `--work`", file=sys.stderr)
         return WRONG_CALL
     except KeyboardInterrupt:
         print("\ninterrupted: the next call goes on from here", file=sys.stderr)
@@ -84,7 +87,9 @@ def run(options: Options, out: Console, err: Console) -> int:
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
     findings = evaluate(work, options.parts, options.size, options.base)
-    out.print(f"SIMULATED · R = {findings.r:g} sessions/s · {len(options.size.seeds)} seeds", highlight=False)
+    seeds = len(options.size.seeds)
+    some = f"{seeds} seed{'s' * (seeds != 1)}"
+    out.print(f"SIMULATED · R = {findings.r:g} sessions/s · {some}", highlight=False)
     if "tables" in options.parts:
         for load in plan.LOADS:
             out.print(_grid(tables.end_to_end(findings, load)))

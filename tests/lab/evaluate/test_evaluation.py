@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from errno import ENOSPC
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -195,6 +196,19 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
     said = capsys.readouterr().err
     assert said.startswith("perilune evaluate: /proc: ")
     assert f"at `{option}`" in said
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*given: object) -> int:
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "run", full)
+    assert cli.main(["--out", str(tmp_path)]) == cli.WRONG_CALL
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].endswith("No space left on device - under `--out` or `--work`")
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]):
