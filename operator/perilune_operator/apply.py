@@ -189,9 +189,10 @@ class Applier:
         children: Mapping[Key, Object],
         foreign: frozenset[Key] = frozenset(),
         before_workloads: Callable[[], Awaitable[None]] | None = None,
+        kept: frozenset[Key] = frozenset(),
     ) -> Applied:
         """Make it so, but for what is somebody else's. `before_workloads`: awaited where one of those is to
-        be written. Raises NotLeaderError, OSError."""
+        be written. `kept`: not wanted any more, and not to go yet. Raises NotLeaderError, OSError."""
         keep = {key(obj) for obj in wanted}
         errors = [
             f"{k.kind} {k.name} is there already and not this pool's: rename one of them" for k in foreign
@@ -203,7 +204,7 @@ class Applier:
             if wave and now and before_workloads is not None:
                 await before_workloads()
             errors += await asyncio.gather(*(self._apply(pool, obj, children.get(key(obj))) for obj in now))
-        gone = [child for k, child in children.items() if k not in keep]
+        gone = [child for k, child in children.items() if k not in keep | kept]
         errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
         return Applied(tuple(filter(None, errors)), not any(k in self._memory(pool).written for k in keep))
 

@@ -4,7 +4,7 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning its own result changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -13,7 +13,7 @@ from perilune_api import names
 from perilune_api.crd import InferencePoolSpec, InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
-from perilune_operator.observe import Key, Object, Observed, PodFacts
+from perilune_operator.observe import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import gateway, mooncake, network, vllm
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Mark, drain
@@ -36,6 +36,8 @@ class Plan:
     """Of pods: who is to go."""
     scale_to: int | None = None
     """Replicas that the pool itself is to get first."""
+    kept: frozenset[Key] = frozenset()
+    """Workloads of the spec before, which go on serving for now."""
 
 
 def plan(
@@ -54,7 +56,8 @@ def plan(
         spec = msgspec.structs.replace(spec, replicas=scale_to)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
-    drains = _drains(pool, observed, now)
+    present = replace(observed, pods=tuple(p for p in observed.pods if _is_present(pool, p)))
+    drains = _drains(pool, present, now)
     deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
     gateways, read_at = gateway.replicas(spec.gateway, deployment)
     pool = replace(
@@ -69,7 +72,9 @@ def plan(
         return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
     again_in = min([STATS_S, *(made.again_in for made in drains.values())])
     marks = tuple(mark for made in drains.values() for mark in made.marks)
-    return Plan(objects, status.of_pool(pool, observed, drains, now), again_in, marks, scale_to)
+    kept = _kept(pool, {key(obj) for obj in objects}, present)
+    said = status.of_pool(pool, present, drains, now, kept)
+    return Plan(objects, said, again_in, marks, scale_to, kept)
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
@@ -83,6 +88,31 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
     live = max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
     kept = max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, live))
     return kept if live and kept > spec.replicas else None
+
+
+def _is_present(pool: Context, pod: PodFacts) -> bool:
+    """Not an engine of the spec before, which had other roles, or endpoints of as many nodes as now not."""
+    if pod.component not in ("engine", "engine-worker"):
+        return True
+    spans = vllm.nodes_per_endpoint(pool) > 1
+    return (pod.group >= 0) is spans and any(pod.role == role for role, _ in vllm.roles(pool))
+
+
+def _kept(pool: Context, wanted: Collection[Key], observed: Observed) -> frozenset[Key]:
+    """Engines of the spec before go once each role has an endpoint that serves, or there would be nobody
+    until a model has been loaded. Where there are no GPUs to spare (maxSurge 0) they make room at once."""
+    if str(pool.spec.rollout.max_surge) in ("0", "0%"):
+        return frozenset()
+    serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
+    if all(role in serving or not spec.replicas for role, spec in vllm.roles(pool)):
+        return frozenset()
+    return frozenset(
+        k
+        for k, child in observed.children.items()
+        if k.kind in WORKLOADS
+        and k not in wanted
+        and child["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == "engine"
+    )
 
 
 def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:

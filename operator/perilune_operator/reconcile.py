@@ -226,7 +226,9 @@ class Reconciler:
                 log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
                 await self._applier.scale(pool, made.scale_to)
             marked = await asyncio.gather(*(self._applier.mark(pool, mark) for mark in made.marks))
-            applied = await self._applier.apply(pool, objects, observed.children, foreign, before_workloads)
+            applied = await self._applier.apply(
+                pool, objects, observed.children, foreign, before_workloads, made.kept
+            )
             if errors := [*filter(None, marked), *applied.errors]:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)

@@ -4,7 +4,7 @@ Pure. A condition's transition time is kept while its status is, so that writing
 the same bytes; `changed` says which events to send.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -41,9 +41,13 @@ class Fact:
 
 
 def of_pool(
-    pool: Context, observed: Observed, drains: Mapping[Role, Drain], now: float
+    pool: Context,
+    observed: Observed,
+    drains: Mapping[Role, Drain],
+    now: float,
+    kept: Collection[Key] = (),
 ) -> InferencePoolStatus:
-    """Everything that can be said of an accepted spec."""
+    """Everything that can be said of an accepted spec. `kept`: workloads of the spec before."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     leaving = {name for made in drains.values() for name in made.leaving}
     staying = [p for p in engines if p.ready and p.name not in leaving]
@@ -64,7 +68,7 @@ def of_pool(
         )
     facts.append(_gateway(pool, observed))
     facts.append(_route(pool, observed))
-    facts.append(_progress(pool, observed))
+    facts.append(_progress(pool, observed, kept))
     facts.append(_draining(pool, observed, drains))
     facts.append(_ready(pool, facts))
     fabric = pool.fabric
@@ -276,7 +280,13 @@ def _parent(named: ParentRef, parent: ParentFacts | None) -> Fact | None:
     return None
 
 
-def _progress(pool: Context, observed: Observed) -> Fact:
+def _progress(pool: Context, observed: Observed, kept: Collection[Key]) -> Fact:
+    if kept:
+        words = (
+            f"{_names([k.name for k in kept])} of the spec before goes once each role has an endpoint that "
+            "serves. Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
+        )
+        return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, words)
     waiting = [
         vllm.workload_name(pool.name, role)
         for role, spec in vllm.roles(pool)

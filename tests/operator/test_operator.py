@@ -444,6 +444,32 @@ async def test_what_the_spec_no_longer_asks_for_goes(
     await until(left, lambda names: sorted(names) == ["p-engine", "p-gateway"])
 
 
+async def test_engines_of_other_roles_go_once_each_role_serves(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    await client.request("POST", pools(namespace), pool(replicas=1, engine={"kind": "vllm"}))
+    await run_pods(client, namespace, 2)
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")), lambda p: p["status"]["ready"] == "1/1"
+    )
+    roles = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    split = {"spec": {"roles": roles, "mooncake": {"transfer": "connector"}}}
+    await client.request("PATCH", pools(namespace, "/p"), split, content_type=MERGE)
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")), lambda p: p["status"]["ready"] == "0/2"
+    )
+    assert "p-engine of the spec before goes once" in condition(body, "Progressing")["message"]
+
+    async def left() -> list[str]:
+        listed = await client.request("GET", deployments(namespace))
+        return sorted(d["metadata"]["name"] for d in listed["items"])
+
+    await until(left, lambda found: found == ["p-decode", "p-engine", "p-gateway", "p-prefill"])
+    assert len(await engines(client, namespace)) >= 1
+    await run_pods(client, namespace, 4)
+    assert await until(left, lambda found: "p-engine" not in found) == ["p-decode", "p-gateway", "p-prefill"]
+
+
 async def test_a_spec_that_only_we_can_refuse_touches_nothing(
     client: Client, namespace: str, operator: Operator
 ) -> None:

@@ -312,6 +312,39 @@ def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, roles: Objec
     assert accepted.message.endswith(words or "")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "serving", "kept"),
+    [
+        pytest.param({}, PD, [("both", -1)], ["p-engine"], id="roles: none serves"),
+        pytest.param({}, PD, [("both", -1), ("prefill", -1)], ["p-engine"], id="roles: one serves"),
+        pytest.param({}, PD, [("prefill", -1), ("decode", -1)], [], id="roles: each serves"),
+        pytest.param(
+            PD, {}, [("prefill", -1), ("decode", -1)], ["p-decode", "p-prefill"], id="no roles more"
+        ),
+        pytest.param({}, SPANS, [("both", -1)], ["p-engine"], id="more nodes: none serves"),
+        pytest.param({}, SPANS, [("both", 0)], [], id="more nodes: one serves"),
+        pytest.param({}, PD | {"rollout": {"maxSurge": 0, "maxUnavailable": 1}}, [], [], id="no spare GPUs"),
+        pytest.param({}, {"replicas": 0} | SPANS, [], [], id="none wanted"),
+    ],
+)
+def test_engines_of_the_spec_before_serve_until_there_are_others(
+    before: Object, after: Object, serving: list[tuple[str, int]], kept: list[str]
+) -> None:
+    kinds = frozenset({LWS})
+    children = {
+        observe.key(o): o for o in made({"model": {"name": "m"}} | before, Observed("u", 1)).objects or ()
+    }
+    pods = tuple(
+        PodFacts(f"{role}{group}", "engine", role, "n", True, False, group=group) for role, group in serving
+    )
+    planned = made(
+        {"model": {"name": "m"}} | after, Observed("u", 1, pods=pods, children=children, kinds=kinds)
+    )
+    assert sorted(k.name for k in planned.kept) == kept
+    progress = {c.type: c for c in planned.status.conditions}["Progressing"]
+    assert ("of the spec before" in progress.message) is bool(kept)
+
+
 def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
     def pod(name: str, component: str, group: int, node: str) -> PodFacts:
         return PodFacts(name, component, "both", node, True, False, name, group=group)
