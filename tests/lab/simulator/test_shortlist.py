@@ -5,7 +5,7 @@ import pytest
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_lab.simulator import routing
-from perilune_lab.simulator.beliefs import Beliefs
+from perilune_lab.simulator.beliefs import Beliefs, Session
 from perilune_lab.simulator.fabric import Fabric
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import H20
@@ -89,6 +89,28 @@ def test_neighbours_of_the_deepest_holder():
     near = [e for e in shortlist.of({399: 30_000, 0: 16}, [], [], 0.0) if e > 100]
     assert len(near) > CHEAPEST
     assert {beliefs.endpoints[e].place.spine for e in near} == {spine}
+
+
+def test_beside_every_deep_holder():
+    beliefs, shortlist = fleet(400)
+    for e in range(200, 400):
+        beliefs.start(e, 1000)
+    found = set(shortlist.of({399: 30_000, 300: 20_000, 0: 16}, [], [], 0.0))
+    racks = [beliefs.endpoints[e].place.rack for e in found - {399, 300, 0}]
+    assert {beliefs.endpoints[e].place.rack for e in (399, 300)} <= set(racks)
+
+
+def test_the_fewest_sessions_among_many_as_cheap():
+    """Others are a little faster, or less busy."""
+    beliefs, shortlist = fleet(400)
+    for e in range(400):
+        beliefs.unseen.discard(e)
+        beliefs.models[e] = beliefs.uncorrected.scaled(1.02 if e == 250 else 1.0)
+        if e == 250:
+            beliefs.start(e, 1000)
+        else:
+            beliefs.bind(Session(str(e)), e, 0.0)
+    assert 250 in shortlist.of({}, [], [], 0.0)
 
 
 @pytest.mark.parametrize("holders", [range(100, 140), range(100, 390)])
