@@ -210,7 +210,8 @@ class PolicyParams(_Struct, frozen=True):
     """perilune: seconds that a second of prefill costs each request in flight beside it. Above 1 it counts as
     well that KV is held meanwhile, for which that of idle sessions is evicted."""
     least_gain_seconds: Weight = 4.0
-    """perilune: a move that brings fewer seconds is not made. Lower where turns take less than a second."""
+    """perilune: a move that brings fewer seconds is not made, those of its fetch counted once more. Lower
+    where turns take less than a second."""
     ageing_weight: Weight = 0.0
     """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first
     served. Above 0 the engines run with `--scheduling-policy priority` and the gateway writes `priority` into

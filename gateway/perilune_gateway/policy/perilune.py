@@ -4,8 +4,9 @@
    prefill of the rest, what it takes from those in flight there, company while decoding.
 2. No host (or it is gone): the lowest cost; of those that no prediction tells apart (cost.py, `nearly`) the
    fewest sessions. A host that drains: the lowest cost of the others.
-3. A host: the session leaves it for the lowest cost if that saves more than `least_gain_seconds` and it last
-   moved more than `cooldown_seconds` ago. Less is noise: most queues are gone before the next turn.
+3. A host: the session leaves it for the lowest cost if that saves more than `least_gain_seconds` and its
+   fetch once more, and it last moved more than `cooldown_seconds` ago. Less is noise: most queues are gone
+   before the next turn, and nothing is known as badly as the time of a fetch (the link may be an outlier).
 4. Headers alone suffice while the session stays and its host is known to hold its context (its tail tells);
    what other endpoints hold is then taken as nothing. A host that has lost the tail, or a prompt that was
    rewritten, means a long prefill: against that the body costs little, and it tells where what is left lies.
@@ -53,7 +54,7 @@ def perilune(
         return _decision(host, Reason.HOST, here, costs)
     best = cheapest(others, costs, rng)
     saved_s = here[host.address].total_s - here[best.address].total_s
-    if not host.draining and saved_s <= params.least_gain_seconds:
+    if not host.draining and saved_s <= params.least_gain_seconds + here[best.address].fetch_s:
         return _decision(host, Reason.NOT_WORTH if saved_s > 0 else Reason.HOST, here, costs)
     if not host.draining and request.session.seconds_since_move <= params.cooldown_seconds:
         return _decision(host, Reason.HOT_COOLDOWN, here, costs)
