@@ -35,6 +35,8 @@ Count = Annotated[int, Meta(ge=0, le=10_000)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
 """A Kubernetes quantity."""
+Memory = Annotated[str, Meta(pattern=r"^([0-9]+|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti))$")]
+"""The same in bytes, of which there are no thousandths (m)."""
 Share = Annotated[int | str, Meta(extra_json_schema={"pattern": r"^[0-9]+%?$"})]
 """A number or a percentage."""
 Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
@@ -186,10 +188,10 @@ class Store(_Struct, frozen=True):
 
     enabled: bool = False
     """true: a master runs, and every engine gives memory to the pool."""
-    segment_size: Quantity = "80Gi"
+    segment_size: Memory = "80Gi"
     """Host memory that each GPU's engine process gives to the pool. The scheduler is asked for it: it is
     added to the engine's requests, and to its limit if it has one."""
-    local_buffer_size: Quantity = "4Gi"
+    local_buffer_size: Memory = "4Gi"
     """Host memory for transfers, of each GPU's engine process; asked for likewise."""
     save_decode_cache: bool = True
     """Store the KV of answers too: an agent's next turn repeats them."""
@@ -235,7 +237,7 @@ class Mooncake(_Struct, frozen=True):
     """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""
     """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
-    offload_size: Quantity = "64Gi"
+    offload_size: Memory = "64Gi"
     """Host memory of each engine's tier, with transfer: offload. The scheduler is asked for it: it is added
     to the engine's requests, and to its limit if it has one."""
     store: Store = Store()
@@ -627,7 +629,6 @@ OPERATOR_ARGS = frozenset(
         "--port",
         "--block-size",
         "--enable-prefix-caching",
-        "--no-enable-prefix-caching",
         "--kv-events-config",
         "--kv-transfer-config",
         "--prefix-caching-hash-algo",
@@ -647,6 +648,32 @@ OPERATOR_ARGS = frozenset(
 )
 """vLLM's flags that follow from the spec: giving them in args is refused."""
 
+FORBIDDEN_ARGS: Mapping[str, str] = {
+    "--disable-log-stats": "without metrics gateways know no engine's load, and engines never drain",
+    "--uds": "Envoy, gateways and probes reach an engine by its port",
+    "--headless": "Envoy, gateways and probes reach an engine by its port",
+    **{
+        f"--{name}": "Envoy, gateways and probes speak plain HTTP to engines: end TLS at the Gateway"
+        for name in (
+            "ssl-keyfile",
+            "ssl-certfile",
+            "ssl-ca-certs",
+            "ssl-cert-reqs",
+            "ssl-ciphers",
+            "enable-ssl-refresh",
+        )
+    },
+    **{
+        flag: "an engine gets tensorParallel x pipelineParallel GPUs: more contexts need more of them"
+        for flag in ("--prefill-context-parallel-size", "-pcp")
+    },
+    **{
+        flag: "the operator makes the group of an endpoint that spans nodes: set engine.pipelineParallel"
+        for flag in ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port")
+    },
+}
+"""vLLM's flags with which an engine would not serve as the rest of the pool expects, and why or what to do."""
+
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
 """By which pods are known."""
 
@@ -655,7 +682,8 @@ GATEWAY_ARGS = frozenset(
 )
 """The same of perilune-gateway."""
 
-DATA_PARALLEL = frozenset({"--data-parallel-size", "-dp"})
+DATA_PARALLEL = ("--data-parallel", "-dp")
+"""How vLLM's flags begin that make several engines one server."""
 
 
 def convert(spec: object) -> InferencePoolSpec:
@@ -679,7 +707,7 @@ def check(spec: InferencePoolSpec) -> None:
             lists.append((role.args, f"$.spec.roles.{name}.args"))
     if spec.engine.kind is EngineKind.VLLM:
         for args, path in lists:
-            _check_args(args, path, OPERATOR_ARGS)
+            _check_engine_args(args, path)
         _check_vllm(spec)
     _check_args(spec.gateway.args, "$.spec.gateway.args", GATEWAY_ARGS)
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
@@ -743,14 +771,26 @@ def _check_pods(spec: InferencePoolSpec) -> None:
 
 
 def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
-    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`."""
     for i, arg in enumerate(args):
-        flag = arg.split("=", 1)[0].split(".", 1)[0]
-        flag = flag.replace("_", "-") if flag.startswith("--") else flag
-        if flag in ours:
+        flag = _flag(arg)
+        if flag in ours or flag.replace("--no-", "--", 1) in ours:
             raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
-        if flag in DATA_PARALLEL:
+
+
+def _check_engine_args(args: Sequence[str], path: str) -> None:
+    _check_args(args, path, OPERATOR_ARGS)
+    for i, arg in enumerate(args):
+        flag = _flag(arg)
+        if flag.startswith(DATA_PARALLEL):
             raise SpecError(f"An endpoint is one engine, more replicas are more - at `{path}[{i}]`")
+        if flag in FORBIDDEN_ARGS:
+            raise SpecError(f"{flag} is not possible: {FORBIDDEN_ARGS[flag]} - at `{path}[{i}]`")
+
+
+def _flag(arg: str) -> str:
+    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`."""
+    flag = arg.split("=", 1)[0].split(".", 1)[0]
+    return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 def pool_document(

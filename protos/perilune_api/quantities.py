@@ -19,6 +19,7 @@ _UNITS |= {f"{unit}i": Decimal(2) ** (10 * (i + 1)) for i, unit in enumerate("KM
 
 _NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_IN_BYTES = ("memory", "storage", "ephemeral-storage", "hugepages-", "sizeLimit")
 _CONTAINERS = ("initContainers", "containers")
 
 
@@ -45,6 +46,8 @@ def check_resources(given: Mapping[str, Any], path: str) -> None:
             raise SpecError(f"{error} - {at}") from None
         if negative:
             raise SpecError(f"{amount!r} is below 0 - {at}")
+        if name.startswith(_IN_BYTES) and str(amount).endswith(("n", "u", "m")):
+            raise SpecError(f"{amount!r} is a fraction of a byte: M or Mi are millions - {at}")
 
 
 def check_template(template: Mapping[str, Any], path: str, taken: Set[str] = frozenset()) -> None:

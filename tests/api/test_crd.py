@@ -96,6 +96,72 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             spec(engine={"args": ["-dp", "2"]}), "An endpoint is one engine", id="engines within an engine"
         ),
         pytest.param(
+            spec(engine={"args": ["--no-enable-prefix-caching"]}),
+            "The operator sets --no-enable-prefix-caching itself",
+            id="an argument's contrary",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--data-parallel-size-local=2"]}),
+            "An endpoint is one engine",
+            id="engines within an engine, otherwise",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--seed=1", "--disable-log-stats"]}),
+            "--disable-log-stats is not possible: without metrics gateways know no engine's load, and engines"
+            " never drain - at `$.spec.engine.args[1]`",
+            id="no metrics",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--ssl_keyfile=/k"]}),
+            "--ssl-keyfile is not possible: Envoy, gateways and probes speak plain HTTP to engines: end TLS at the"
+            " Gateway - at `$.spec.engine.args[0]`",
+            id="TLS",
+        ),
+        pytest.param(
+            spec(
+                roles={"prefill": {}, "decode": {"args": ["--ssl-certfile", "/c"]}},
+                mooncake={"transfer": "connector"},
+            ),
+            "--ssl-certfile is not possible",
+            id="TLS of a role",
+        ),
+        pytest.param(
+            spec(engine={"args": ["-pcp", "2"]}),
+            "more contexts need more of them",
+            id="more GPUs than it gets",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--nnodes=2"]}),
+            "set engine.pipelineParallel - at `$.spec.engine.args[0]`",
+            id="a group of its own",
+        ),
+        *(
+            pytest.param(
+                spec(mooncake={"store": {"enabled": True, field: size}}),
+                f"at `$.spec.mooncake.store.{field}`",
+                id=f"{field} {size}",
+            )
+            for field, size in (("segmentSize", "100m"), ("localBufferSize", "4000m"), ("segmentSize", "0.5"))
+        ),
+        pytest.param(
+            spec(mooncake={"offloadSize": "64m"}), "at `$.spec.mooncake.offloadSize`", id="a tier of no bytes"
+        ),
+        pytest.param(
+            spec(engine={"resources": {"limits": {"memory": "512m"}}}),
+            "'512m' is a fraction of a byte: M or Mi are millions"
+            " - at `$.spec.engine.resources.limits.memory`",
+            id="memory of no bytes",
+        ),
+        pytest.param(
+            spec(
+                gateway={
+                    "podTemplate": {"spec": {"volumes": [{"name": "v", "emptyDir": {"sizeLimit": "64m"}}]}}
+                }
+            ),
+            "at `$.spec.gateway.podTemplate.spec.volumes[0].emptyDir.sizeLimit`",
+            id="a volume of no bytes",
+        ),
+        pytest.param(
             spec(gateway={"args": ["--seed=1", "--admin=0.0.0.0:1"]}),
             "The operator sets --admin itself, from the spec - at `$.spec.gateway.args[1]`",
             id="a gateway's argument",
