@@ -663,16 +663,16 @@ FORBIDDEN_ARGS: Mapping[str, str] = {
             "enable-ssl-refresh",
         )
     },
-    **{
-        flag: "an engine gets tensorParallel x pipelineParallel GPUs: more contexts need more of them"
-        for flag in ("--prefill-context-parallel-size", "-pcp")
-    },
-    **{
-        flag: "the operator makes the group of an endpoint that spans nodes: set engine.pipelineParallel"
-        for flag in ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port")
-    },
+    **dict.fromkeys(
+        ("--prefill-context-parallel-size", "-pcp"),
+        "an engine gets tensorParallel x pipelineParallel GPUs: more contexts need more of them",
+    ),
+    **dict.fromkeys(
+        ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port"),
+        "the operator makes the group of an endpoint that spans nodes: set engine.pipelineParallel",
+    ),
 }
-"""vLLM's flags with which an engine would not serve as the rest of the pool expects, and why or what to do."""
+"""vLLM's flags with which an engine would not serve as the pool expects, and why or what to do."""
 
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
 """By which pods are known."""
