@@ -1,7 +1,8 @@
 """`perilune COMMAND …`: finds the command's module, imports only that one, and calls its `main(argv)`.
 
 Every module behind a command has `main(argv: Sequence[str]) -> int` and its own argparse parser. Exit status:
-the command's; 2 for a wrong call or a wrong document, 130 after Ctrl-C, 141 when the reader of a pipe left.
+the command's; 2 for a wrong call or a wrong document, 74 when a disk is full, 130 after Ctrl-C, 141 when the
+reader of a pipe left.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
 from typing import NamedTuple
 
@@ -77,7 +79,8 @@ COMMANDS = {
     ),
 }
 
-WRONG_CALL, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+WRONG_CALL, NOT_WRITTEN, INTERRUPTED, PIPE_CLOSED = 2, 74, 130, 141
+_DISK = {ENOSPC, EDQUOT, EFBIG, EIO}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -129,15 +132,21 @@ def _dispatch(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status; argparse errors leave by SystemExit(2)."""
     try:
-        status = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
+        try:
+            return _dispatch(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`| head`): the interpreter's own flush at exit must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
         return PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        _leave_stdout()
+        print(f"perilune: {error.strerror}: not everything was written", file=sys.stderr)
+        return NOT_WRITTEN
     except Exception as error:
         from perilune_api.pool import SpecError
 
@@ -145,6 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"perilune: {error}", file=sys.stderr)
         return WRONG_CALL
+
+
+def _leave_stdout() -> None:
+    """The interpreter's own flush at exit must not complain of what ours met."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

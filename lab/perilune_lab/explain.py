@@ -19,9 +19,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import ProxyHandler, build_opener
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from perilune_lab.console import Console
 
 GATEWAY = "http://127.0.0.1:9003"
 TIMEOUT_S = 5.0

@@ -26,7 +26,6 @@ import aiohttp
 import msgspec
 import uvloop
 from msgspec import UNSET
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from perilune_api.pool import SpecError
@@ -34,6 +33,8 @@ from perilune_gateway.engine_model import H20_30B
 from perilune_lab import admin_pages, report
 from perilune_lab.arguments import count, positive, url
 from perilune_lab.client import Load, Result, TargetError, Words, models, run_load
+from perilune_lab.console import Console
+from perilune_lab.report import Report
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
@@ -208,14 +209,17 @@ class Replay:
         )
 
     def _conclude(self, complete: bool) -> None:
-        """Table, errors, files."""
+        """Files, table, errors."""
         document = self.report(complete)
         if not complete:
             self.err.print(f"stopped after {len(self.results)} of {self.trace.requests} requests")
+        self._write(document)
         self.out.print(report.table(document))
         failed = Counter(result.error for result in self.results if not result.succeeded)
         for error, times in failed.most_common(_ERRORS_SHOWN):
             self.err.print(f"{times} × {error}", highlight=False, markup=False)
+
+    def _write(self, document: Report) -> None:
         o = self.options
         if o.json:
             o.json.write_bytes(report.encode(document))

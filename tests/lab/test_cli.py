@@ -91,15 +91,43 @@ def test_a_bug_travels_up(commands):
         cli.main(["demo"])
 
 
-def test_reader_of_the_pipe_left():
-    code = (
-        "import sys, types; from perilune_lab import cli;"
-        " cli.import_module = lambda _: types.SimpleNamespace(main=lambda argv: print('x' * 100_000) or 0);"
-        " sys.exit(cli.main(['trace']))"
-    )
+PRINTS = {
+    "print": "print('x' * 100_000) or 0",
+    "a little": "print('x') or 0",
+    "console": "Console().print('x') or 0",
+    "console, SystemExit": "Console().print('x') or sys.exit(3)",
+}
+
+
+@pytest.mark.parametrize("how", PRINTS)
+def test_reader_of_the_pipe_left(how: str):
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        printing(PRINTS[how]), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     process.stdout.close()
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (cli.PIPE_CLOSED, "")
+
+
+@pytest.mark.parametrize("how", PRINTS)
+def test_a_full_disk_is_one_line(how: str):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(printing(PRINTS[how]), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == cli.NOT_WRITTEN
+    assert ended.stderr == "perilune: No space left on device: not everything was written\n"
+
+
+def printing(expression: str) -> list[str]:
+    """A process of ours whose command is `expression`."""
+    code = (
+        "import sys, types; from perilune_lab import cli; from perilune_lab.console import Console;"
+        f" cli.import_module = lambda _: types.SimpleNamespace(main=lambda argv: {expression});"
+        " sys.exit(cli.main(['trace']))"
+    )
+    return [sys.executable, "-c", code]
+
+
+def test_other_errors_of_the_system_travel_up(commands):
+    commands(demo=raises(FileNotFoundError(2, "No such file")))
+    with pytest.raises(FileNotFoundError):
+        cli.main(["demo"])

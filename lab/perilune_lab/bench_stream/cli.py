@@ -19,12 +19,12 @@ from uuid import uuid4
 
 import msgspec
 import uvloop
-from rich.console import Console
 
 from perilune_lab.arguments import count, positive, url
 from perilune_lab.bench_stream.burst import Burst, Measured, measure
 from perilune_lab.bench_stream.text import table
 from perilune_lab.client import TargetError
+from perilune_lab.console import Console
 from perilune_lab.stack import EngineOptions, Stack, StackError
 
 DOWN = 1
@@ -83,15 +83,15 @@ def main(argv: Sequence[str]) -> int:
         return DOWN
     if args.simulated:
         title += " · simulated engine (H20 model)"
+    if args.json:
+        document = {"schema": SCHEMA, "simulated": args.simulated, "same_prompt": burst.same, "bursts": found}
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+        print(f"report: {args.json}", file=sys.stderr)
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(
         table(found, title, published=not burst.same)
     )
     for wrong, times in errors.most_common(_ERRORS_SHOWN):
         print(f"{times} × {wrong}", file=sys.stderr)
-    if args.json:
-        document = {"schema": SCHEMA, "simulated": args.simulated, "same_prompt": burst.same, "bursts": found}
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
-        print(f"report: {args.json}", file=sys.stderr)
     return 0 if all(burst.succeeded for burst in found) else DOWN
 
 

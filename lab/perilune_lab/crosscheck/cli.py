@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-from rich.console import Console
 
 from perilune_api.pool import SpecError
 from perilune_lab.arguments import count, positive
+from perilune_lab.console import Console
 from perilune_lab.crosscheck.compare import Pair, table, verdicts
 from perilune_lab.crosscheck.play import Crosscheck
 from perilune_lab.crosscheck.workload import POLICIES, Options
@@ -44,7 +44,9 @@ examples:
 
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
-    """Table, verdicts, JSON; the exit status."""
+    """JSON, table, verdicts; the exit status."""
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
     out.print(table(pairs))
     found = verdicts(pairs)
     for holds, text in found:
@@ -56,8 +58,6 @@ def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
             f" CPU ({busiest.policy}). Live times are too long; do not judge by this run.",
             highlight=False,
         )
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
     if all(holds for holds, _ in found):
         return 0
     return TOO_BUSY if busiest.disturbed else FAILED

@@ -29,16 +29,17 @@ from itertools import takewhile
 import aiohttp
 import uvloop
 from msgspec import UnsetType
-from rich.console import Console
 from rich.live import Live
 
 from perilune_api import pool
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import report
 from perilune_lab.client import Load, run_load
+from perilune_lab.console import Console
 from perilune_lab.demo import live, text
 from perilune_lab.demo.options import Options, parse
 from perilune_lab.demo.watch import Watch
+from perilune_lab.report import Report
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
 from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.traces.model import Mode
@@ -208,8 +209,9 @@ class Demo:
         )
 
     def _conclude(self) -> None:
-        """Table, gains, files."""
+        """Files, table, gains."""
         document = self.report()
+        self._write(document)
         self.console.print()
         self.console.print(report.table(document))
         if len(document.runs) > 1:
@@ -222,6 +224,8 @@ class Demo:
                 " a smaller --time-scale.",
                 style="yellow",
             )
+
+    def _write(self, document: Report) -> None:
         if self.options.json:
             self.options.json.write_bytes(report.encode(document))
             self.console.print(f"report: {self.options.json}")

@@ -1,8 +1,8 @@
 """`perilune evaluate`: every policy, every bar, every figure, from simulations, in one command.
 
 Steps: find R → simulate what the wanted parts need, as far as it is not already done → bars, figures, tables
-→ files under `--out`. Ctrl-C loses nothing but the simulations under way: the next call goes on. Nothing
-printed is a measurement of hardware.
+→ files under `--out` → a summary. Ctrl-C loses nothing but the simulations under way: the next call goes on.
+Nothing printed is a measurement of hardware.
 
 Exit status: 0, also with missed bars; 2 for a wrong call or a file that cannot be written.
 """
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
 from perilune_api.pool import SpecError
 from perilune_lab import report
 from perilune_lab.arguments import count
+from perilune_lab.console import Console
 from perilune_lab.evaluate import document, plan, readme, tables
 from perilune_lab.evaluate.bars import Bar, judge
 from perilune_lab.evaluate.cells import World
@@ -65,9 +65,7 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     try:
-        options = parse(argv)
-        out = Console(width=None if sys.stdout.isatty() else 160)
-        return run(options, out, Console(stderr=True, soft_wrap=True))
+        shown = run(parse(argv), Console(stderr=True, soft_wrap=True))
     except BrokenPipeError:
         raise
     except SpecError as error:
@@ -79,31 +77,34 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted: the next call goes on from here", file=sys.stderr)
         raise
+    out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    for part in shown:
+        out.print(part)
+    return 0
 
 
-def run(options: Options, out: Console, err: Console) -> int:
-    """Simulates, prints, writes. Raises SpecError, and OSError where a disk is full."""
+def run(options: Options, err: Console) -> list[Grid | str]:
+    """Simulates and writes; what is to be printed. Raises SpecError, and OSError where a disk is full."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
     findings = evaluate(work, options.parts, options.size, options.base)
     seeds = len(options.size.seeds)
     some = f"{seeds} seed{'s' * (seeds != 1)}"
-    out.print(f"SIMULATED · R = {findings.r:g} sessions/s · {some}", highlight=False)
+    shown: list[Grid | str] = [f"SIMULATED · R = {findings.r:g} sessions/s · {some}"]
     if "tables" in options.parts:
-        for load in plan.LOADS:
-            out.print(_grid(tables.end_to_end(findings, load)))
+        shown += [_grid(tables.end_to_end(findings, load)) for load in plan.LOADS]
     context = Context(findings, traffic(options.size.seeds[0]))
     for name in [part for part in options.parts if part in FIGURES]:
         FIGURES[name].make(context, options.out, name)
         err.print(f"{name}: {options.out / name}.svg", highlight=False)
     if "bars" in options.parts:
-        _conclude(options, context, out)
+        shown += _conclude(options, context)
     err.print(
         f"{work.computed} simulations and searches, {time.perf_counter() - began:.0f} s in all",
         highlight=False,
     )
-    return 0
+    return shown
 
 
 def _folder(path: Path, option: str) -> Path:
@@ -116,22 +117,19 @@ def _folder(path: Path, option: str) -> Path:
     return path
 
 
-def _conclude(options: Options, context: Context, out: Console) -> None:
-    """Bars, and where everything was made, the documents."""
+def _conclude(options: Options, context: Context) -> list[Grid | str]:
+    """Writes bars, and where everything was made, the documents; the bars, to be printed."""
     findings = context.findings
     judged = judge(findings)
-    out.print(_grid(tables.bars(judged)))
     made = document.document(findings, judged, document.read(options.out))
-    if made.compared:
-        out.print(made.compared.agreement(made.verdicts), highlight=False)
-    for bar in judged:
-        out.print(_line(bar), highlight=False)
     (options.out / document.RESULTS).write_bytes(document.encode(made))
     if set(options.parts) >= set(NEEDS):
         (options.out / document.REPORT).write_bytes(report.encode(document.full_report(findings)))
         notes = readme.notes_of(options.out)
         page = readme.readme(findings, judged, made, context.traffic.stats, notes)
         (options.out / readme.README).write_text(page)
+    agreement = [made.compared.agreement(made.verdicts)] if made.compared else []
+    return [_grid(tables.bars(judged)), *agreement, *map(_line, judged)]
 
 
 def _line(bar: Bar) -> str:

@@ -1,7 +1,7 @@
 """`perilune simulate`: policies side by side on modelled engines, the same seeds for all.
 
-Steps: find R where a rate is given in it → play every (rate, seed) with every policy → a table per rate with
-95 % intervals over seeds, JSON and a figure where asked for. Nothing printed is a measurement of hardware.
+Steps: find R where a rate is given in it → play every (rate, seed) with every policy → JSON and a figure if
+asked for, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
 
 Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab import report
 from perilune_lab.arguments import assignments, count, is_positive, not_negative, positive
+from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Plays, prints, writes. Raises SpecError."""
+    """Plays, writes, prints. Raises SpecError."""
     plan, began = options.plan, time.perf_counter()
     rates = _rates(options, err)
     pieces = len(rates) * len(options.seeds)
@@ -99,18 +99,27 @@ def run(options: Options, out: Console, err: Console) -> int:
     if not any(row.run.requests for row in rows):
         raise SpecError("no request falls into what is measured - at `--rates`, `--window`")
     runs = pooled(plan, rows)
-    for grid in output.tables(runs, _unit(plan)):
-        out.print(grid)
-    simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
-    requests = sum(p.run.requests for p in rows)
-    out.print(
-        f"simulated; mode {plan.load.mode}; {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core,"
-        f" {requests / max(wall_s, 1e-9):,.0f} requests per second,"
-        f" {time.perf_counter() - began:.1f} s in all",
-        highlight=False,
-    )
-    for line in scale.lines(rows):
-        out.print(line, highlight=False)
+    took_s = time.perf_counter() - began
+    try:
+        _write(options, runs, err)
+    finally:  # the tables come all the same
+        for grid in output.tables(runs, _unit(plan)):
+            out.print(grid)
+        simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
+        requests = sum(p.run.requests for p in rows)
+        out.print(
+            f"simulated; mode {plan.load.mode}; {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core,"
+            f" {requests / max(wall_s, 1e-9):,.0f} requests per second, {took_s:.1f} s in all",
+            highlight=False,
+        )
+        for line in scale.lines(rows):
+            out.print(line, highlight=False)
+    return 0
+
+
+def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
+    """Report and figure, where asked for. Raises SpecError."""
+    plan = options.plan
     document = report.Report(
         simulated=True,
         mode=plan.load.mode,
@@ -129,7 +138,6 @@ def run(options: Options, out: Console, err: Console) -> int:
             err.print(f"figure: {options.png}", highlight=False)
     except OSError as error:
         raise SpecError(f"not written: {error} - at `--json`, `--png`") from None
-    return 0
 
 
 def _some(n: int, one: str, more: str = "") -> str:

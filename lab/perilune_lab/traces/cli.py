@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, UnsetType
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from perilune_api.pool import SpecError
+from perilune_lab.console import Console
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_lab.traces.stats import Spread, Stats, stats
@@ -63,15 +63,15 @@ def main(argv: Sequence[str]) -> int:
         print(f"perilune trace: {error}", file=sys.stderr)
         return 2
     found = stats(trace)
-    console = Console()
-    for grid in tables(found):
-        console.print(grid)
     if args.json:
         try:
             args.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         except OSError as error:
             print(f"perilune trace: {args.json}: {error.strerror}", file=sys.stderr)
             return 2
+    console = Console()
+    for grid in tables(found):
+        console.print(grid)
     return 0
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from rich.console import Console
 
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.decision_log import read
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import assignments, count
+from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, live_policies
 from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render

@@ -60,7 +60,8 @@ def play(work: Path, out: Path, *more: str) -> str:
     """`perilune evaluate` on the tiny world; what it prints."""
     argv = ["--quick", "--seeds", "2", "--jobs", "1", "--out", str(out), "--work", str(work), *more]
     shown = Console(record=True, width=200, file=StringIO())
-    assert cli.run(replace(cli.parse(argv), base=BASE), shown, Console(quiet=True)) == 0
+    for part in cli.run(replace(cli.parse(argv), base=BASE), Console(quiet=True)):
+        shown.print(part)
     return shown.export_text()
 
 

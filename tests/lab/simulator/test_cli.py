@@ -1,10 +1,13 @@
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from perilune_lab import report
+from perilune_lab.cli import PIPE_CLOSED
 from perilune_lab.simulator.cli import main, parse
 
 QUICK = ["--window", "60", "--warmup", "0", "--jobs", "1", "--seeds", "2"]
@@ -88,6 +91,18 @@ def test_a_full_disk_is_one_line(option: str, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr()
     assert "No space left on device" in said.err.splitlines()[-1]
     assert "SIMULATED" in said.out, "the table comes all the same"
+
+
+def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
+    path = tmp_path / "r.json"
+    argv = ["simulate", "--policies", "ear", "--rates", "1", *QUICK, "--json", str(path)]
+    code = "import sys; from perilune_lab.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    process.stdout.close()
+    assert process.wait(60) == PIPE_CLOSED
+    assert [run.policy for run in report.decode(path.read_bytes()).runs] == ["ear"]
 
 
 def test_assumptions_reach_the_plan():

@@ -1,0 +1,14 @@
+"""rich's console as every command of ours uses it.
+
+rich ends the process itself, with status 1, when the reader of a pipe has left (`| head`). Here the error
+travels up to `cli`, which ends every command alike.
+"""
+
+import rich.console
+
+
+class Console(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        """Raises the BrokenPipeError that rich has caught; nothing is printed from now on."""
+        self.quiet = True
+        raise BrokenPipeError
