@@ -1,6 +1,7 @@
 """The chart: what it gives the operator, and what Helm makes of it where Helm is."""
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,24 @@ def test_no_rule_is_about_secrets_or_everything() -> None:
 def test_the_lease_of_the_role_is_the_operators() -> None:
     rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
     assert [rule.get("resourceNames") for rule in rules] == [None, [LEASE]]
+
+
+FIRST_VALUES = """\
+image: {repository: ghcr.io/perilune/perilune, tag: "", pullPolicy: IfNotPresent}
+imagePullSecrets: []
+engineImage: vllm/vllm-openai:v0.33.0
+masterImage: ""
+replicas: 2
+leaseSeconds: 10
+watchNamespace: ""
+logLevel: info
+resources: {requests: {cpu: 100m, memory: 192Mi}, limits: {memory: 512Mi}}
+nodeSelector: {}
+tolerations: []
+affinity: {}
+dashboard: {enabled: true, labels: {grafana_dashboard: "1"}}
+"""
+"""Of the first chart: all that a release made with it has after `helm upgrade --reuse-values`."""
 
 
 @pytest.fixture
@@ -113,6 +132,20 @@ def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:
     assert json.loads(data["perilune.json"])["title"] == "Perilune"
     assert "ConfigMap/perilune-dashboard" not in template("dashboard.enabled=false")
     assert "ConfigMap/perilune-dashboard" in template("dashboard.labels=null")
+
+
+@pytest.mark.parametrize("apis", ["v1", "monitoring.coreos.com/v1"])
+def test_a_release_of_the_first_chart_can_be_upgraded_with_its_own_values(
+    helm: Path, tmp_path: Path, apis: str
+) -> None:
+    """Helm then asks the new chart's schema and templates, and takes none of its values."""
+    chart = shutil.copytree(CHART, tmp_path / "perilune")
+    command = [helm, "template", "r", chart, "--kube-version=1.36", f"--api-versions={apis}"]
+    of_now = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (chart / "values.yaml").write_text(FIRST_VALUES)
+    upgraded = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert upgraded.stderr == ""
+    assert list(yaml.safe_load_all(upgraded.stdout)) == list(yaml.safe_load_all(of_now))
 
 
 @pytest.mark.parametrize(

@@ -13,3 +13,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "perilune.clusterName" -}}
 perilune-operator{{ with .Values.watchNamespace }}-{{ $.Release.Namespace }}{{ end }}
 {{- end }}
+
+{{- /* `helm upgrade --reuse-values` brings the values of the chart before, in which newer ones are missing: none of those
+may be required. */ -}}
+{{- define "perilune.monitorLabels" -}}
+{{ dig "monitors" "labels" (dict) .Values.AsMap | default dict | toYaml }}
+{{- end }}
