@@ -140,7 +140,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Groups of layers, each on GPUs of its own (vLLM --pipeline-parallel-size)."""
     gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
-    """An endpoint that needs more than these spans several nodes: a LeaderWorkerSet then runs it."""
+    """An endpoint that needs more than these spans several nodes, by whole stages of its pipeline: a
+    LeaderWorkerSet then runs it."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name under which nodes offer GPUs."""
     rdma_resource: OptionalKey = ""

@@ -164,19 +164,20 @@ def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words
 
 
 @pytest.mark.parametrize(
-    ("mooncake", "gpus", "nodes", "gib"),
+    ("mooncake", "gpus", "of", "gib"),
     [
-        pytest.param({}, 8, 1, 0, id="none"),
-        pytest.param({"store": {"enabled": True}}, 8, 1, 8 * 84, id="a segment and a buffer for each GPU"),
-        pytest.param({"transfer": "offload", "offloadSize": "64Gi"}, 8, 2, 32, id="one tier, on two nodes"),
+        pytest.param({}, 8, 8, 0, id="none"),
+        pytest.param({"store": {"enabled": True}}, 8, 16, 8 * 84, id="a segment and a buffer for each GPU"),
+        pytest.param({"transfer": "offload", "offloadSize": "64Gi"}, 8, 16, 32, id="one tier, on two nodes"),
+        pytest.param({"transfer": "offload", "offloadSize": "66Gi"}, 4, 12, 22, id="a third of the GPUs"),
         pytest.param(
             {"transfer": "offload", "store": {"enabled": True, "segmentSize": "1Gi"}}, 1, 1, 69, id="both"
         ),
     ],
 )
-def test_memory_that_an_engine_lends(mooncake: Object, gpus: int, nodes: int, gib: int) -> None:
+def test_memory_that_an_engine_lends(mooncake: Object, gpus: int, of: int, gib: int) -> None:
     made = crd.convert({"model": {"name": "m"}, "mooncake": mooncake}).mooncake
-    assert host_bytes(made, gpus, nodes) == gib * 2**30
+    assert host_bytes(made, gpus, of) == gib * 2**30
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,36 @@ def test_every_container_of_an_engine_asks_for_as_much() -> None:
 
 SPANS: Object = {"model": {"name": "m"}, "engine": {"tensorParallel": 8, "pipelineParallel": 2}}
 LWS = "leaderworkerset.x-k8s.io/LeaderWorkerSet"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "stages", "a_node", "pods"),
+    [
+        pytest.param(4, 2, 8, [8], id="one node"),
+        pytest.param(8, 2, 8, [8, 8], id="a stage is a node"),
+        pytest.param(16, 2, 8, [8, 8, 8, 8], id="a stage is two nodes"),
+        pytest.param(4, 3, 8, [4, 8], id="three stages, two to a node: the leader has one"),
+        pytest.param(3, 4, 8, [6, 6], id="nodes that no stages fill"),
+        pytest.param(5, 2, 8, [5, 5], id="a stage to a node"),
+        pytest.param(1, 10, 4, [2, 4, 4], id="no tensors split"),
+        pytest.param(2, 9, 8, [6, 6, 6], id="evenly"),
+    ],
+)
+def test_an_endpoint_reserves_the_gpus_that_it_uses(
+    tensors: int, stages: int, a_node: int, pods: list[int]
+) -> None:
+    engine = {"tensorParallel": tensors, "pipelineParallel": stages, "gpusPerNode": a_node}
+    spec = {"model": {"name": "m"}, "engine": engine}
+    objects = made(spec, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+    workloads = {o["kind"]: o["spec"] for o in objects if o["metadata"]["name"] == "p-engine"}
+    if "Deployment" in workloads:
+        templates = [workloads["Deployment"]["template"]]
+    else:
+        group = workloads["LeaderWorkerSet"]["leaderWorkerTemplate"]
+        templates = [group["leaderTemplate"], *[group["workerTemplate"]] * (group["size"] - 1)]
+    asked = [t["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for t in templates]
+    assert [int(number) for number in asked] == pods
+    assert sum(pods) == tensors * stages
 
 
 def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:

@@ -43,13 +43,13 @@ while True:
 """
 
 
-def host_bytes(made: Mooncake, gpus: int, nodes: int) -> int:
-    """Host memory of one of an endpoint's `nodes` pods, with `gpus` GPUs in it, for what others may read."""
+def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
+    """Host memory of one of an endpoint's pods, which has `gpus` `of` its GPUs, for what others may read."""
     store, total = made.store, 0
     if store.enabled:
         total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
-    if made.transfer is Transfer.OFFLOAD:
-        total += int(quantity(made.offload_size)) // nodes
+    if made.transfer is Transfer.OFFLOAD and of:
+        total += int(quantity(made.offload_size)) * gpus // of
     return total
 
 

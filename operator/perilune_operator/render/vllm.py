@@ -111,8 +111,26 @@ def gpus(pool: Context) -> int:
     return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
 
 
+def gpus_by_pod(pool: Context) -> list[int]:
+    """Of one endpoint's pods, its leader first: as few pods as can be, and no GPU that nothing runs on.
+
+    Where one node is too small, pods get whole stages of the pipeline, the leader the rest: vLLM's Ray
+    executors give the first ranks to the leader's node and go on node by node (v1/executor/ray_utils.py,
+    0.33), so that the tensors of no stage are split between nodes, unless it fills several.
+    """
+    engine, total = pool.spec.engine, gpus(pool)
+    a_node, a_stage = engine.gpus_per_node, engine.tensor_parallel
+    if total <= a_node:
+        return [total]
+    if a_stage >= a_node:
+        return [a_node] * (total // a_node)
+    workers = -(-engine.pipeline_parallel // (a_node // a_stage)) - 1
+    each = a_stage * -(-engine.pipeline_parallel // (workers + 1))
+    return [total - workers * each, *[each] * workers]
+
+
 def nodes_per_endpoint(pool: Context) -> int:
-    return max(1, -(-gpus(pool) // pool.spec.engine.gpus_per_node))
+    return len(gpus_by_pod(pool))
 
 
 def every_pod(pool: Context) -> Object:
@@ -184,7 +202,7 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
 
 def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str], *, serve: bool) -> Object:
     engine = pool.spec.engine
-    here = min(gpus(pool), engine.gpus_per_node)
+    here = gpus_by_pod(pool)[0 if serve else -1]
     more = {engine.gpu_resource: str(here)} if here else {}
     rdma = bool(engine.rdma_resource)
     if rdma:
@@ -192,7 +210,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
     image = engine.image or (
         pool.defaults.image if engine.kind is EngineKind.SIMULATED else pool.defaults.engine_image
     )
-    lent = mooncake.host_bytes(pool.spec.mooncake, here, nodes_per_endpoint(pool))
+    lent = mooncake.host_bytes(pool.spec.mooncake, here, gpus(pool))
     needs = with_memory(spec.resources or engine.resources, lent)
     container: Object = {
         "name": "engine",
