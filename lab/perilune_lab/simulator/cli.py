@@ -154,6 +154,7 @@ def describe(options: Options) -> dict[str, object]:
         "window_s": plan.load.window_s,
         "warmup_s": plan.load.warmup_s,
         "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
+        "kv_tokens": fleet.hardware.kv_pool_tokens,
         "host_tokens": fleet.host_tokens,
         "pullable": plan.pullable,
         "transfers": "overlapped" if fleet.overlapped else "serial",
@@ -161,6 +162,7 @@ def describe(options: Options) -> dict[str, object]:
         "faults": msgspec.to_builtins(plan.faults),
         "params": msgspec.to_builtins(plan.params),
         "zipf_alpha": plan.load.parameters.zipf_alpha,
+        "context_tokens": plan.load.parameters.context_tokens,
     }
 
 
@@ -229,6 +231,12 @@ def parse(argv: Sequence[str]) -> Options:
     add("--host-tokens", type=count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
     add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
     add("--kv-tokens", type=count, metavar="N", help="KV pool of one endpoint [281600]")
+    add(
+        "--context-tokens",
+        type=count,
+        metavar="N",
+        help="longest generated request, with its answer [131072]",
+    )
     add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
     add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
     add("--faults", default="", metavar="NAME=V,…", help="see below")
@@ -251,12 +259,25 @@ def parse(argv: Sequence[str]) -> Options:
         hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
     if args.store:
         hardware = with_store(hardware, _bytes_per_s(args.store))
-    load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, Agentic(zipf_alpha=args.zipf))
+    generated = Agentic(zipf_alpha=args.zipf)
+    if args.context_tokens:
+        generated = replace(generated, context_tokens=args.context_tokens)
+    load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
     if load.trace != AGENTIC and not Path(load.trace).is_file():
         what = "no regular file" if Path(load.trace).exists() else "no such file"
         raise SpecError(f"{load.trace}: {what} - at `--trace`")
     if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
+    if load.trace != AGENTIC and args.context_tokens:
+        raise SpecError(
+            f"{load.trace}: the requests of a file are as long as they are - at `--context-tokens`"
+        )
+    if load.trace == AGENTIC and generated.context_tokens > hardware.kv_pool_tokens:
+        raise SpecError(
+            f"generated requests have up to {generated.context_tokens:,} tokens, which a KV pool of"
+            f" {hardware.kv_pool_tokens:,} does not hold: give as many, or shorten the requests with"
+            f" `--context-tokens {hardware.kv_pool_tokens}` - at `--kv-tokens`"
+        )
     if load.trace == AGENTIC and load.warmup_s >= load.window_s:
         raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
     faults = faults_of.parse(args.faults)

@@ -14,7 +14,7 @@ from math import inf, sqrt
 from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
-from perilune_api.pool import Limits, PolicyParams
+from perilune_api.pool import Limits, PolicyParams, SpecError
 from perilune_gateway.policy import SIMULATED_ONLY
 from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
@@ -96,9 +96,10 @@ class Played(NamedTuple):
 
 
 def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
-    """Every policy at one rate with one seed."""
+    """Every policy at one rate with one seed. Raises SpecError where a request could never run."""
     rate, seed = work
     workload = plan.load.workload(rate, seed, plan.fleet)
+    _fits(workload, plan.fleet.hardware.kv_pool_tokens)
     played = []
     for policy in plan.policies:
         outcome = plan.play(policy, workload, seed)
@@ -106,6 +107,16 @@ def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
         peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
         played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
     return played
+
+
+def _fits(workload: Workload, kv_tokens: int) -> None:
+    tasks = (task for job in workload.jobs for task in job.tasks)
+    longest = max((task.prompt_tokens + task.output_tokens for task in tasks), default=0)
+    if longest > kv_tokens:
+        raise SpecError(
+            f"a request of {longest:,} tokens, with its answer, does not fit into a KV pool of {kv_tokens:,}:"
+            " give the pool as many, or play shorter requests - at `--kv-tokens`"
+        )
 
 
 def play(plan: Plan, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1) -> Iterator[list[Played]]:

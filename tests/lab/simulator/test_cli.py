@@ -45,6 +45,25 @@ def test_a_recorded_trace_open_loop(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "4 × recorded speed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("kv_tokens", "status"), [(1032, 2), (1033, 0)])
+def test_a_recorded_request_that_no_pool_holds(
+    kv_tokens: int, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "mooncake.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 9, "hash_ids": [0, 1]}
+    path.write_text(json.dumps(line))
+    argv = ["--trace", str(path), "--policies", "sticky", "--rates", "1", "--mode", "timestamps"]
+    assert main([*argv, "--seeds", "1", "--jobs", "1", "--kv-tokens", str(kv_tokens)]) == status
+    said = capsys.readouterr().err
+    assert ("a request of 1,033 tokens, with its answer, does not fit" in said) == bool(status)
+    assert main([*argv, "--context-tokens", "500"]) == 2
+
+
+def test_short_generated_requests_fit_small_pools(capsys: pytest.CaptureFixture[str]):
+    argv = ["--policies", "ear", "--rates", "1", "--kv-tokens", "20000", "--context-tokens", "20000"]
+    assert main([*argv, *QUICK]) == 0
+
+
 def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
     argv = ["--policies", "ear", "--rates", "R/2,R,1.25R", "--reference", "round_robin"]
     assert main([*argv, *QUICK[:-1], "1"]) == 0
@@ -73,6 +92,8 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--json", "absent/r.json"], "no such folder - at `--json`"),
         (["--json", "."], "is a folder - at `--json`"),
         (["--png", "r.bmp"], ".png or .svg or .pdf - at `--png`"),
+        (["--kv-tokens", "131071"], "up to 131,072 tokens, which a KV pool of 131,071 does not hold"),
+        (["--context-tokens", "500", "--kv-tokens", "499"], "`--context-tokens 499` - at `--kv-tokens`"),
         (["--rates", "0.0001", "--window", "2", "--warmup", "1", "--seeds", "1"], "no request"),
     ],
 )
@@ -106,7 +127,7 @@ def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
 
 
 def test_assumptions_reach_the_plan():
-    argv = "--store 5GBps --link loaded --kv-tokens 100000 --no-pull --overlapped"
+    argv = "--store 5GBps --link loaded --kv-tokens 100000 --context-tokens 90000 --no-pull --overlapped"
     argv += " --param cooldown_seconds=10 --seeds-from 7 --seeds 2 --zipf 0.5"
     options = parse(argv.split())
     plan = options.plan
@@ -115,7 +136,7 @@ def test_assumptions_reach_the_plan():
     assert hardware.link.fixed_s == 0.3
     assert (plan.pullable, plan.fleet.store, plan.fleet.overlapped) == (False, True, True)
     assert plan.params.cooldown_seconds == 10.0
-    assert plan.load.parameters.zipf_alpha == 0.5
+    assert (plan.load.parameters.zipf_alpha, plan.load.parameters.context_tokens) == (0.5, 90_000)
     assert options.seeds == (7, 8)
 
 
