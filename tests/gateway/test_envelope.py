@@ -151,3 +151,37 @@ def test_bodies_that_protobuf_writes_are_read_in_place(raw):
     kind = pb.ProcessingRequest.FromString(raw).WhichOneof("request")
     if kind in ("request_body", "response_body"):
         assert envelope.read(raw) is not None
+
+
+# What stays of a header when its request is gone.
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stays"),
+    [
+        (":path", b"/v1/chat/completions", True),
+        (":path", b"/v1/chat/completions?api_key=sk-1", False),
+        ("content-type", b"application/json", True),
+        ("User-Agent", b"curl/8.1", True),
+        *(
+            (name, b"sk-1", False)
+            for name in (
+                *("authorization", "Authorization", "proxy-authorization", "cookie", "set-cookie", "api-key"),
+                *("x-api-key", "x-goog-api-key", "x-session-id", "x-request-id", "x-of-our-own", "referer"),
+            )
+        ),
+    ],
+)
+def test_only_what_all_clients_say_alike_is_remembered(monkeypatch, name, value, stays):
+    monkeypatch.setattr(envelope, "_memo", memo := {})
+    for _ in range(2):
+        assert envelope.read(headers((name, value)) + REST).headers == {name.lower(): value.decode()}
+    assert list(memo.values()) == ([(name.lower(), value.decode())] if stays else [])
+
+
+def test_the_memo_is_bounded(monkeypatch):
+    monkeypatch.setattr(envelope, "_memo", memo := {})
+    for number in range(3 * envelope.MEMO_ENTRIES):
+        told = envelope.read(headers(("user-agent", b"%d" % number)))
+        assert told.headers == {"user-agent": str(number)}
+        assert len(memo) <= envelope.MEMO_ENTRIES
