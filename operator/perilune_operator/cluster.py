@@ -13,8 +13,19 @@ from collections.abc import Callable
 
 from perilune_api import kube, names
 from perilune_operator.apply import PLURALS
-from perilune_operator.observe import MANAGED_BY, MANAGER, Key, Object, ParentFacts, key, parent
+from perilune_operator.observe import (
+    MANAGED_BY,
+    MANAGER,
+    Key,
+    Object,
+    ParentFacts,
+    PoolName,
+    Rival,
+    key,
+    parent,
+)
 from perilune_operator.render import network
+from perilune_operator.routes import rivals
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +56,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 """API → kinds of it that we make."""
 
-PoolName = tuple[str, str]
-"""Namespace, name; no name: what the namespace's pools share."""
+# A PoolName without a name: what the namespace's pools share.
 
 
 class Cluster:
@@ -74,6 +84,7 @@ class Cluster:
         """By kind: changed, and not looked at yet."""
         self._parents: dict[str, ParentFacts] | None = None
         """Gateways that routes may be attached to, by namespace/name. They are not ours, and few."""
+        self._rivals: dict[PoolName, Rival] = {}
 
     @property
     def synced(self) -> bool:
@@ -96,6 +107,10 @@ class Cluster:
         if self._parents is None or (self._namespace and namespace != self._namespace):
             return None
         return self._parents.get(f"{namespace}/{name}", ParentFacts())
+
+    def rival(self, pool: PoolName) -> Rival | None:
+        """Whose route has what the pool's route wants, of the pools that can be seen from here."""
+        return self._rivals.get(pool)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -139,6 +154,7 @@ class Cluster:
             seen = {name: parent(obj) for name, obj in objects.items()}
             if seen != self._parents:
                 self._parents = seen
+                self._compare_routes()
                 self._on_change(None)
 
         await kube.follow(self._client, f"/apis/{api}{self._scope}/gateways", take)
@@ -183,8 +199,20 @@ class Cluster:
                 pools.add(_pool(obj))
                 del by_pool[_pool(obj)][name]
         self._objects[kind] = dict(objects)
+        if kind == "HTTPRoute":
+            pools |= self._compare_routes()
         for pool in {None} if first else pools:
             self._on_change(pool)
+
+    def _compare_routes(self) -> set[PoolName]:
+        """Pools that have another rival than before."""
+        seen = self._objects.get("HTTPRoute", {}).values()
+        routes = {_pool(route): route for route in seen if _pool(route)[1] == route["metadata"]["name"]}
+        gateways = {name: facts.hosts for name, facts in (self._parents or {}).items()}
+        before, self._rivals = self._rivals, rivals(routes, gateways)
+        return {
+            pool for pool in before.keys() | self._rivals.keys() if before.get(pool) != self._rivals.get(pool)
+        }
 
 
 def _pool(obj: Object) -> PoolName:

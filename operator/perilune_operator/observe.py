@@ -98,6 +98,21 @@ class ParentFacts:
     """None: nobody has said."""
     listeners: Mapping[str, Verdict] = field(default_factory=dict)
     """Whether each of them is programmed, by name; only those of which somebody says so."""
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    """Of each listener, by name; empty: any."""
+
+
+PoolName = tuple[str, str]
+"""Namespace, name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Who has what a pool's route wants."""
+
+    pool: PoolName
+    hosts: tuple[str, ...]
+    """Empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,8 @@ class Observed:
     gateway: GatewayStats | None = None
     parent: ParentFacts | None = None
     """The Gateway that the spec names; None: there is none, or it cannot be seen from here."""
+    rival: Rival | None = None
+    """An older pool whose route has what this one's wants."""
 
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
@@ -164,7 +181,13 @@ def parent(obj: Object) -> ParentFacts:
         return next(iter(verdicts(of.get("conditions"), generation, "Programmed")), None)
 
     told = {listener["name"]: programmed(listener) for listener in status.get("listeners") or ()}
-    return ParentFacts(True, programmed(status), {name: v for name, v in told.items() if v is not None})
+    listeners = (obj.get("spec") or {}).get("listeners") or ()
+    return ParentFacts(
+        True,
+        programmed(status),
+        {name: v for name, v in told.items() if v is not None},
+        {listener["name"]: listener.get("hostname", "") for listener in listeners},
+    )
 
 
 def node(obj: Object) -> NodeFacts:

@@ -34,9 +34,9 @@ from perilune_api.crd import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator import observe, refusal, status
 from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
-from perilune_operator.cluster import Cluster, PoolName
+from perilune_operator.cluster import Cluster
 from perilune_operator.metrics import Metrics
-from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed
+from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed, PoolName
 from perilune_operator.plan import STATS_S, plan
 from perilune_operator.render.gateway import ADMIN_PORT
 from perilune_operator.render.objects import Defaults
@@ -260,6 +260,7 @@ class Reconciler:
             self.cluster.kinds,
             worker.stats,
             self.cluster.parent(parent.namespace or name[0], parent.name) if parent else None,
+            self.cluster.rival(name),
         )
 
     async def _follow_stats(self, name: PoolName, worker: _Worker) -> None:

@@ -15,7 +15,7 @@ from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.crd import FabricStatus, GatewayMode, InferencePoolStatus, ParentRef, StatusCondition
 from perilune_api.pool import Role
-from perilune_operator.observe import Key, Object, Observed, ParentFacts, Verdict, verdicts
+from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
 from perilune_operator.render import mooncake, network, vllm
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain
@@ -222,15 +222,14 @@ def _route(pool: Context, observed: Observed) -> Fact:
         )
     if pool.spec.gateway.parent is None:
         return Fact(kind, "False", Reason.NO_PARENT, "spec.gateway.parent names no Gateway.")
-    wanted = ["HTTPRoute"]
-    if made is GatewayMode.ENVOY_GATEWAY:
-        wanted += ["BackendTrafficPolicy", "EnvoyExtensionPolicy"]
-    for name in wanted:
-        said = _verdicts(observed.children.get(Key(name, pool.namespace, pool.name)) or {})
+    for name in ("HTTPRoute", *_ROUTING[made]):
+        said = _verdicts(
+            observed.children.get(Key(name, pool.namespace, pool.name)) or {}, pool.spec.gateway.parent
+        )
         if not said:
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
-        if any(verdict.pending for verdict in said):
-            waits = f"What is said of the {name} is pending: it was said of an earlier one."
+        if any(verdict.pending or verdict.status == "Unknown" for verdict in said):
+            waits = f"What is said of the {name} is pending: it is undecided, or of an earlier one."
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
         for verdict in said:
             if verdict.status == "False":
@@ -238,12 +237,14 @@ def _route(pool: Context, observed: Observed) -> Fact:
                 return Fact(kind, "False", Reason.ROUTE_REFUSED, refused[:400])
     if (trouble := _parent(pool.spec.gateway.parent, observed.parent)) is not None:
         return trouble
+    if observed.rival is not None:
+        return Fact(kind, "False", Reason.ROUTE_SHADOWED, _shadowed(pool.spec.gateway.parent, observed.rival))
     words = "Envoy asks the gateway."
     elsewhere = pool.spec.gateway.parent.namespace not in ("", pool.namespace)
     if elsewhere and made is GatewayMode.ENVOY_GATEWAY:
         words = f"{words} {_STRIP}"
     shared = Key("ClientTrafficPolicy", pool.namespace, network.shared_policy_name(pool.spec.gateway.parent))
-    for verdict in _verdicts(observed.children.get(shared, {})):
+    for verdict in _verdicts(observed.children.get(shared, {}), pool.spec.gateway.parent):
         if verdict.status == "False":  # the Gateway has one already, which may or may not do the same
             other = f"{shared.kind} {shared.name}: {verdict.reason}"
             words = f"{words} {other}: the one that counts has to remove {names.DESTINATION_HEADER} early, "
@@ -251,15 +252,42 @@ def _route(pool: Context, observed: Observed) -> Fact:
     return Fact(kind, "True", Reason.PROGRAMMED, words)
 
 
-def _verdicts(child: Object) -> list[Verdict]:
-    """Conditions Accepted and ResolvedRefs that controllers wrote, of every parent or ancestor."""
-    status, generation = child.get("status") or {}, child.get("metadata", {}).get("generation", 0)
-    reports = [*(status.get("parents") or ()), *(status.get("ancestors") or ())]
+_ROUTING: Mapping[GatewayMode, Sequence[str]] = {
+    GatewayMode.ENVOY_GATEWAY: ("BackendTrafficPolicy", "EnvoyExtensionPolicy"),
+    GatewayMode.INFERENCE_EXTENSION: ("InferencePool",),
+}
+"""What controllers have to accept beside the HTTPRoute."""
+
+
+def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
+    """Conditions Accepted and ResolvedRefs that controllers wrote of it, for our Gateway: a route of somebody
+    else's may attach an InferencePool to another one. (A policy's ancestors are whatever its target has.)"""
+    status, meta = child.get("status") or {}, child.get("metadata", {})
+    reports = [
+        report
+        for report in status.get("parents") or ()
+        if _is_of(report.get("parentRef") or {}, gateway, meta.get("namespace", ""))
+    ]
     return [
         verdict
-        for report in reports
-        for verdict in verdicts(report.get("conditions"), generation, "Accepted", "ResolvedRefs")
+        for report in (*reports, *(status.get("ancestors") or ()))
+        for verdict in verdicts(
+            report.get("conditions"), meta.get("generation", 0), "Accepted", "ResolvedRefs"
+        )
     ]
+
+
+def _is_of(reference: Object, gateway: ParentRef, here: str) -> bool:
+    named = gateway.namespace or here, gateway.name
+    return (reference.get("namespace") or here, reference.get("name")) == named
+
+
+def _shadowed(parent: ParentRef, rival: Rival) -> str:
+    which = f"Requests for {_names(rival.hosts)}" if rival.hosts else "Requests"
+    return (
+        f"{which} at Gateway {parent.name} go to pool {'/'.join(rival.pool)}, whose route is older: "
+        "give each pool hosts (gateway.hostnames) or a listener (gateway.parent.sectionName) of its own."
+    )
 
 
 def _parent(named: ParentRef, parent: ParentFacts | None) -> Fact | None:

@@ -51,6 +51,8 @@ class Reason(StrEnum):
     """The cluster has neither Envoy Gateway's CRDs nor the inference extension's."""
     WAITING_FOR_ROUTE = "WaitingForRoute"
     ROUTE_REFUSED = "RouteRefused"
+    ROUTE_SHADOWED = "RouteShadowed"
+    """An older pool's route matches the same requests, and gets them."""
     GATEWAY_NOT_PROGRAMMED = "GatewayNotProgrammed"
     """The route's Gateway is not there, or its controller says that it does not serve."""
     ROLLING_OUT = "RollingOut"

@@ -3,7 +3,7 @@
 from typing import Any
 
 from perilune_operator.cluster import Cluster, PoolName
-from perilune_operator.observe import Key
+from perilune_operator.observe import Key, Rival
 
 Object = dict[str, Any]
 
@@ -71,3 +71,31 @@ def test_what_pools_share_is_everybodys_in_the_namespace() -> None:
     assert cluster.sees("ClientTrafficPolicy", obj("shared", "", "2")) == [("ns", "p")], "mine is gone"
     said = {**obj("shared", "", "3"), "status": {"ancestors": []}}
     assert cluster.sees("ClientTrafficPolicy", said) == [("ns", "")]
+
+
+def a_route(pool: str, second: int, version: str = "1", *hosts: str) -> Object:
+    made = obj(pool, pool, version)
+    made["metadata"]["creationTimestamp"] = f"2026-01-01T00:00:{second:02}Z"
+    return made | {"spec": {"parentRefs": [{"name": "g"}], "hostnames": list(hosts)}}
+
+
+def test_who_has_another_rival_is_told() -> None:
+    cluster = _Watched()
+    p, q, r = (a_route(name, second) for second, name in enumerate("pqr"))
+    assert cluster.sees("HTTPRoute", p, q) == [None]
+    assert cluster.rival(("ns", "p")) is None
+    assert cluster.rival(("ns", "q")) == Rival(("ns", "p"), ())
+    assert cluster.sees("HTTPRoute", p, q, r) == [("ns", "r")], "of the others' rivals none has changed"
+    assert cluster.sees("HTTPRoute", q, r) == [("ns", "p"), ("ns", "q"), ("ns", "r")]
+    assert [cluster.rival(("ns", name)) for name in "qr"] == [None, Rival(("ns", "q"), ())]
+    apart = a_route("r", 2, "2", "r.test")
+    assert cluster.sees("HTTPRoute", q, apart) == [("ns", "r")]
+    assert cluster.rival(("ns", "r")) is None
+
+
+def test_a_route_that_is_named_unlike_its_pool_is_not_the_pools() -> None:
+    cluster = _Watched()
+    fake = a_route("a", 0)
+    fake["metadata"]["labels"]["perilune.dev/pool"] = "q"
+    cluster.sees("HTTPRoute", fake, a_route("p", 1))
+    assert cluster.rival(("ns", "p")) is None

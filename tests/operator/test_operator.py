@@ -669,6 +669,17 @@ async def accept(client: Client, where: str, holder: str) -> None:
     await client.request("PATCH", f"{where}/status", status, content_type=MERGE)
 
 
+async def accept_routing(client: Client, namespace: str, name: str) -> None:
+    """All that it says of one pool."""
+    for where, holder in (
+        (f"{ROUTES.format(namespace)}/{name}", "parents"),
+        (f"{POLICIES.format(namespace)}backendtrafficpolicies/{name}", "ancestors"),
+        (f"{POLICIES.format(namespace)}envoyextensionpolicies/{name}", "ancestors"),
+    ):
+        await until(lambda where=where: client.request("GET", where), bool)
+        await accept(client, where, holder)
+
+
 GATEWAYS = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/gateways"
 GATEWAY: Object = {
     "apiVersion": "gateway.networking.k8s.io/v1",
@@ -707,13 +718,7 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
         await client.request("POST", pools(namespace), pool(name, gateway=gateway))
     shared = POLICIES.format(namespace) + "clienttrafficpolicies/g-perilune"
     await until(lambda: client.request("GET", shared), lambda p: len(p["metadata"]["ownerReferences"]) == 2)
-    for where, holder in (
-        (ROUTES.format(namespace) + "/p", "parents"),
-        (POLICIES.format(namespace) + "backendtrafficpolicies/p", "ancestors"),
-        (POLICIES.format(namespace) + "envoyextensionpolicies/p", "ancestors"),
-    ):
-        await until(lambda where=where: client.request("GET", where), bool)
-        await accept(client, where, holder)
+    await accept_routing(client, namespace, "p")
 
     async def becomes(status: str, reason: str) -> Object:
         return await until(
@@ -733,6 +738,27 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     assert condition(body, "Progressing").get("reason") != "ApplyFailed"
     other = await client.request("GET", pools(namespace, "/q"))
     assert condition(other, "RouteProgrammed")["reason"] == "WaitingForRoute"
+    await accept_routing(client, namespace, "q")
+
+    async def of_q(status: str, reason: str) -> Object:
+        return await until(
+            lambda: client.request("GET", pools(namespace, "/q")),
+            lambda p: (
+                (condition(p, "RouteProgrammed")["status"], condition(p, "RouteProgrammed")["reason"])
+                == (status, reason)
+            ),
+        )
+
+    body = await of_q("False", "RouteShadowed")
+    assert f"go to pool {namespace}/p, whose route is older" in condition(body, "RouteProgrammed")["message"]
+    assert condition(body, "Ready")["status"] == "False"
+    apart = {"spec": {"gateway": {"hostnames": ["q.test"]}}}
+    await client.request("PATCH", pools(namespace, "/q"), apart, content_type=MERGE)
+    await until(
+        lambda: client.request("GET", ROUTES.format(namespace) + "/q"),
+        lambda r: r["spec"].get("hostnames") == ["q.test"],
+    )
+    await of_q("True", "Programmed")
 
     before = await quiet(router)  # neither takes the shared object for the other's late write
     for name in ("p", "q"):
@@ -751,6 +777,19 @@ async def test_a_gateway_of_the_inference_extension(routed: tuple[Client, str], 
     route = await until(lambda: client.request("GET", ROUTES.format(namespace) + "/p"), bool)
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
     assert (backend["group"], backend["kind"]) == ("inference.networking.k8s.io", "InferencePool")
+    await client.request("POST", GATEWAYS.format(namespace), GATEWAY)
+    await program(client, GATEWAYS.format(namespace) + "/g", "True")
+    await accept(client, ROUTES.format(namespace) + "/p", "parents")
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: "InferencePool" in condition(p, "RouteProgrammed")["message"],
+    )
+    assert condition(body, "RouteProgrammed")["reason"] == "WaitingForRoute"
+    await accept(client, where, "parents")
+    await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "RouteProgrammed")["status"] == "True",
+    )
 
     envoy = {"spec": {"gateway": {"mode": "envoyGateway"}}}
     await client.request("PATCH", pools(namespace, "/p"), envoy, content_type=MERGE)

@@ -7,7 +7,7 @@ import pytest
 from perilune_api import crd
 from perilune_api.conditions import Condition, Reason
 from perilune_operator import observe, status
-from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts
+from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts, Rival
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -41,7 +41,8 @@ def verdict(
     said: Object = {"type": "Accepted", "status": accepted, "reason": "Because", "message": "words"}
     said |= {} if of is None else {"observedGeneration": of}
     meta = {"name": "p", "namespace": "ns", "generation": 2}
-    return Key(kind, "ns", "p"), {"kind": kind, "metadata": meta, "status": {where: [{"conditions": [said]}]}}
+    report = {"parentRef": {"name": "g"}, "conditions": [said]}
+    return Key(kind, "ns", "p"), {"kind": kind, "metadata": meta, "status": {where: [report]}}
 
 
 def gateway(
@@ -200,7 +201,7 @@ def test_what_is_wrong_has_a_reason(
             seen(verdict("BackendTrafficPolicy", of=1)),
             "",
             Reason.WAITING_FOR_ROUTE,
-            "What is said of the BackendTrafficPolicy is pending: it was said of an earlier one.",
+            "What is said of the BackendTrafficPolicy is pending: it is undecided, or of an earlier one.",
             id="an old yes",
         ),
         pytest.param(
@@ -209,6 +210,35 @@ def test_what_is_wrong_has_a_reason(
             Reason.WAITING_FOR_ROUTE,
             "What is said of the HTTPRoute is pending",
             id="an old no",
+        ),
+        pytest.param(
+            seen(verdict("EnvoyExtensionPolicy", "Unknown")),
+            "",
+            Reason.WAITING_FOR_ROUTE,
+            "What is said of the EnvoyExtensionPolicy is pending",
+            id="neither yes nor no",
+        ),
+        pytest.param(
+            seen(rival=Rival(("other", "q"), ())),
+            "",
+            Reason.ROUTE_SHADOWED,
+            "Requests at Gateway g go to pool other/q, whose route is older: give each pool hosts"
+            " (gateway.hostnames) or a listener (gateway.parent.sectionName) of its own.",
+            id="an older pool has it all",
+        ),
+        pytest.param(
+            seen(rival=Rival(("ns", "q"), ("a.test", "b.test"))),
+            "",
+            Reason.ROUTE_SHADOWED,
+            "Requests for a.test, b.test at Gateway g go to pool ns/q",
+            id="an older pool has some hosts",
+        ),
+        pytest.param(
+            seen(verdict("HTTPRoute", "False", "parents"), rival=Rival(("ns", "q"), ())),
+            "",
+            Reason.ROUTE_REFUSED,
+            "HTTPRoute: Because: words",
+            id="refused, and an older one besides",
         ),
         pytest.param(
             seen(parent=ParentFacts()), "", Reason.GATEWAY_NOT_PROGRAMMED, "There is no Gateway g.", id="none"
@@ -255,6 +285,72 @@ def test_the_route_is_as_good_as_its_gateway(
     assert (told.status, told.reason) == (truth, reason)
     assert told.message.startswith(words)
     assert conditions(made)["Ready"][0] == truth
+
+
+GIE = frozenset({"gateway.networking.k8s.io/HTTPRoute", "inference.networking.k8s.io/InferencePool"})
+
+
+def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted") -> Object:
+    """What the controller of one Gateway says of an InferencePool."""
+    said = {
+        "type": type_,
+        "status": accepted,
+        "reason": "Because",
+        "message": "words",
+        "observedGeneration": 1,
+    }
+    return {"parentRef": {"name": of, "namespace": "ns"}, "conditions": [said]}
+
+
+@pytest.mark.parametrize(
+    ("reports", "truth", "reason", "words"),
+    [
+        pytest.param([pool_verdict("True")], "True", Reason.PROGRAMMED, "Envoy asks", id="accepted"),
+        pytest.param(
+            [], "False", Reason.WAITING_FOR_ROUTE, "Nobody has taken up the InferencePool", id="none"
+        ),
+        pytest.param(
+            [pool_verdict("True", of="another")],
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            "Nobody has taken up the InferencePool",
+            id="another Gateway's",
+        ),
+        pytest.param(
+            [pool_verdict("True"), pool_verdict("False", of="another")],
+            "True",
+            Reason.PROGRAMMED,
+            "Envoy asks",
+            id="another Gateway's no",
+        ),
+        pytest.param(
+            [pool_verdict("Unknown")], "False", Reason.WAITING_FOR_ROUTE, "What is said", id="undecided"
+        ),
+        pytest.param(
+            [pool_verdict("False")],
+            "False",
+            Reason.ROUTE_REFUSED,
+            "InferencePool: Because: words",
+            id="refused",
+        ),
+        pytest.param(
+            [pool_verdict("True"), pool_verdict("False", type_="ResolvedRefs")],
+            "False",
+            Reason.ROUTE_REFUSED,
+            "InferencePool: Because: words",
+            id="its picker cannot be found",
+        ),
+    ],
+)
+def test_a_gateway_of_the_inference_extension_has_to_take_up_the_pool(
+    reports: list[Object], truth: str, reason: Reason, words: str
+) -> None:
+    meta = {"name": "p", "namespace": "ns", "generation": 1}
+    theirs = {"kind": "InferencePool", "metadata": meta, "status": {"parents": reports}}
+    made = of(seen((Key("InferencePool", "ns", "p"), theirs), kinds=GIE))
+    (told,) = [c for c in made.conditions if c.type is Condition.ROUTE_PROGRAMMED]
+    assert (told.status, told.reason) == (truth, reason)
+    assert told.message.startswith(words)
 
 
 def test_a_gateway_whose_owner_has_a_policy_of_his_own_is_told_what_it_has_to_do() -> None:
