@@ -10,6 +10,7 @@ import msgspec
 from perilune_api.pool import SpecError
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_LFS_POINTER = b"version https://git-lfs"
 T = TypeVar("T")
 
 
@@ -27,6 +28,10 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T]]:
                 try:
                     yield number, decoder.decode(line)
                 except msgspec.DecodeError as error:
+                    if line.startswith(_LFS_POINTER):
+                        raise SpecError(
+                            f"{path}: a pointer of Git LFS, not the file; `git lfs pull`"
+                        ) from None
                     raise SpecError(f"{path}:{number}: {error}") from None
     except (OSError, EOFError) as error:
         cause = error.strerror if isinstance(error, OSError) and error.strerror else error
