@@ -20,8 +20,8 @@ Does not: know Envoy, wait, or choose.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Mapping
+from math import inf, isnan
 from random import Random
 from typing import Protocol
 
@@ -266,6 +266,9 @@ class Router:
         policy = self._policy_name(asked.head)
         if isinstance(policy, Refusal):
             return self._recorder.refused(asked.head, policy, asked.laps, asked)
+        if problem := _wrong_slo(asked.head.headers):
+            refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
+            return self._recorder.refused(asked.head, refusal, asked.laps, asked)
         asked.dice = self._rng.getrandbits(SEED_BITS)
         view, verdict = self._choose(asked, policy)
         if isinstance(verdict, NeedBody):
@@ -415,6 +418,20 @@ def _unusable(policy: str) -> str:
         return f"Policy {policy!r} runs in the simulator only: {SIMULATED_ONLY[policy]}"
     if policy not in LIVE:
         return f"Unknown policy {policy!r}, known are {', '.join(LIVE)}"
+    return ""
+
+
+def _wrong_slo(headers: Mapping[str, str]) -> str:
+    """Why a request's SLO cannot be told; empty: it can, or there is none. A typing error must not pass for a
+    promise."""
+    for name in (names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER):
+        if name in headers and (text := headers[name]):
+            try:
+                wrong = isnan(float(text))
+            except ValueError:
+                wrong = True
+            if wrong:
+                return f"{text[:100]!r} is no number of milliseconds - in {name}"
     return ""
 
 

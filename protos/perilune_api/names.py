@@ -51,6 +51,7 @@ FINAL_TURN_HEADERS = ("x-perilune-session-final", "x-dynamo-session-final")
 # What a request asks of latency, as users of llm-d's and GIE's endpoint picker send it.
 SLO_TTFT_HEADER = "x-slo-ttft-ms"
 SLO_TPOT_HEADER = "x-slo-tpot-ms"
+"""Numbers; 0 and below, as elsewhere: none of its own. What is no number is refused with 400."""
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 """Name of an InferenceObjective, which stands for a priority; the second is the older spelling."""
 

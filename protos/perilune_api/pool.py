@@ -205,7 +205,7 @@ class PolicyParams(_Struct, frozen=True):
     migration_link_bytes: Annotated[int, Meta(ge=0)] = 16_000_000_000
     """migration: most bytes on their way between two endpoints."""
     expected_output_tokens: Positive = 128
-    """perilune: tokens that an answer is expected to have, unless the request sets a lower bound."""
+    """perilune: tokens that an answer is expected to have, or fewer where the request allows no more."""
     interference_weight: Weight = 1.0
     """perilune: seconds that a second of prefill costs each request in flight beside it. Above 1 it counts as
     well that KV is held meanwhile, for which that of idle sessions is evicted."""

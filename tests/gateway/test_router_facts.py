@@ -229,7 +229,8 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
         ({}, (0, 4.0, 0.0)),
         ({"x_slo_ttft_ms": "250"}, (0, 0.25, 0.0)),
         ({"x_slo_tpot_ms": "12.5"}, (0, 4.0, 0.0125)),
-        ({"x_slo_ttft_ms": "soon"}, (0, 4.0, 0.0)),
+        ({"x_slo_ttft_ms": ""}, (0, 4.0, 0.0)),
+        ({"x_slo_ttft_ms": "0"}, (0, 4.0, 0.0)),
         ({"x_slo_ttft_ms": "-1"}, (0, 4.0, 0.0)),
         ({"x_slo_ttft_ms": "inf"}, (0, 4.0, 0.0)),
         ({"x_gateway_inference_objective": "batch"}, (-1, 4.0, 0.0)),
@@ -242,6 +243,19 @@ def test_slos_and_priority_of_a_request_or_else_of_the_pool(headers: dict, expec
     rig = Rig(limits=Limits(ttft_slo_seconds=4.0, objectives={"batch": -1, "chat": 2}))
     view = rig.route(range(100), **headers)[1].view
     assert (view.level, view.slo_ttft_s, view.slo_tpot_s) == expected
+
+
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["soon", "250ms", "nan"])
+@pytest.mark.parametrize("known", [True, False], ids=["by headers", "by body"])
+def test_an_slo_that_is_no_number_is_refused(name: str, value: str, known: bool) -> None:
+    rig = Rig(limits=Limits(ttft_slo_seconds=4.0))
+    if known:
+        rig.route(range(100), x_session_id="s")
+    refusal = rig.ask(range(100), x_session_id="s", **{name.replace("-", "_"): value})
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.BAD_REQUEST, 400)
+    assert refusal.message == f"{value!r} is no number of milliseconds - in {name}"
 
 
 def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_gone() -> None:
