@@ -4,8 +4,9 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning its own result changes nothing.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import msgspec
 
@@ -16,11 +17,13 @@ from perilune_operator import status, topology
 from perilune_operator.observe import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import gateway, mooncake, network, vllm
 from perilune_operator.render.objects import Context, Defaults
-from perilune_operator.rollout import Drain, Mark, drain
+from perilune_operator.rollout import Drain, Former, Mark, drain
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
 STATS_S = 30.0
 """Sessions and hit ratio in the status are no older than this."""
+MANY = 1_000_000
+"""Engines: none has to go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ def plan(
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present = replace(observed, pods=tuple(p for p in observed.pods if _is_present(pool, p)))
     drains = _drains(pool, present, now)
+    before = tuple(p for p in observed.pods if p not in present.pods and p.component == "engine")
     deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
     gateways, read_at = gateway.replicas(spec.gateway, deployment)
     pool = replace(
@@ -70,11 +74,12 @@ def plan(
         objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
     except SpecError as error:  # a podTemplate that cannot be laid over ours
         return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
-    again_in = min([STATS_S, *(made.again_in for made in drains.values())])
-    marks = tuple(mark for made in drains.values() for mark in made.marks)
-    kept = _kept(pool, {key(obj) for obj in objects}, present)
-    said = status.of_pool(pool, present, drains, now, kept)
-    return Plan(objects, said, again_in, marks, scale_to, kept)
+    former = _former(pool, before, {key(obj) for obj in objects}, present, now)
+    each = (*drains.values(), former.drain)
+    again_in = min(STATS_S, *(made.again_in for made in each))
+    marks = tuple(mark for made in each for mark in made.marks)
+    said = status.of_pool(pool, present, drains, now, former)
+    return Plan(objects, said, again_in, marks, scale_to, former.workloads)
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
@@ -98,29 +103,45 @@ def _is_present(pool: Context, pod: PodFacts) -> bool:
     return (pod.group >= 0) is spans and any(pod.role == role for role, _ in vllm.roles(pool))
 
 
-def _kept(pool: Context, wanted: Collection[Key], observed: Observed) -> frozenset[Key]:
+def _former(
+    pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
+) -> Former:
     """Engines of the spec before go once each role has an endpoint that serves, or there would be nobody
-    until a model has been loaded. Where there are no GPUs to spare (maxSurge 0) they make room at once."""
+    until a model has been loaded; and then like those of a scale-down, once their sessions have left. Where
+    there are no GPUs to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not.
+    """
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
-        return frozenset()
-    serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
-    if all(role in serving or not spec.replicas for role, spec in vllm.roles(pool)):
-        return frozenset()
-    return frozenset(
+        return Former(pods)
+    workloads = frozenset(
         k
         for k, child in observed.children.items()
         if k.kind in WORKLOADS
         and k not in wanted
         and child["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == "engine"
     )
+    if not workloads:
+        return Former(pods)
+    serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
+    needed = any(role not in serving and spec.replicas for role, spec in vllm.roles(pool))
+    leaving, gateways, session_s = _surroundings(pool, observed)
+    if needed:  # marks of an earlier try are taken back
+        made = drain(pods, MANY, None, leaving, gateways, session_s, now)
+        return Former(pods, workloads, made, needed=True)
+    made = drain(pods, 0, {"spec": {"replicas": len(pods)}}, leaving, gateways, session_s, now)
+    return Former(pods, workloads if made.again_in < inf else frozenset(), made)
 
 
-def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
-    """Without a gateway there are no sessions to wait for."""
+def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], frozenset[str], float]:
+    """Nodes that are being emptied, gateways that answer, seconds to wait for sessions: without a gateway
+    there are none to wait for."""
     leaving = frozenset(node.name for node in observed.nodes if node.leaving)
     gateways = frozenset(p.name for p in observed.pods if p.component == "gateway" and p.serves)
     asked = pool.spec.gateway.replicas or pool.spec.gateway.min_replicas
-    session_s = float(pool.spec.rollout.session_seconds) if asked else 0.0
+    return leaving, gateways, float(pool.spec.rollout.session_seconds) if asked else 0.0
+
+
+def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
+    leaving, gateways, session_s = _surroundings(pool, observed)
     made = {}
     for role, spec in vllm.roles(pool):
         pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]

@@ -16,7 +16,8 @@ A node that is cordoned, or tainted by an autoscaler that means to remove it, ha
 nobody else could take a new session. They are not deleted: who cordons a node also evicts, and an operator
 that deleted pods on a mere cordon would surprise. A changed template needs none of this: the Deployment
 starts the new engine first, and a terminating one is never picked; so while it rolls, replicas follow the
-spec at once, and it chooses by itself.
+spec at once, and it chooses by itself. Engines whose whole workload is to go, since roles have changed, are
+all chosen (plan.py).
 
 Pure. Costs O(n log n) for n engines.
 """
@@ -27,7 +28,7 @@ from datetime import UTC, datetime
 from math import inf
 
 from perilune_api import names
-from perilune_operator.observe import CHOSEN_COST, Object, PodFacts
+from perilune_operator.observe import CHOSEN_COST, Key, Object, PodFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,19 @@ class Drain:
     """Stand on a node that is being emptied, and take no new sessions."""
     again_in: float = inf
     """Seconds until they have waited long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Engines of the spec before, which had other roles or endpoints of another number of nodes."""
+
+    pods: Sequence[PodFacts] = ()
+    """Those that lead."""
+    workloads: frozenset[Key] = frozenset()
+    """That stay for now."""
+    drain: Drain = Drain(0)
+    needed: bool = False
+    """They serve, and nobody else in a role does."""
 
 
 def drain(

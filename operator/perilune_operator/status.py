@@ -4,7 +4,7 @@ Pure. A condition's transition time is kept while its status is, so that writing
 the same bytes; `changed` says which events to send.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,7 +18,7 @@ from perilune_api.pool import Role
 from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
 from perilune_operator.render import mooncake, network, vllm
 from perilune_operator.render.objects import Context
-from perilune_operator.rollout import Drain
+from perilune_operator.rollout import Drain, Former
 
 _STRIP = (
     "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
@@ -45,9 +45,9 @@ def of_pool(
     observed: Observed,
     drains: Mapping[Role, Drain],
     now: float,
-    kept: Collection[Key] = (),
+    former: Former,
 ) -> InferencePoolStatus:
-    """Everything that can be said of an accepted spec. `kept`: workloads of the spec before."""
+    """Everything that can be said of an accepted spec. `observed`: without engines of the spec before."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     leaving = {name for made in drains.values() for name in made.leaving}
     staying = [p for p in engines if p.ready and p.name not in leaving]
@@ -68,8 +68,8 @@ def of_pool(
         )
     facts.append(_gateway(pool, observed))
     facts.append(_route(pool, observed))
-    facts.append(_progress(pool, observed, kept))
-    facts.append(_draining(pool, observed, drains))
+    facts.append(_progress(pool, observed, former))
+    facts.append(_draining(pool, observed, [*drains.values(), former.drain], former))
     facts.append(_ready(pool, facts))
     fabric = pool.fabric
     stats = observed.gateway
@@ -308,11 +308,15 @@ def _parent(named: ParentRef, parent: ParentFacts | None) -> Fact | None:
     return None
 
 
-def _progress(pool: Context, observed: Observed, kept: Collection[Key]) -> Fact:
-    if kept:
-        words = (
-            f"{_names([k.name for k in kept])} of the spec before goes once each role has an endpoint that "
-            "serves. Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
+def _progress(pool: Context, observed: Observed, former: Former) -> Fact:
+    if former.workloads:
+        words = f"{_names([k.name for k in former.workloads])} of the spec before goes once "
+        if not former.needed:
+            words += "its sessions have left."
+            return Fact(Condition.PROGRESSING, "True", Reason.SESSIONS_LEAVING, words)
+        words += (
+            "each role has an endpoint that serves. "
+            "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
         )
         return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, words)
     waiting = [
@@ -329,11 +333,12 @@ def _progress(pool: Context, observed: Observed, kept: Collection[Key]) -> Fact:
     return Fact(Condition.PROGRESSING, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
 
 
-def _draining(pool: Context, observed: Observed, drains: Mapping[Role, Drain]) -> Fact:
+def _draining(pool: Context, observed: Observed, drains: Sequence[Drain], former: Former) -> Fact:
     """Who goes first comes first; the message has all."""
-    stopping = [p.name for p in observed.pods if p.component == "engine" and p.terminating]
-    leaving = [name for made in drains.values() for name in made.leaving]
-    emptied = [name for made in drains.values() for name in made.emptied]
+    engines = (*former.pods, *(p for p in observed.pods if p.component == "engine"))
+    stopping = [p.name for p in engines if p.terminating]
+    leaving = [name for made in drains for name in made.leaving]
+    emptied = [name for made in drains for name in made.emptied]
     seconds = pool.spec.rollout.session_seconds
     said = (
         (Reason.SESSIONS_LEAVING, leaving, f"Waiting up to {seconds} s for the sessions of {{}} to leave."),

@@ -395,8 +395,8 @@ class Rollout(_Struct, frozen=True):
     max_surge: Share = 1
     """Engines that may be there in excess meanwhile, likewise; 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 30
-    """How long an engine that is to go (scale-down) keeps its sessions, in seconds; it gets no new ones, and
-    goes earlier once all have left."""
+    """How long an engine that is to go (scale-down, other roles) keeps its sessions, in seconds; it gets no
+    new ones, and goes earlier once all have left."""
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """How long an engine that is being stopped may finish the requests that it runs, in seconds."""
 

@@ -99,6 +99,16 @@ async def run_pods(client: Client, namespace: str, number: int, nodes: tuple[str
         await client.request("PATCH", where, {"status": status}, content_type=MERGE)
 
 
+async def say_drained(client: Client, namespace: str, engine: Object) -> None:
+    """Do the gateway's part: nothing of its own runs there any more."""
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+    (gateway,) = [p["metadata"]["name"] for p in listed["items"] if "-gateway-" in p["metadata"]["name"]]
+    mark = engine["metadata"]["annotations"]["perilune.dev/draining"]
+    word = {"metadata": {"annotations": {f"drained.perilune.dev/{gateway}": mark}}}
+    where = f"/api/v1/namespaces/{namespace}/pods/{engine['metadata']['name']}/status"
+    await client.request("PATCH", where, word, content_type=MERGE)
+
+
 async def test_a_pool_becomes_objects_and_follows_its_spec(
     client: Client, namespace: str, operator: Operator
 ) -> None:
@@ -151,12 +161,7 @@ async def test_a_scale_down_waits_for_the_gateways_word(
     engine = await client.request("GET", deployments(namespace, "/p-engine"))
     assert engine["spec"]["replicas"] == 2
 
-    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
-    (gateway,) = [p["metadata"]["name"] for p in listed["items"] if "-gateway-" in p["metadata"]["name"]]
-    mark = chosen["metadata"]["annotations"]["perilune.dev/draining"]
-    word = {"metadata": {"annotations": {f"drained.perilune.dev/{gateway}": mark}}}
-    where = f"/api/v1/namespaces/{namespace}/pods/{chosen['metadata']['name']}/status"
-    await client.request("PATCH", where, word, content_type=MERGE)
+    await say_drained(client, namespace, chosen)
     left = await until(lambda: engines(client, namespace), lambda found: len(found) == 1)
     assert left[0]["metadata"]["name"] != chosen["metadata"]["name"]
     body = await until(
@@ -444,10 +449,11 @@ async def test_what_the_spec_no_longer_asks_for_goes(
     await until(left, lambda names: sorted(names) == ["p-engine", "p-gateway"])
 
 
-async def test_engines_of_other_roles_go_once_each_role_serves(
+async def test_engines_of_other_roles_go_once_each_role_serves_and_their_sessions_have_left(
     client: Client, namespace: str, operator: Operator
 ) -> None:
-    await client.request("POST", pools(namespace), pool(replicas=1, engine={"kind": "vllm"}))
+    spec = {"replicas": 1, "engine": {"kind": "vllm"}, "rollout": {"sessionSeconds": 3600}}
+    await client.request("POST", pools(namespace), pool(**spec))
     await run_pods(client, namespace, 2)
     await until(
         lambda: client.request("GET", pools(namespace, "/p")), lambda p: p["status"]["ready"] == "1/1"
@@ -465,8 +471,17 @@ async def test_engines_of_other_roles_go_once_each_role_serves(
         return sorted(d["metadata"]["name"] for d in listed["items"])
 
     await until(left, lambda found: found == ["p-decode", "p-engine", "p-gateway", "p-prefill"])
-    assert len(await engines(client, namespace)) >= 1
+    (old,) = [p for p in await engines(client, namespace) if "p-engine-" in p["metadata"]["name"]]
     await run_pods(client, namespace, 4)
+    (marked,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    assert marked["metadata"]["uid"] == old["metadata"]["uid"]
+    body = await until(
+        lambda: client.request("GET", pools(namespace, "/p")),
+        lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving",
+    )
+    assert old["metadata"]["name"] in condition(body, "Draining")["message"]
+    assert "p-engine" in await left()
+    await say_drained(client, namespace, marked)
     assert await until(left, lambda found: "p-engine" not in found) == ["p-decode", "p-gateway", "p-prefill"]
 
 

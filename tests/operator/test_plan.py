@@ -1,6 +1,7 @@
 """Properties of every plan."""
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -374,6 +375,80 @@ def test_engines_of_the_spec_before_serve_until_there_are_others(
     assert sorted(k.name for k in planned.kept) == kept
     progress = {c.type: c for c in planned.status.conditions}["Progressing"]
     assert ("of the spec before" in progress.message) is bool(kept)
+
+
+def former(*, since: float | None = None, answered: bool = False, leaving: bool = False) -> PodFacts:
+    """An engine without a role, that has been draining for so many seconds."""
+    stamp = (
+        datetime.fromtimestamp(NOW - since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if since is not None else ""
+    )
+    return PodFacts(
+        "old",
+        "engine",
+        "both",
+        "n",
+        True,
+        leaving,
+        "uid",
+        draining=stamp,
+        drained_by=frozenset({"gw"} if answered else ()),
+        chosen=since is not None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "serving", "kept", "marked", "draining"),
+    [
+        pytest.param(former(), ["prefill"], True, [], "NothingLeaving", id="it is needed"),
+        pytest.param(
+            former(since=5),
+            ["prefill"],
+            True,
+            [{names.DRAINING: None, names.DELETION_COST: None}],
+            "NothingLeaving",
+            id="it is needed again",
+        ),
+        pytest.param(
+            former(),
+            ["prefill", "decode"],
+            True,
+            [{names.DRAINING: "2025-10-09T08:53:20Z", names.DELETION_COST: "-1"}],
+            "SessionsLeaving",
+            id="it is to go",
+        ),
+        pytest.param(
+            former(since=5), ["prefill", "decode"], True, [], "SessionsLeaving", id="its sessions are leaving"
+        ),
+        pytest.param(
+            former(since=5, answered=True),
+            ["prefill", "decode"],
+            False,
+            [],
+            "SessionsLeaving",
+            id="they left",
+        ),
+        pytest.param(former(since=31), ["prefill", "decode"], False, [], "SessionsLeaving", id="long enough"),
+        pytest.param(
+            former(since=5, leaving=True), ["prefill", "decode"], False, [], "EndpointsLeaving", id="it goes"
+        ),
+    ],
+)
+def test_engines_of_other_roles_let_their_sessions_leave(
+    old: PodFacts, serving: list[str], kept: bool, marked: list[Object], draining: str
+) -> None:
+    children = {observe.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
+    pods = [PodFacts(role, "engine", role, "n", True, False, role) for role in serving]
+    gateway = PodFacts("gw", "gateway", "", "n", True, False)
+    seen = Observed("u", 1, pods=(old, gateway, *pods), children=children)
+    planned = made({"model": {"name": "m"}} | PD, seen)
+    assert [k.name for k in planned.kept] == (["p-engine"] if kept else [])
+    assert [dict(mark.annotations) for mark in planned.marks if mark.pod == "old"] == marked
+    said = {c.type.value: c for c in planned.status.conditions}
+    assert said["Draining"].reason == draining
+    assert ("old" in said["Draining"].message) is (draining != "NothingLeaving")
+    if kept and draining == "SessionsLeaving":
+        assert said["Progressing"].message == "p-engine of the spec before goes once its sessions have left."
+        assert planned.again_in <= 31
 
 
 def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
