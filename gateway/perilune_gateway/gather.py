@@ -179,7 +179,7 @@ class Gatherer:
 
     def whole_blocks(self, prompt_tokens: int) -> int:
         """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""
-        return (prompt_tokens - 1) // self._block_size * self._block_size
+        return max(0, prompt_tokens - 1) // self._block_size * self._block_size
 
     def publishes_events(self, address: str) -> bool:
         endpoint = self._fleet.get(address)

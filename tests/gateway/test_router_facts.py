@@ -25,7 +25,17 @@ from perilune_gateway import blocks
 from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Decision, Location, NeedBody, Outcome, Refusal, RefuseReason, Routed, Tier
+from perilune_gateway.model import (
+    Decision,
+    Location,
+    NeedBody,
+    Outcome,
+    Overlap,
+    Refusal,
+    RefuseReason,
+    Routed,
+    Tier,
+)
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import Applied
@@ -221,6 +231,12 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
     assert known.prefill.ratio == pytest.approx(1.0)
     assert known.ttft.ratio == pytest.approx(1.0)
     assert first.ticket != second.ticket
+
+
+def test_of_an_empty_prompt_nothing_is_cached() -> None:
+    record = Rig().route([])[1]
+    assert record.view.prompt_tokens == 0
+    assert {c.overlap for c in record.candidates} == {Overlap(0, 0, 0)}
 
 
 @pytest.mark.parametrize(
