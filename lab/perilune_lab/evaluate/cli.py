@@ -41,7 +41,7 @@ _EVERY_S = 10.0
 _EPILOG = f"""\
 examples:
   perilune evaluate --quick                 all with {plan.QUICK_SEEDS} seeds, under 10 minutes
-  perilune evaluate                         all with {plan.FULL_SEEDS} seeds, half an hour
+  perilune evaluate                         all with {plan.FULL_SEEDS} seeds, under an hour
   perilune evaluate --seeds-from 1001 && perilune evaluate
                                             other seeds first: the second says whether verdicts agree
   perilune evaluate --only bars,f8 --out /tmp/look

@@ -57,7 +57,7 @@ CAPACITIES = {
 }
 
 
-QUICK_SEEDS, FULL_SEEDS = 6, 16
+QUICK_SEEDS, FULL_SEEDS = 6, 32
 
 BASE = World(rate=0.8)
 """The evaluation's; the rate is where the search of R begins."""
