@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perilune_lab.console import Console
+from perilune_lab.shares import as_percent
 
 GATEWAY = "http://127.0.0.1:9003"
 TIMEOUT_S = 5.0
@@ -137,12 +138,13 @@ def render(decision: Json) -> RenderableType:
 def _facts(decision: Json) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     tokens = f"{decision['prompt_tokens']:,} ({decision['token_source']})"
+    hit = as_percent(decision["hit_ratio"])
     rows: list[tuple[str, str]] = [
         ("request", f"{decision['request_id']} at {decision['time']}"),
         ("session", _session(decision)),
         ("policy", f"{decision['policy'] or 'none was asked'}, from the {decision['phase']}"),
         ("prompt tokens", tokens),
-        ("cached", f"{decision['cached_tokens']:,} predicted, {decision['hit_ratio']:.1%} of the prompt"),
+        ("cached", f"{decision['cached_tokens']:,} predicted, {hit} of the prompt"),
         ("migration", f"from {decision['moved_from']}" if decision["moved_from"] else "no"),
         ("first token", f"after {_seconds(decision['estimated_s'])} (predicted: queue and prefill)"),
         ("destinations", ", ".join(decision["destinations"]) or "none"),
@@ -250,7 +252,7 @@ def render_list(answer: Json) -> RenderableType:
             row["target"] or "refused",
             row["reason"],
             f"{row['prompt_tokens']:,}",
-            f"{row['hit_ratio']:.0%}",
+            as_percent(row["hit_ratio"], 0),
             "" if us is None else f"{us / 1000:.2f} ms",
             row["ending"]["outcome"] if row["ending"] else running,
         )

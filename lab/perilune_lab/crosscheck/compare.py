@@ -10,6 +10,7 @@ import msgspec
 from rich.table import Table
 
 from perilune_lab.report import Run
+from perilune_lab.shares import as_percent
 
 TTFT_WITHIN = 0.20
 APC_WITHIN = 0.02
@@ -109,8 +110,8 @@ def table(pairs: Sequence[Pair]) -> Table:
             f"{p90_s(live) * 1e3:,.0f} ms",
             f"{simulated.ttft_p90_s * 1e3:,.0f} ± {simulated.ttft_p90_spread_s * 1e3:,.0f} ms",
             f"{pair.ttft_off:+.0%}",
-            f"{live.apc or 0:.1%}",
-            f"{simulated.apc:.1%} ± {simulated.apc_spread * 100:.1f}",
+            as_percent(live.apc or 0),
+            f"{as_percent(simulated.apc)} ± {simulated.apc_spread * 100:.1f}",
             f"{pair.apc_off * 100:+.1f}",
         )
     return grid

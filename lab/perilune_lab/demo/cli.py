@@ -40,6 +40,7 @@ from perilune_lab.demo import live, text
 from perilune_lab.demo.options import Options, parse
 from perilune_lab.demo.watch import Watch
 from perilune_lab.report import Report
+from perilune_lab.shares import as_percent
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
 from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.traces.model import Mode
@@ -170,7 +171,7 @@ class Demo:
         for note in ran.notes:
             self.console.print(note, style="yellow", highlight=False, soft_wrap=True)
         run = ran.run
-        apc = "" if isinstance(run.apc, UnsetType) else f", APC {run.apc:.1%}"
+        apc = "" if isinstance(run.apc, UnsetType) else f", APC {as_percent(run.apc)}"
         used = f"{ran.cpu_share:.0%} of this machine's CPUs"
         self.console.print(f"{run.policy}: {run.succeeded} requests{apc}; used {used}", highlight=False)
 

@@ -16,6 +16,8 @@ from rich.constrain import Constrain
 from rich.table import Table
 from rich.text import Text
 
+from perilune_lab.shares import as_percent
+
 _BAR_CELLS = 8
 _COLUMNS = 96
 _BAR_FULL_QUEUE_S = 4.0
@@ -86,7 +88,7 @@ class Frame:
 
 
 def percent(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.0%}"
+    return "–" if ratio is None else as_percent(ratio, 0)
 
 
 def _seconds(value: float | None) -> str:
@@ -188,6 +190,6 @@ def _decisions(frame: Frame) -> RenderableType:
             row.session,
             Text.assemble(("→ ", "dim"), row.target) if row.target else Text("refused", style="red"),
             reason,
-            Text(f"{row.prompt_tokens:,} tokens, {hit:.0%} cached"),
+            Text(f"{row.prompt_tokens:,} tokens, {as_percent(hit, 0)} cached"),
         )
     return Group(Text("last decisions", style="dim"), table)

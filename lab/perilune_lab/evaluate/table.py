@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import Point
+from perilune_lab.shares import as_percent
 
 
 class Table(NamedTuple):
@@ -41,7 +42,7 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return as_percent(value).replace("%", " %")
 
 
 def ranged(found: Estimate, form: Callable[[float], str] = number) -> str:

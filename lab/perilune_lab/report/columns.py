@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from rich.table import Table
 
 from perilune_lab.report.document import Report, Run
+from perilune_lab.shares import as_percent
 
 
 def table(report: Report, title: str = "") -> Table:
@@ -28,13 +29,15 @@ def table(report: Report, title: str = "") -> Table:
 
 def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     yield "requests", [str(r.requests) for r in runs]
-    yield "succeeded", [f"{r.success_rate:.1%}" for r in runs]
+    yield "succeeded", [as_percent(r.success_rate) for r in runs]
     yield "rejected (429)", [str(r.rejected) if r.rejected else "" for r in runs]
-    yield "APC", [_cell(r.apc, "{:.1%}") for r in runs]
+    yield "APC", ["" if isinstance(r.apc, UnsetType) else as_percent(r.apc) for r in runs]
     yield (
         "ceiling any / intra",
         [
-            f"{r.apc_ceiling.any:.1%} / {r.apc_ceiling.intra_session:.1%}" if r.apc_ceiling else ""
+            " / ".join(map(as_percent, (r.apc_ceiling.any, r.apc_ceiling.intra_session)))
+            if r.apc_ceiling
+            else ""
             for r in runs
         ],
     )

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from perilune_lab.report import Run
+from perilune_lab.shares import as_percent
 
 _COLUMNS = (
     "TTFT p50",
@@ -36,7 +37,8 @@ def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
         ceiling = mine[0].apc_ceiling
         title = f"SIMULATED · {rate:.4g} {unit} · {len(seeds)} seed{'s' * (len(seeds) != 1)}"
         if ceiling:
-            title += f" · APC ceiling {ceiling.any:.1%} any, {ceiling.intra_session:.1%} intra-session"
+            title += f" · APC ceiling {as_percent(ceiling.any)} any,"
+            title += f" {as_percent(ceiling.intra_session)} intra-session"
         if floor := mine[0].floor_ttft_s:
             title += f" · floor of TTFT p90 {_seconds(floor.p90)}"
         grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
@@ -60,14 +62,14 @@ def _cells(run: Run) -> list[str]:
         _seconds(ttft.p99) if ttft else "",
         _seconds(tpot.p90) if tpot else "",
         _seconds(e2e.p90) if e2e else "",
-        _number(run.apc, "{:.1%}"),
+        "" if isinstance(run.apc, UnsetType) else as_percent(run.apc),
         _seconds(run.hotspot.ttft_p90_max_s) if run.hotspot else "",
         _number(run.interference, "{:.2f}"),
         _number(run.wall_clock_factor, "{:.2f}"),
         _number(run.stretch.p50 if run.stretch else UNSET, "{:.2f}"),
         _number(run.regret, "{:.2f}"),
         str(run.migrations.total) if run.migrations else "",
-        f"{run.success_rate:.1%}" if run.success_rate < 1 else "",
+        as_percent(run.success_rate) if run.success_rate < 1 else "",
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from perilune_lab.quantiles import quantile
+from perilune_lab.shares import as_percent
 from perilune_lab.simulator.harness import Played
 
 DECISION_P99_S = 0.002
@@ -25,9 +26,9 @@ def lines(played: Sequence[Played]) -> Iterator[str]:
             f" {p99_s * 1e3:.2f} ms (p99, bar {DECISION_P99_S * 1e3:g} ms: {_met(p99_s <= DECISION_P99_S)})"
         )
         if audited := sum(each.audited for each in seen):
-            share = sum(each.agreed for each in seen) / audited
-            line += f"; {share:.2%} of {audited} choices checked are those of a look at all endpoints"
-            line += f" (bar {AGREED:.1%}: {_met(share >= AGREED)})"
+            agreed = sum(each.agreed for each in seen) / audited
+            line += f"; {as_percent(agreed, 2)} of {audited} choices checked are those of all endpoints"
+            line += f" (bar {AGREED:.1%}: {_met(agreed >= AGREED)})"
         yield line
     if any(row.seen.decision_s for row in played):
         yield f"largest process: {max(row.peak_bytes for row in played) / 2**20:,.0f} MiB of memory"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from perilune_api.pool import SpecError
 from perilune_lab.console import Console
+from perilune_lab.shares import as_percent
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_lab.traces.stats import Spread, Stats, stats
@@ -107,15 +108,15 @@ def _shares(found: Stats) -> Iterator[tuple[str, str]]:
     if found.span_s is not UNSET:
         yield "span (s)", f"{found.span_s:,.0f}"
     yield "prompt : output tokens", f"{found.input_per_output:.1f}"
-    yield "top 1 % of sessions, of tokens", f"{found.top_1_percent_share:.1%}"
-    yield "hit rate, infinite cache: any", f"{found.hit_rate.any:.1%}"
-    yield "hit rate: intra-session only", f"{found.hit_rate.intra_session:.1%}"
+    yield "top 1 % of sessions, of tokens", as_percent(found.top_1_percent_share)
+    yield "hit rate, infinite cache: any", as_percent(found.hit_rate.any)
+    yield "hit rate: intra-session only", as_percent(found.hit_rate.intra_session)
     if found.reuse:
-        yield "of the reuse: intra-session", f"{found.reuse.intra_session:.1%}"
-        yield "of the reuse: cross-session", f"{found.reuse.cross_session:.1%}"
-        yield "of the reuse: shared prefix", f"{found.reuse.shared_prefix:.1%}"
-    yield "prefill, of compute: no cache", f"{found.prefill_compute.no_cache:.1%}"
-    yield "prefill, of compute: infinite cache", f"{found.prefill_compute.infinite_cache:.1%}"
+        yield "of the reuse: intra-session", as_percent(found.reuse.intra_session)
+        yield "of the reuse: cross-session", as_percent(found.reuse.cross_session)
+        yield "of the reuse: shared prefix", as_percent(found.reuse.shared_prefix)
+    yield "prefill, of compute: no cache", as_percent(found.prefill_compute.no_cache)
+    yield "prefill, of compute: infinite cache", as_percent(found.prefill_compute.infinite_cache)
 
 
 def _number(value: float) -> str:

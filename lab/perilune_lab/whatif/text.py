@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perilune_lab.quantiles import mean, quantile
+from perilune_lab.shares import as_percent
 from perilune_lab.whatif.arms import RECORDED, Arm, WhatIf
 
 SCHEMA = "perilune.whatif/v1"
@@ -75,15 +76,15 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
     prompts = arm.cached_tokens + arm.new_tokens
     changes = is_other and arm.compared
     return [
-        f"{arm.same / arm.decisions:.1%}" if is_other else "",
+        as_percent(arm.same / arm.decisions) if is_other else "",
         f"{mean(ttft):.3f}",
         f"{arm.ttft_change_s / arm.compared:+.3f}" if changes else "",
         f"{quantile(ttft, 0.9):.3f}",
         f"{arm.cost_s / arm.choices:.3f}",
         f"{arm.cost_change_s / arm.compared:+.3f}" if changes else "",
-        f"{arm.cached_tokens / prompts:.1%}" if prompts else "",
+        as_percent(arm.cached_tokens / prompts) if prompts else "",
         f"{arm.moves} of {len(arm.moved)}" if arm.moves else "",
-        f"{arm.off_host / arm.had_host:.1%}" if arm.had_host else "",
+        as_percent(arm.off_host / arm.had_host) if arm.had_host else "",
         str(arm.refused or ""),
         str(arm.needs_body or ""),
         f"{busiest(arm, endpoints):.2f}",
@@ -103,7 +104,7 @@ def _reasons(found: WhatIf) -> Table:
     table.add_column()
     for arm in (found.recorded, *found.arms.values()):
         total = sum(arm.reasons.values())
-        shares = ", ".join(f"{reason} {n / total:.1%}" for reason, n in arm.reasons.most_common())
+        shares = ", ".join(f"{reason} {as_percent(n / total)}" for reason, n in arm.reasons.most_common())
         table.add_row(arm.policy, shares)
     return table
 

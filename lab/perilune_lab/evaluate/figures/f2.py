@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
+from perilune_lab.shares import as_percent
 
 _SHOWN = 200
 
@@ -32,7 +33,7 @@ def _draw(context: Context) -> Drawn:
         wedgeprops={"linewidth": 1, "edgecolor": "white"},
     )
     pie.legend(
-        [f"{name} {share:.1%}" for name, share in shares.items()],
+        [f"{name} {as_percent(part)}" for name, part in shares.items()],
         loc="upper center",
         bbox_to_anchor=(0.5, 0.02),
         title="reused tokens, by who computed them first",
@@ -44,7 +45,7 @@ def _draw(context: Context) -> Drawn:
     cdf.axvline(top, color="black", linestyle="--", linewidth=1)
     cdf.axvspan(top, tokens[-1], color="#d62f2f", alpha=0.08)
     cdf.annotate(
-        f"top 1 % of\nsessions:\n{found.top_1_percent_share:.1%} of\ninput tokens",
+        f"top 1 % of\nsessions:\n{as_percent(found.top_1_percent_share)} of\ninput tokens",
         (top, 0.06),
         xytext=(5, 0),
         textcoords="offset points",
