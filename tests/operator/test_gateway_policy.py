@@ -1,16 +1,23 @@
 """The chart's policy over gateways, at a real API server, asked by tokens of gateways."""
 
 import asyncio
+import signal
 import subprocess
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from api_server import CHART, ApiServer, grant
+from operator_process import Operator
 
+from perilune_api import names
 from perilune_api.kube import MERGE, ApiError, Client
+from perilune_gateway.feeds import drained
+from perilune_gateway.feeds.kubernetes import KubernetesPool
 
 Object = dict[str, Any]
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
@@ -40,6 +47,7 @@ PATCHES: dict[str, Object] = {
     "label": {"metadata": {"labels": {"app": "theirs"}}},
     "address": {"status": {"podIP": "10.9.9.9", "podIPs": [{"ip": "10.9.9.9"}]}},
 }
+ANSWERS = ["answer", "take it back"]
 
 
 def rendered(helm: Path) -> list[Object]:
@@ -48,6 +56,33 @@ def rendered(helm: Path) -> list[Object]:
         [*command, "--show-only=templates/gateway-policy.yaml"], capture_output=True, text=True, check=True
     )
     return list(yaml.safe_load_all(done.stdout))
+
+
+@asynccontextmanager
+async def policed(client: Client, helm: Path) -> AsyncIterator[None]:
+    policy, binding = rendered(helm)
+    await client.request("POST", f"{ADMISSION}/validatingadmissionpolicies", policy)
+    await client.request("POST", f"{ADMISSION}/validatingadmissionpolicybindings", binding)
+    try:
+        yield
+    finally:
+        for kind, made in (("policybindings", binding), ("policies", policy)):
+            await client.request(
+                "DELETE", f"{ADMISSION}/validatingadmission{kind}/{made['metadata']['name']}"
+            )
+
+
+async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
+    end = time.monotonic() + 60
+    while True:
+        try:
+            said = await what()
+            if true(said):
+                return said
+        except (ApiError, KeyError) as error:
+            said = error
+        assert time.monotonic() < end, said
+        await asyncio.sleep(0.2)
 
 
 async def allowed(client: Client, where: str) -> list[str]:
@@ -86,25 +121,70 @@ async def test_a_gateway_writes_its_answers_to_drains_and_nothing_else(
         await grant(client, namespace, "Role", rules, f"system:serviceaccount:{namespace}:{account}")
         asked = await client.request("POST", f"{in_namespace}/serviceaccounts/{account}/token", {"spec": {}})
         clients[account] = Client(api_server.as_user(asked["status"]["token"]))
-    policy, binding = rendered(helm)
-    await client.request("POST", f"{ADMISSION}/validatingadmissionpolicies", policy)
-    await client.request("POST", f"{ADMISSION}/validatingadmissionpolicybindings", binding)
     try:
-        until = time.monotonic() + 60
-        mine = f"{in_namespace}/pods/mine/status"
-        while await allowed(clients["p-gateway"], mine) != ["answer", "take it back"]:
-            assert time.monotonic() < until, "the policy does not hold"
-            await asyncio.sleep(0.2)
-        theirs = f"{in_namespace}/pods/theirs/status"
-        assert await allowed(clients["p-gateway"], theirs) == []
-        for where in (mine, theirs):
-            assert await allowed(clients["istio-gateway"], where) == list(PATCHES), "no gateway of ours"
+        async with policed(client, helm):
+            mine = f"{in_namespace}/pods/mine/status"
+            await until(lambda: allowed(clients["p-gateway"], mine), lambda may: may == ANSWERS)
+            theirs = f"{in_namespace}/pods/theirs/status"
+            assert await allowed(clients["p-gateway"], theirs) == []
+            for where in (mine, theirs):
+                assert await allowed(clients["istio-gateway"], where) == list(PATCHES), "no gateway of ours"
     finally:
-        for kind, name in (("policybindings", binding), ("policies", policy)):
-            path = f"{ADMISSION}/validatingadmission{kind}/{name['metadata']['name']}"
-            await client.request("DELETE", path)
         for made in clients.values():
             await made.close()
+
+
+async def test_a_scale_down_drains_under_it(
+    client: Client, namespace: str, api_server: ApiServer, helm: Path
+) -> None:
+    """The operator marks, the gateway's own code answers with the rights that the operator gave it, and the
+    engine goes: an hour before it would without that answer."""
+    in_namespace = f"/api/v1/namespaces/{namespace}"
+    spec = {"model": {"name": "m"}, "engine": {"kind": "simulated"}, "replicas": 2}
+    body = {"metadata": {"name": "p"}, "spec": spec | {"rollout": {"sessionSeconds": 3600}}}
+    body |= {"apiVersion": "perilune.dev/v1alpha1", "kind": "InferencePool"}
+    where = f"/apis/perilune.dev/v1alpha1/namespaces/{namespace}/inferencepools"
+    operator = Operator(api_server, namespace)
+    answering, gateway = None, None
+    try:
+        await client.request("POST", where, body)
+        listed = await until(
+            lambda: client.request("GET", f"{in_namespace}/pods"), lambda found: len(found["items"]) == 3
+        )
+        names_ = [pod["metadata"]["name"] for pod in listed["items"]]
+        for number, name in enumerate(names_):
+            runs = RUNS | {"podIP": f"10.1.2.{number + 1}", "podIPs": [{"ip": f"10.1.2.{number + 1}"}]}
+            await client.request(
+                "PATCH", f"{in_namespace}/pods/{name}/status", {"status": runs}, content_type=MERGE
+            )
+        (mine,) = [name for name in names_ if name.startswith("p-gateway-")]
+        account = f"{in_namespace}/serviceaccounts/p-gateway/token"
+        issued = await until(lambda: client.request("POST", account, {"spec": {}}), bool)
+        gateway = Client(api_server.as_user(issued["status"]["token"]))
+        async with policed(client, helm):
+            engine = next(f"{in_namespace}/pods/{name}/status" for name in names_ if name != mine)
+            await until(lambda: allowed(gateway, engine), lambda may: "address" not in may)
+            scale = {"spec": {"replicas": 1}}
+            await client.request("PATCH", f"{where}/p/scale", scale, content_type=MERGE)
+
+            async def marked() -> list[str]:
+                pods = (await client.request("GET", f"{in_namespace}/pods"))["items"]
+                noted = {p["metadata"]["name"]: p["metadata"].get("annotations") or {} for p in pods}
+                return [name for name, notes in noted.items() if names.DRAINING in notes]
+
+            (leaving,) = await until(marked, lambda found: len(found) == 1)
+            assert await allowed(gateway, f"{in_namespace}/pods/{leaving}/status") == ANSWERS
+            watched = KubernetesPool(gateway, namespace, "p")
+            await watched.first()
+            answering = asyncio.create_task(drained.run(watched, mine, lambda address: True))
+            deployment = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-engine"
+            await until(lambda: client.request("GET", deployment), lambda d: d["spec"]["replicas"] == 1)
+    finally:
+        operator.stop(signal.SIGKILL)
+        if answering is not None:
+            answering.cancel()
+        if gateway is not None:
+            await gateway.close()
 
 
 def test_it_is_asked_for(helm: Path) -> None:
