@@ -48,6 +48,13 @@ OptionalKey = Annotated[str, Meta(max_length=317, pattern=rf"^({_KEY})?$")]
 _LEVEL = r"([A-Za-z_][A-Za-z0-9_.]*=)?(debug|info|warning|error)"
 LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]
 """perilune_gateway.logs: level[,module=level…]."""
+_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+GatewayName = Annotated[str, Meta(max_length=244, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
+"""Of an object; shorter by what a policy for it has behind its name."""
+OptionalNamespace = Annotated[str, Meta(max_length=63, pattern=rf"^({_LABEL})?$")]
+OptionalSection = Annotated[str, Meta(max_length=253, pattern=rf"^({_LABEL}(\.{_LABEL})*)?$")]
+Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=rf"^(\*\.)?{_LABEL}(\.{_LABEL})*$")]
+"""Of Gateway API: a wildcard stands for its first label."""
 Raw = dict[str, Any]
 """A piece of a Kubernetes object, passed on as it is."""
 
@@ -346,11 +353,11 @@ class GatewayMode(StrEnum):
 class ParentRef(_Struct, frozen=True):
     """The Gateway (gateway.networking.k8s.io) that takes the clients' requests."""
 
-    name: Name
+    name: GatewayName
     """Name of the Gateway."""
-    namespace: str = ""
+    namespace: OptionalNamespace = ""
     """Namespace of the Gateway; empty: the pool's."""
-    section_name: str = ""
+    section_name: OptionalSection = ""
     """One listener of the Gateway; empty: all."""
 
 
@@ -362,7 +369,7 @@ class GatewaySpec(_Struct, frozen=True):
     Gateway API inference extension where those are, else neither. none: only the gateway itself."""
     parent: ParentRef | None = None
     """Gateway that the pool's route is attached to; without one the gateway runs and no route is made."""
-    hostnames: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    hostnames: Annotated[tuple[Host, ...], Meta(max_length=16)] = ()
     """Hosts whose requests belong to this pool; needed where two pools share a Gateway."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
     """Gateway pods; each knows the sessions that it routed itself. 0: nobody decides, and failOpen counts."""

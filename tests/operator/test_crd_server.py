@@ -150,6 +150,19 @@ BAD: list[Any] = [
     ),
     pytest.param({"routing": {"policy": "fastest"}}, "spec.routing.policy: Unsupported value", id="policy"),
     pytest.param({"mooncake": {"store": {"segmentSize": "80 GB"}}}, "segmentSize", id="quantity"),
+    pytest.param(
+        {"mooncake": {"store": {"segmentSize": "100m"}}}, "store.segmentSize", id="tenths of a byte"
+    ),
+    pytest.param({"gateway": {"parent": {"name": "My_Gateway"}}}, "spec.gateway.parent.name", id="no name"),
+    pytest.param(
+        {"gateway": {"parent": {"name": "g" * 245}}}, "may not be more than 244", id="too long a name"
+    ),
+    pytest.param(
+        {"gateway": {"parent": {"name": "g", "namespace": "a.b"}}},
+        "spec.gateway.parent.namespace",
+        id="no namespace",
+    ),
+    pytest.param({"gateway": {"hostnames": ["a.test:80"]}}, "spec.gateway.hostnames[0]", id="no host"),
 ]
 
 

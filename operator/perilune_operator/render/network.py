@@ -276,7 +276,8 @@ def _policies(pool: Context) -> Iterator[Object]:
 
 def _askers(pool: Context) -> Object:
     """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its namespace or in
-    the Gateway's, so labels tell them; where Gateways of a class share their Envoys, these bear the class's.
+    the Gateway's, so labels tell them; where Gateways of a class share their Envoys, these bear the class's,
+    and it can run no others for a Gateway whose name is too long for a label.
     Other gateways have no labels that we know: anybody may ask."""
     parent = pool.spec.gateway.parent
     if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
@@ -286,12 +287,9 @@ def _askers(pool: Context) -> Object:
         f"{ENVOY_GATEWAY}/owning-gateway-namespace": parent.namespace or pool.namespace,
     }
     shared = {"key": f"{ENVOY_GATEWAY}/owning-gatewayclass", "operator": "Exists"}
-    return {
-        "from": [
-            {"namespaceSelector": {}, "podSelector": {"matchLabels": ENVOY | owner}},
-            {"namespaceSelector": {}, "podSelector": {"matchLabels": ENVOY, "matchExpressions": [shared]}},
-        ]
-    }
+    envoys = [{"matchLabels": ENVOY | owner}, {"matchLabels": ENVOY, "matchExpressions": [shared]}]
+    able = envoys if len(parent.name) <= names.LONGEST_LABEL else envoys[1:]
+    return {"from": [{"namespaceSelector": {}, "podSelector": envoy} for envoy in able]}
 
 
 def _allow(pool: Context, component: str, ingress: list[Object]) -> Object:
