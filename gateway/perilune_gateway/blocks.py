@@ -86,28 +86,28 @@ def _text_root(root: int) -> int:
 
 class Chains:
     """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows
-    (10 kB at most, if nobody else has their hashes) are remembered, those used lately."""
+    (2 kB at most) are remembered, those used lately."""
 
     ROWS = (256, 32)
     """Blocks of a row: as many long ones as fit, then short ones, then single blocks."""
 
     def __init__(self, max_rows: int = 4_096) -> None:
         self._max_rows = max_rows
-        self._rows: dict[int, tuple[int, ...]] = {}
-        self._older: dict[int, tuple[int, ...]] = {}
+        self._rows: dict[int, array[int]] = {}
+        self._older: dict[int, array[int]] = {}
 
-    def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
-        """Equal to `chain`, which see. Cheapest for an array of unsigned ints."""
+    def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> array[int]:
+        """The numbers of `chain`, which see. Cheapest for an array of unsigned ints."""
         return self._chain(_little_endian(token_ids), 4 * block_size, root)
 
-    def text(self, text: bytes, block_bytes: int, root: int) -> list[int]:
-        """Equal to `text_chain`."""
+    def text(self, text: bytes | memoryview, block_bytes: int, root: int) -> array[int]:
+        """The numbers of `text_chain`."""
         return self._chain(text, block_bytes, _text_root(root))
 
-    def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> list[int]:
+    def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> array[int]:
         data = memoryview(prompt)
         mask, xxh3 = _60_BITS, _xxh3
-        hashes: list[int] = []
+        hashes = array("Q")
         name = previous = root
         at = 0
         for blocks in self.ROWS:
@@ -118,22 +118,23 @@ class Chains:
                 row = self._rows.get(name) or self._recall(name)
                 if row is None:
                     cut = iter_unpack(f"{size}s", part)
-                    row = tuple([previous := xxh3(block, previous) & mask for (block,) in cut])
+                    row = array("Q", [previous := xxh3(block, previous) & mask for (block,) in cut])
                     self._remember(name, row)
                 hashes.extend(row)
                 previous = hashes[-1]
                 at += row_bytes
         rest = data[len(hashes) * size : len(data) // size * size]
-        hashes += [previous := xxh3(block, previous) & mask for (block,) in iter_unpack(f"{size}s", rest)]
+        cut = iter_unpack(f"{size}s", rest)
+        hashes.extend([previous := xxh3(block, previous) & mask for (block,) in cut])
         return hashes
 
-    def _recall(self, name: int) -> tuple[int, ...] | None:
+    def _recall(self, name: int) -> array[int] | None:
         row = self._older.get(name)
         if row is not None:
             self._remember(name, row)
         return row
 
-    def _remember(self, name: int, row: tuple[int, ...]) -> None:
+    def _remember(self, name: int, row: array[int]) -> None:
         if len(self._rows) >= self._max_rows:
             self._rows, self._older = {}, self._rows
         self._rows[name] = row

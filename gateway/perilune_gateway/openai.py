@@ -99,25 +99,28 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     cache_salt: str = ""
     priority: int = 0
 
-    def prefix_text(self) -> bytes:
+    def prefix_text(self) -> bytes | memoryview:
         """Text whose common leading bytes stand for common leading tokens: what a byte estimate hashes.
 
         System (unless BILLING_MARK spoils it), tools, then messages, as the body writes them: a
-        conversation that grew by a turn extends it. Empty for ids.
+        conversation that grew by a turn extends it. Empty for ids. Of messages alone no copy is made.
         """
         match self.prompt:
             case ChatPrompt() as chat:
-                system = bytes(chat.system)
-                if BILLING_MARK.encode() in system:
-                    system = b""
                 messages = memoryview(chat.messages)
                 if bytes(messages[-1:]) == b"]":
                     messages = messages[:-1]
-                return b"".join((system, memoryview(chat.tools), messages))  # one copy
+                system = chat.system if chat.system and not _is_marked(chat.system) else b""
+                before = b"".join((system, memoryview(chat.tools)))
+                return b"".join((before, messages)) if before else messages
             case TextPrompt(texts=texts):
                 return texts[0].encode() if texts else b""
             case TokenPrompt():
                 return b""
+
+
+def _is_marked(system: Raw) -> bool:
+    return BILLING_MARK.encode() in bytes(system)
 
 
 def is_model_path(path: str) -> bool:

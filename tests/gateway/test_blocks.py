@@ -165,9 +165,9 @@ def test_remembered_chains_equal_fresh_ones(prompts, size, max_rows):
     for kind, length in prompts:
         ids = [kind if n > 300 else n % 7 for n in range(length)]
         for asked in (ids, array("I", ids)):
-            assert chains.tokens(asked, size, kind) == blocks.chain(ids, size, kind)
+            assert list(chains.tokens(asked, size, kind)) == blocks.chain(ids, size, kind)
         text = bytes(n % 256 for n in ids)
-        assert chains.text(text, size, kind) == blocks.text_chain(text, size, kind)
+        assert list(chains.text(text, size, kind)) == blocks.text_chain(text, size, kind)
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, -5]])

@@ -32,7 +32,7 @@ from perilune_gateway import blocks
 from perilune_gateway.feeds.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.model import Tier
 from perilune_gateway.state.block_names import Names
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
 
 STORE_MEDIUM = "cpu"
 """vLLM's MooncakeStoreConnector, lower case; it never announces a removal."""
@@ -143,8 +143,8 @@ class EngineBlocks:
         except (ValueError, TypeError):
             return self._skip(endpoint, event, rank, Unused.MALFORMED)
         self._names.enter(_keys(event.block_hashes), ours)
-        first = None if event.parent_block_hash is None else parent
-        self._index.stored(endpoint, Tier.DEVICE, ours, now, rank, first)
+        before = FIRST if event.parent_block_hash is None else parent
+        self._index.stored(endpoint, Tier.DEVICE, ours, now, rank, before)
         self._names.shrink(self._index.__contains__)
         return Applied(
             endpoint, Tier.DEVICE, parent, tuple(ours), session_id=event.session_id or "", rank=rank

@@ -51,6 +51,8 @@ from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
 _MAX_SETS = 4096
+FIRST = -1
+"""As parent: they begin a prompt."""
 
 
 class Matches(Struct, frozen=True, gc=False):
@@ -114,6 +116,11 @@ class PrefixIndex:
         self._loose: dict[Run, None] = {}
         self._heads: set[int] = set()
         """The first blocks of all runs."""
+        self._unknown = Run(0.0)
+        """Followed by those of which it is not known what they follow."""
+        self._unknown.cut = True
+        self._adrift = 0
+        """Runs that may follow blocks that are in no run."""
         self._blocks = 0
         """In all runs."""
         self._live = 0
@@ -140,7 +147,7 @@ class PrefixIndex:
 
     def __contains__(self, block: object) -> bool:
         run = self._run_of(block) if isinstance(block, int) else None
-        return run is not None and bool(run.live >> run.blocks.index(block) & 1)  # type: ignore[arg-type]
+        return run is not None and bool(run.live >> run.position(block) & 1)  # type: ignore[arg-type]
 
     def widen(self, max_blocks: int) -> None:
         """Hold at least so many from now on: the pool has grown."""
@@ -157,13 +164,13 @@ class PrefixIndex:
         rank: int = 0,
         parent: int | None = None,
     ) -> None:
-        """`blocks`, each the child of the one before, are there now. `parent` is the block before them, where
-        it is known. Of the store, the endpoint does not matter."""
+        """`blocks`, each the child of the one before, are there now. `parent` is the block before them, or
+        FIRST; None: not known. Of the store, the endpoint does not matter."""
         self.expire(now)
         if self._edges:
-            self._edges.grow(parent, blocks, self)
+            self._edges.grow(None if parent == FIRST else parent, blocks, self)
         if tier is Tier.STORE:
-            self._claim(self._store, blocks, now, self._store_ttl_s)
+            self._claim(self._store, blocks, now, self._store_ttl_s, parent)
         else:
             holder = self._holder(endpoint, rank)
             bit = holder.device if tier is Tier.DEVICE else holder.host
@@ -193,7 +200,7 @@ class PrefixIndex:
             if run := run_of(block):
                 position = position - 1 if run is before else len(run.blocks) - 1  # tails go first
                 if position < 0 or run.blocks[position] != block:
-                    position = run.blocks.index(block)
+                    position = run.position(block)
                 before = run
                 gone[run] = gone.get(run, 0) | 1 << position
         for run, positions in gone.items():
@@ -241,7 +248,7 @@ class PrefixIndex:
             self._edges.grow(None, blocks, self)
         holder = self._holder(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block
-        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s, loose)
+        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s, FIRST, loose)
         limit = self._claims_per_endpoint if limit is None else limit
         if (surplus := holder.claimed - limit) > 0:
             self._drop_oldest(holder, surplus)
@@ -332,7 +339,7 @@ class PrefixIndex:
         run = self._run_of(block)
         if run is None:
             return False
-        at = run.blocks.index(block)
+        at = run.position(block)
         if (holder := self._holders.get((endpoint, 0))) and self._has(run, holder.device, at, now):
             return True
         return any(self._has(run, holder.device, at, now) for holder in self._of(endpoint, None))
@@ -346,7 +353,7 @@ class PrefixIndex:
         run = self._run_of(block)
         if run is None:
             return False
-        at = run.blocks.index(block)
+        at = run.position(block)
         return any(run.held(holder.device) >> at & 1 for holder in self._of(endpoint, None))
 
     def frequency_score(self, block: int, now: float) -> float:
@@ -444,12 +451,12 @@ class PrefixIndex:
         blocks: Sequence[int],
         now: float,
         holder: Holder,
-        parent: int | None = None,
+        parent: int | None,
         loose: bool = False,
     ) -> Iterator[tuple[Run, int]]:
         """The runs of `blocks` with the positions meant, made where they are not known; `loose`: they are a
         prompt from its beginning, and its new runs may stay loose. A new row goes on in the run of the block
-        before it, where that one is its last and nobody else's."""
+        before it, if that one is its last and nobody else's. (No parent: they may be of anywhere.)"""
         run_of = self._where.get if loose else self._run_of
         at, total = 0, len(blocks)
         before: Run | None = None
@@ -458,27 +465,44 @@ class PrefixIndex:
             run = run_of(blocks[at])
             if run is not None:
                 first, end = run.path(blocks, at)
+                if at and not first and parent is not None and run.follows is not before:
+                    self._follow(run, before)
                 if end < len(run.blocks) and at + end - first < total:
                     run = self._part(run, end)
             else:
-                if not at and parent is not None and (run := self._run_of(parent)):
-                    before = run if run.blocks[-1] == parent else None
-                run = before if before is not None and self._grows(before, holder) else Run(now)
+                if not at and parent is not None and parent != FIRST:
+                    before = self._run_of(parent)
+                if before is not None and self._grows(before, holder) and (at or before.blocks[-1] == parent):
+                    run = before
+                else:
+                    run = Run(now)
+                    made.append(run)
+                    known = parent is not None and (at or parent == FIRST or before)
+                    self._follow(run, before if known else self._unknown)
                 first = len(run.blocks)
                 row = self._add(run, blocks[at : at + self._run_blocks - first], loose)
                 end = first + len(row)
-                if not first:
-                    made.append(run)
             at += end - first
-            before = run if end == len(run.blocks) else None
+            before = run
             yield run, (1 << end) - (1 << first)
         for run in reversed(made):  # a tail is colder than its head
             self._runs[run] = None
 
+    def _follow(self, run: Run, before: Run | None) -> None:
+        """`run` comes after the end of `before`; None: after nothing."""
+        if run.follows:
+            run.follows.followed -= 1
+            self._adrift -= run.follows.cut
+        run.follows = before
+        if before:
+            before.followed += 1
+            self._adrift += before.cut
+
     def _add(self, run: Run, row: Sequence[int], loose: bool) -> Sequence[int]:
         """Put `row`, of which the first block is not known, at the end of `run`, up to the first block that
         is in another run. Of a prompt that is another's first, since it does not follow what is in the other
-        run before it."""
+        run before it; and one of which it is not known what it follows, since else the row would have begun
+        in what that one follows."""
         if not run.blocks:
             self._heads.add(row[0])
             if loose:
@@ -486,7 +510,7 @@ class PrefixIndex:
                 self._where[row[0]] = run
         if run not in self._loose:
             row = self._noted(run, row)
-        elif not self._heads.isdisjoint(row[1:]):
+        elif self._adrift and not self._heads.isdisjoint(row[1:]):
             row = row[: next(n for n, block in enumerate(row) if n and block in self._heads)]
         run.extend(row)
         self._blocks += len(row)
@@ -541,6 +565,9 @@ class PrefixIndex:
         """These were at its end."""
         where, uses = self._where, self._uses
         self._blocks -= len(dead)
+        if run.followed and not run.cut:
+            run.cut = True
+            self._adrift += run.followed
         if run not in self._loose:
             for block in dead:
                 del where[block]
@@ -549,6 +576,7 @@ class PrefixIndex:
         if not run.blocks:
             self._heads.remove(dead[0])
             self._runs.pop(run, None)
+            self._follow(run, None)
         if uses:
             for block in filter(uses.__contains__, dead):
                 del uses[block]
@@ -584,13 +612,19 @@ class PrefixIndex:
     # -- claims ------------------------------------------------------------------------------------
 
     def _claim(
-        self, holder: Holder, blocks: Sequence[int], now: float, ttl_s: float, loose: bool = False
+        self,
+        holder: Holder,
+        blocks: Sequence[int],
+        now: float,
+        ttl_s: float,
+        parent: int | None,
+        loose: bool = False,
     ) -> None:
         """What the holder does not have on its device is claimed."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
-        laid = list(self._lay(blocks, now, holder, loose=loose))
+        laid = list(self._lay(blocks, now, holder, parent, loose))
         for run, positions in laid:
             if not run.full & bit and (wanted := positions & ~run.part.get(bit, 0)):
                 live = run.live
@@ -637,7 +671,7 @@ class PrefixIndex:
             run = self._run_of(block)
             if run is None:
                 return at
-            position = run.blocks.index(block)
+            position = run.position(block)
             mask = sum(run.holders(position))
             for bit in run.claims:
                 if run.claimed(bit, now) >> position & 1:

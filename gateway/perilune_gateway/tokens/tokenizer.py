@@ -54,7 +54,7 @@ _FIRST_US_PER_CHAR = {encoder.Library.FASTOKENS: 0.02, encoder.Library.TOKENIZER
 """Before anything is measured; fastokens 0.3 at words of which it has seen most, tokenizers 0.23."""
 _RENDER_US_PER_CHAR = 0.0025
 """Decoding, normalising and rendering a conversation."""
-_LONG, _STRIDE = 16_384, 64
+_LONG, _STRIDE = 16_384, 128
 """Bytes. A text that is longer is sampled for base64, one byte of every `_STRIDE`."""
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
 """Also as URLs and JSON write it."""

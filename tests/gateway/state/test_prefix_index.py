@@ -1,5 +1,6 @@
 import json
 import random
+from collections import Counter
 from math import sqrt
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from perilune_gateway import blocks
 from perilune_gateway.model import Tier
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
 from perilune_gateway.state.runs import last
 
 DEVICE, HOST, STORE = Tier
@@ -257,6 +258,9 @@ def check_books(it: PrefixIndex) -> None:
     everything = [block for run in runs for block in run.blocks]
     assert len(everything) == len(set(everything)), "a block is in one run"
     assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)
+    assert it._adrift == sum(run.follows.cut for run in runs if run.follows)
+    followed = Counter(run.follows for run in runs if run.follows)
+    assert all(run.followed == followed[run] for run in runs)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_s": 5.0, "edges": True}], ids=["loose", "all entered"])
@@ -364,9 +368,14 @@ class AgainstSets(RuleBasedStateMachine):
         self.claims: dict[tuple[str, int], float] = {}
         self.store: dict[int, float] = {}
 
-    @rule(endpoint=ENDPOINTS, prompt=PROMPTS, tier=st.sampled_from(list(Tier)))
-    def stored(self, endpoint, prompt, tier):
-        self.it.stored(endpoint, tier, prompt, self.now)
+    @rule(
+        endpoint=ENDPOINTS,
+        prompt=PROMPTS,
+        tier=st.sampled_from(list(Tier)),
+        parent=st.sampled_from([None, FIRST]),
+    )
+    def stored(self, endpoint, prompt, tier, parent):
+        self.it.stored(endpoint, tier, prompt, self.now, parent=parent)
         if tier is STORE:
             self.store |= dict.fromkeys(prompt, self.now + 25.0)
         else:
