@@ -8,10 +8,13 @@ fleet.
 Priority levels: each level above 0 doubles the backlog that a request may find, each below halves it.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from perilune_api.pool import Limits, Role
 from perilune_gateway.model import (
@@ -24,7 +27,9 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
 from perilune_gateway.rows import loads
-from perilune_gateway.state.fleet import EndpointView
+
+if TYPE_CHECKING:
+    from perilune_gateway.state.fleet import EndpointView
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     Work(folder, jobs).results(cells) → {cell: result}
 
 Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
-from (gateway, simulator, traces, and how a cell is measured): other code, other file. A line that an
+from (`sources.py` finds which that is): other code, other file. A line that an
 interruption or a full disk cut short is dropped; two evaluations may share a folder.
 """
 
@@ -13,42 +13,22 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-import perilune_gateway
-import perilune_lab
-from perilune_api import pool, topology
 from perilune_lab.evaluate.cells import Cell, Result, batches, compute
 from perilune_lab.evaluate.search import Found, Search, find
+from perilune_lab.evaluate.sources import dependencies
 from perilune_lab.processes import mapped
 
 T = TypeVar("T", bound=msgspec.Struct)
 J = TypeVar("J", Cell, Search)
 
-_GATEWAY = (
-    "policy",
-    "model.py",
-    "rows.py",
-    "admission.py",
-    "migration.py",
-    "planner.py",
-    "engine_model.py",
-    "state/calibration.py",
-    "state/moves.py",
-)
-_LAB = (
-    "simulator",
-    "traces",
-    "quantiles.py",
-    "report",
-    "evaluate/cells.py",
-    "evaluate/extra.py",
-    "evaluate/search.py",
-)
-_ONLY_SHOWN = {"cli.py", "output.py"}
+COMPUTES = ("perilune_lab.evaluate.cells", "perilune_lab.evaluate.search")
+"""Modules whose functions give the results."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -138,18 +118,10 @@ def default_folder() -> Path:
     return Path(cache) / "perilune" / "evaluate"
 
 
+@cache
 def fingerprint() -> str:
     """Of the code that results come from: policies and what they read, simulator, traces, measurement."""
-    gateway, lab = Path(perilune_gateway.__path__[0]), Path(perilune_lab.__path__[0])
-    roots = [
-        *(gateway / name for name in _GATEWAY),
-        *(lab / name for name in _LAB),
-        Path(pool.__file__),
-        Path(topology.__file__),
-    ]
-    sources = [f for root in roots for f in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
     digest = hashlib.sha256()
-    for source in sources:
-        if source.name not in _ONLY_SHOWN:
-            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for name, content in dependencies(COMPUTES).items():
+        digest.update(name.encode() + b"\0" + content + b"\0")
     return digest.hexdigest()[:12]

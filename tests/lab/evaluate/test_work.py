@@ -70,8 +70,12 @@ def test_processes_give_what_one_gives(tmp_path: Path):
 def test_other_code_has_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = Work(tmp_path, 1).path
     assert Work(tmp_path, 1).path == before
-    monkeypatch.setattr(module, "_LAB", ("traces",))
+    code = module.dependencies(module.COMPUTES)
+    changed = {**code, "perilune_gateway.policy.ear": b"other"}
+    monkeypatch.setattr(module, "dependencies", lambda modules: changed)
+    module.fingerprint.cache_clear()
     assert Work(tmp_path, 1).path != before
+    module.fingerprint.cache_clear()
 
 
 def test_capacities_are_kept_too(tmp_path: Path):
