@@ -17,20 +17,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 from xxhash import xxh3_64_hexdigest
 
 from perilune_api.pool import PolicyParams
+from perilune_gateway.admission import predict
 from perilune_gateway.model import (
     Candidate,
     Cost,
     Decision,
     NeedBody,
     Outcome,
-    Overlap,
     Phase,
     Reason,
     Refusal,
@@ -39,6 +39,7 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.policy import Policy
+from perilune_gateway.policy.cost import cheapest_fetch
 from perilune_gateway.rows import find
 
 
@@ -223,14 +224,20 @@ def tenant_hash(tenant: str) -> str:
     return xxh3_64_hexdigest(tenant.encode(errors="surrogatepass"))[:12] if tenant else ""
 
 
-def estimated_ttft_s(candidate: Candidate) -> float:
-    """Predicted seconds to the first token there: queued prefill, then this prompt's."""
-    return candidate.load.pending_prefill_s + candidate.prefill_s
+class Expected(NamedTuple):
+    """What the request can expect of an endpoint, as admission predicts it."""
+
+    ttft_s: float
+    """Queue, fetching, prefill of the rest and overhead, corrected by what was observed there."""
+    cached_tokens: int
+    """Prompt tokens that need no prefill: held there, or fetched where that is faster."""
 
 
-def held_tokens(overlap: Overlap) -> int:
-    """Leading prompt tokens that the endpoint itself holds, on its device or its host."""
-    return max(overlap.device_tokens, overlap.host_tokens)
+def expected(candidate: Candidate, view: RequestView, verdict: Verdict | None = None) -> Expected:
+    """Of the endpoint that `verdict` chose: it pulls from a peer only if told to. Without: as if told to."""
+    if isinstance(verdict, Decision) and not verdict.replicate_from:
+        view = replace(view, prefix=replace(view.prefix, pullable=False))
+    return Expected(predict(candidate, view).ttft_s, cheapest_fetch(candidate, view)[2])
 
 
 def counterfactual(
@@ -257,13 +264,14 @@ def _alternative(record: DecisionRecord, verdict: Verdict) -> dict[str, Any]:
         return {"refused": verdict.reason.value, "message": verdict.message}
     chosen = find(record.candidates, verdict.target)
     assert chosen is not None, "a policy chooses among the candidates"
+    there = expected(chosen, record.view, verdict)
     return {
         "target": verdict.target,
         "reason": verdict.reason.value,
         "same": verdict.target == record.target,
         "moved_from": verdict.moved_from,
-        "cached_tokens": held_tokens(chosen.overlap),
-        "estimated_s": estimated_ttft_s(chosen),
+        "cached_tokens": there.cached_tokens,
+        "estimated_s": there.ttft_s,
     }
 
 
@@ -285,7 +293,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "token_source": record.token_source.value,
         "cached_tokens": record.cached_tokens,
         "hit_ratio": round(record.hit_ratio, 4),
-        "estimated_s": None if chosen is None else estimated_ttft_s(chosen),
+        "estimated_s": None if chosen is None else expected(chosen, record.view, record.verdict).ttft_s,
         "scheduling_us": record.timings_us.get("total"),
         "ending": None
         if ending is None
@@ -324,10 +332,10 @@ def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = Non
 
 
 def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) -> dict[str, Any]:
-    load, overlap = candidate.load, candidate.overlap
+    load, overlap, chosen = candidate.load, candidate.overlap, candidate.address == record.target
     return {
         "address": candidate.address,
-        "chosen": candidate.address == record.target,
+        "chosen": chosen,
         "role": candidate.endpoint.role.value,
         "place": candidate.endpoint.place._asdict(),
         "draining": candidate.draining,
@@ -350,7 +358,7 @@ def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) 
             "metrics_age_s": load.metrics_age_s,
         },
         "prefill_s": candidate.prefill_s,
-        "estimated_s": estimated_ttft_s(candidate),
+        "estimated_s": expected(candidate, record.view, record.verdict if chosen else None).ttft_s,
         "seconds_since_move": candidate.seconds_since_move,
         "links": {
             address: {
@@ -370,8 +378,8 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.POWER_OF_TWO: "it is the less loaded of two drawn at random",
     Reason.COLD: "the session has no host yet and its cost is the lowest",
     Reason.HOST: "it is the session's host",
-    Reason.MOVED: "the session's host {moved_from} is hot and the session moves here",
-    Reason.HOT_COOLDOWN: "it is the session's host (hot: yes, but the session moved too recently)",
+    Reason.MOVED: "the session moves here from {moved_from}, {why}",
+    Reason.HOT_COOLDOWN: "it is the session's host ({why}, but the session moved too recently)",
     Reason.HOT_NOWHERE: "it is the session's host (hot: yes, but no endpoint with KV room has less pending)",
     Reason.PASS_THROUGH: "the request is not one for the model, so any ready endpoint may take it",
     Reason.FORCED: "the conformance header names it",
@@ -399,13 +407,15 @@ def sentence(record: DecisionRecord) -> str:
     if decision.reason in (Reason.PASS_THROUGH, Reason.FORCED):
         return _line(why, record)
     about = "~" if record.token_source is TokenSource.ESTIMATE else ""
-    facts = [f"{record.cached_tokens:,} of {about}{record.prompt_tokens:,} prompt tokens cached there"]
+    where = f"cached there or at {decision.replicate_from}" if decision.replicate_from else "cached there"
+    facts = [f"{record.cached_tokens:,} of {about}{record.prompt_tokens:,} prompt tokens {where}"]
     if (chosen := record.chosen) is not None:
         load = chosen.load
         facts.append(
             f"{load.pending_prefill_tokens:,} tokens ({load.pending_prefill_s:.2f} s) queued before it"
         )
-        facts.append(f"first token expected after {estimated_ttft_s(chosen):.2f} s")
+        after_s = expected(chosen, record.view, record.verdict).ttft_s
+        facts.append(f"first token expected after {after_s:.2f} s")
     if record.phase is Phase.HEADERS:
         facts.append("decided without the body")
     return _line(f"{why}: {'; '.join(facts)}", record)
@@ -419,7 +429,12 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
     if decision.reason is Reason.HOST and record.policy == "ear":
         return f"{BECAUSE[Reason.HOST]} (hot: no)"
     trigger = decision.move.reason.value if decision.move else ""
-    return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger)
+    host = find(record.candidates, decision.moved_from or decision.target)
+    if host is not None and host.draining:
+        why = "which drains"
+    else:
+        why = "which is hot" if record.policy == "ear" else "which costs more"
+    return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger, why=why)
 
 
 def _line(text: str, record: DecisionRecord) -> str:

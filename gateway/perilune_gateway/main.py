@@ -36,7 +36,7 @@ from perilune_gateway.feeds.events import EventFeeds, EventSink
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.parity import ParityCheck
-from perilune_gateway.policy import POLICIES
+from perilune_gateway.policy import LIVE
 from perilune_gateway.router import Router
 from perilune_gateway.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -136,7 +136,7 @@ class Gateway:
             Sources(
                 registry,
                 self.decisions,
-                POLICIES,
+                LIVE,
                 lambda: self.router.pool.spec.routing.params,
                 snapshots.nodes,
                 snapshots.sessions,

@@ -146,7 +146,7 @@ def _facts(decision: Json) -> Table:
         ("prompt tokens", tokens),
         ("cached", f"{decision['cached_tokens']:,} predicted, {hit} of the prompt"),
         ("migration", f"from {decision['moved_from']}" if decision["moved_from"] else "no"),
-        ("first token", f"after {_seconds(decision['estimated_s'])} (predicted: queue and prefill)"),
+        ("first token", f"after {_seconds(decision['estimated_s'])} (predicted: queue, fetching, prefill)"),
         ("destinations", ", ".join(decision["destinations"]) or "none"),
         ("left out", ", ".join(f"{a} ({check})" for a, check in decision["excluded"].items()) or "none"),
         ("scheduling", ", ".join(f"{step} {us:.0f} µs" for step, us in decision["timings_us"].items())),

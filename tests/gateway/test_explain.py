@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from perilune_api.pool import PolicyParams
+from perilune_gateway.admission import predict
 from perilune_gateway.explain import (
     BECAUSE,
     DecisionRecord,
@@ -29,13 +30,13 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.testing import candidate, fleet, request, session
+from perilune_gateway.testing import PLAIN, candidate, fleet, link, prefix, request, session
 
 
 def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:
     """A decision for endpoint a, of request r<ordinal>."""
     view = request(ordinal=ordinal, of=session("a", id=of) if of else None)
-    candidates = tuple(candidate(chr(ord("a") + i)) for i in range(rows))
+    candidates = tuple(candidate(chr(ord("a") + i), engine=PLAIN) for i in range(rows))
     base = DecisionRecord(view, Decision("a", Reason.HOST), "ear", candidates, destinations=("a",))
     return replace(base, **changes)
 
@@ -113,17 +114,45 @@ class TestCounterfactual:
             "same": False,
             "moved_from": "",
             "cached_tokens": 0,
-            "estimated_s": 0.0,
+            "estimated_s": predict(candidates[2], view).ttft_s,
         }
         assert others["sticky"]["target"] == "a"
         assert others["sticky"]["same"] is True
 
-    def test_the_estimate_is_queue_plus_prefill_of_the_target(self):
-        row = candidate("a", cached=32)
-        row = row._replace(prefill_s=0.25, load=row.load._replace(pending_prefill_s=0.5))
+    def test_the_estimate_is_queue_fetch_and_prefill_by_the_store(self):
+        row = candidate("a", cached=100, stored=900, pending_s=0.5, engine=PLAIN)
         taken = DecisionRecord(request(), Decision("a", Reason.COLD), "ear", (row,))
-        other = counterfactual(taken, {"only": POLICIES["random"]}, PolicyParams(), Random(1))["only"]
-        assert (other["estimated_s"], other["cached_tokens"]) == (0.75, 32)
+        other = counterfactual(taken, {"only": POLICIES["perilune"]}, PolicyParams(), Random(1))["only"]
+        assert (other["estimated_s"], other["cached_tokens"]) == (pytest.approx(0.5 + 0.4 + 0.1), 900)
+
+    @pytest.mark.parametrize(
+        ("policy", "after_s", "cached"),
+        [
+            pytest.param("perilune", 0.28, 900, id="pulls"),
+            pytest.param("least_loaded", 1.0, 0, id="does not"),
+        ],
+    )
+    def test_a_peer_counts_only_for_a_policy_that_pulls(self, policy: str, after_s: float, cached: int):
+        host = candidate("a", cached=900, pending=90_000, pending_s=90.0, engine=PLAIN)
+        other = candidate("b", links={"a": link(bytes_per_s=5e6)}, engine=PLAIN)
+        view = request(tokens=1000, of=session("a"), prefix=prefix(a=900))
+        taken = DecisionRecord(view, Decision("a", Reason.HOST), "ear", (host, other))
+        found = counterfactual(taken, {policy: POLICIES[policy]}, PolicyParams(), Random(1))[policy]
+        assert found["target"] == "b"
+        assert (found["estimated_s"], found["cached_tokens"]) == (pytest.approx(after_s), cached)
+
+    def test_a_decision_that_pulls_reads_as_its_policy_reckoned(self):
+        host = candidate("a", cached=900, pending_s=90.0, engine=PLAIN)
+        other = candidate("b", links={"a": link(bytes_per_s=5e6)}, engine=PLAIN)
+        view = request(tokens=1000, of=session("a"), prefix=prefix(a=900))
+        decision = POLICIES["perilune"](view, [host, other], PolicyParams(), Random(1))
+        assert isinstance(decision, Decision)
+        taken = DecisionRecord(view, decision, "perilune", (host, other), cached_tokens=900)
+        assert summary(taken)["estimated_s"] == pytest.approx(decision.estimated_ttft_s)
+        assert sentence(taken).startswith(
+            "b because the session moves here from a, which costs more: 900 of 1,000 prompt tokens cached"
+            " there or at a; 0 tokens (0.00 s) queued before it; first token expected after 0.28 s"
+        )
 
     @pytest.mark.parametrize(
         ("verdict", "expected"),
@@ -155,13 +184,13 @@ class TestWords:
             pytest.param(
                 {"cached_tokens": 768},
                 "a because it is the session's host (hot: no): 768 of 1,000 prompt tokens cached there;"
-                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s.",
                 id="host",
             ),
             pytest.param(
                 {"policy": "sticky"},
                 "a because it is the session's host: 0 of 1,000 prompt tokens cached there;"
-                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s.",
                 id="host, hot or not",
             ),
             pytest.param(
@@ -172,19 +201,19 @@ class TestWords:
                 },
                 "a because the session's host gone may not be chosen and its cost is the lowest:"
                 " 0 of 1,000 prompt tokens cached there; 0 tokens (0.00 s) queued before it;"
-                " first token expected after 0.00 s; not considered: gone (not_ready).",
+                " first token expected after 1.00 s; not considered: gone (not_ready).",
                 id="host gone",
             ),
             pytest.param(
                 {"verdict": Decision("a", Reason.MOVED, moved_from="b")},
-                "a because the session's host b is hot and the session moves here: 0 of 1,000 prompt tokens"
-                " cached there; 0 tokens (0.00 s) queued before it; first token expected after 0.00 s.",
+                "a because the session moves here from b, which is hot: 0 of 1,000 prompt tokens"
+                " cached there; 0 tokens (0.00 s) queued before it; first token expected after 1.00 s.",
                 id="moved",
             ),
             pytest.param(
                 {"view": replace(request(phase=Phase.HEADERS), token_source=TokenSource.ESTIMATE)},
                 "a because it is the session's host (hot: no): 0 of ~1,000 prompt tokens cached there;"
-                " 0 tokens (0.00 s) queued before it; first token expected after 0.00 s;"
+                " 0 tokens (0.00 s) queued before it; first token expected after 1.00 s;"
                 " decided without the body.",
                 id="estimated from the headers",
             ),
