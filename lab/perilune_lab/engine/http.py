@@ -52,6 +52,8 @@ class Served:
     replay: str = ""
     buffer_steps: int = 0
     high_water_mark: int = 0
+    aliases: Sequence[str] = ()
+    """Further names of the model, for requests and /v1/models."""
 
 
 class _ResponseSink:
@@ -161,7 +163,7 @@ class Server:
     def _namespace(self, inbound: Inbound) -> Namespace:
         served = self._served
         adapter = served.adapters.get(inbound.model)
-        if adapter is None and inbound.model != served.model:
+        if adapter is None and inbound.model not in (served.model, *served.aliases):
             message = f"The model `{inbound.model}` does not exist."
             raise BadRequestError(message, 404, "NotFoundError", "model")
         if not inbound.cache_salt:
@@ -248,7 +250,8 @@ class Server:
             {**card, "id": name, "root": space.lora_path, "parent": served.model, "max_model_len": None}
             for name, space in served.adapters.items()
         ]
-        return _answer({"object": "list", "data": [card, *adapters]})
+        named = [{**card, "id": name} for name in (served.model, *served.aliases)]
+        return _answer({"object": "list", "data": [*named, *adapters]})
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response()

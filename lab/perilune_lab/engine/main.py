@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--listen", default="127.0.0.1:0", metavar="IP:PORT", help="HTTP address; port 0: any [%(default)s]")
     add("--name", default="", help="name in the events' topic kv@NAME@MODEL [the address]")
     add("--model", default="sim-30b", help="what requests write in `model` [%(default)s]")
+    add("--alias", action="append", default=[], metavar="NAME", help="another name of it; may be repeated")
     add("--lora", action="append", default=[], metavar="NAME=PATH", help="an adapter; may be repeated")
     add("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json and chat template [the lab's own]")
     add("--request-log", type=Path, metavar="FILE", help="append one JSON line per ended request")
@@ -198,13 +199,13 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     metrics = Metrics(args.model, max_model_len, _cache_info(args, blocks), list(adapters), time.time())
     text = load(args.tokenizer)
     publisher = None
-    served = Served(args.model, max_model_len, adapters)
+    served = Served(args.model, max_model_len, adapters, aliases=args.alias)
     if args.events != "none":
         topic = f"kv@{args.name or address}@{args.model}"
         publisher = Publisher(args.events, args.replay, topic, args.block_size, args.buffer_steps)
         served = Served(
             *(args.model, max_model_len, adapters, topic, publisher.events, publisher.replay),
-            *(publisher.buffer_steps, publisher.high_water_mark),
+            *(publisher.buffer_steps, publisher.high_water_mark, args.alias),
         )
     request_log: IO[bytes] | None = args.request_log.open("ab") if args.request_log else None
     service = Service(scheduler, text, metrics, publisher, args.time_scale, request_log)

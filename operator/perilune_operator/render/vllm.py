@@ -340,6 +340,7 @@ def _simulated_args(pool: Context) -> list[str]:
         f"--listen=0.0.0.0:{names.ENGINE_PORT}",
         f"--name=$(POD_IP):{names.ENGINE_PORT}",
         f"--model={model.name}",
+        *(f"--alias={alias}" for alias in model.aliases),
         *(f"--lora={lora.name}={lora.path}" for lora in model.loras),
         f"--block-size={engine.block_size}",
         f"--kv-tokens={engine.kv_pool_tokens}",

@@ -294,6 +294,17 @@ async def test_adapters_are_models_with_caches_of_their_own(start):
     assert cached == [0, 0, 192]
 
 
+async def test_an_alias_is_the_model_with_its_cache(start):
+    engine = start(*FAST, "--alias", "latest", "--alias", "default")
+    _, body = await get(f"{engine.url}/v1/models")
+    assert [card["id"] for card in json.loads(body)["data"]] == ["sim-30b", "latest", "default"]
+    cached = []
+    for model in ("sim-30b", "latest", "default"):
+        _, _, answer = await ask(f"{engine.url}/v1/completions", completion(model=model))
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 192, 192]
+
+
 async def test_a_salt_separates_equal_prompts(start):
     engine = start(*FAST)
     cached = []
