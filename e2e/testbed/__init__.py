@@ -1,10 +1,27 @@
 """Parts of the test cluster (`../cluster.py`): each file is one subject, imports point down this list.
 
-cluster bring up, take down, status envoy_gateway Envoy Gateway from its own chart, and what it needs here
-nodes containerd, kubelet and kube-proxy of a node; its labels and GPUs control_plane etcd, API server,
-controller manager, scheduler, CoreDNS images images without a registry network racks and spines as bridges,
-link rates, routes machines a machine: network, mount, PID, UTS and IPC namespaces with one init process
-cgroups which processes are ours; v1 and v2 programs Go programs, built once per machine; Debian packages
-pki, kube certificates and kubeconfigs; kubectl shell running programs, progress, waiting on conditions
-paths where everything lies
+What scenarios use:
+
+    pool             a pool as a scenario sees it: object, pods, conditions, and a client that asks it
+    operators        operators of the test's own, killed at a chosen write
+    http             one request, one answer, with times; load that counts failures
+    lanes            scenarios side by side, on a cluster each
+
+What the cluster is made of:
+
+    perilune         Perilune installed as a user does: Helm, our chart, a pool
+    cluster          bring up, take down, status
+    kind             the same on kind, where there is Docker
+    envoy_gateway    Envoy Gateway from its own chart, and what it needs here
+    perilune_image   our own image, by the Dockerfile
+    nodes            containerd, kubelet and kube-proxy of a node; its labels and GPUs
+    control_plane    etcd, API server, controller manager, scheduler, CoreDNS
+    images           images without a registry
+    network          racks and spines as bridges, link rates, routes
+    machines         a machine: network, mount, PID, UTS and IPC namespaces with one init process
+    cgroups          which processes are ours; v1 and v2
+    pki, kube        certificates and kubeconfigs; kubectl
+    programs         Go programs, built once per machine; Debian packages
+    shell            running programs, progress, waiting on conditions
+    paths            where everything lies
 """

@@ -36,7 +36,7 @@ def levels(text: str) -> dict[str, int]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z info perilune_gateway.router decided target=10.0.0.1:8000`"""
+    """`2026-01-31T12:00:00.000Z info perilune_gateway.main draining in_flight=3`"""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().translate(_ESCAPES)

@@ -1,4 +1,5 @@
-"""Every metric of the gateway on one page: name, unit, labels, help.
+"""The gateway's metrics on one page: name, unit, labels, help; but moves (move_rows.py)
+and calls of the tokenizer (tokens/metrics.py).
 
 Two kinds. What *happens* (a decision, a refusal, an answer's end) is counted when it happens, in a dict that
 is emptied into the counters when a scrape begins: about 3 µs for a request decided from its headers. What

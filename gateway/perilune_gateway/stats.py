@@ -1,6 +1,6 @@
 """What state looks like from outside at one moment: the rows that the admin pages and gauges show.
 
-Values only. `main` builds them from the live state when somebody asks; no request keeps them up to date.
+Values only. `snapshot` builds them from the live state when somebody asks; no request keeps them up to date.
 """
 
 from __future__ import annotations

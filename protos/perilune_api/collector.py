@@ -6,7 +6,7 @@ third of an operator's CPU while 1,000 pods start. What these programs make has 
 it would find, so it comes rarely. Reference counting, which frees nearly everything, goes on as ever.
 
 By itself it comes while something is made, which is in the middle of a decision, and the rarer it comes, the
-more there is to look through. `between_turns` has it come between two turns of the event loop, every 20 ms:
+more there is to look through. `between_turns` has it come between two turns of the event loop, every 50 ms:
 then it finds little, and that still in the CPU's caches.
 """
 
