@@ -138,6 +138,7 @@ def moves(*reasons: str) -> report.Run:
     [
         pytest.param(["cold", "host"], 0, UNSET, UNSET, id="none"),
         pytest.param(["cold", "moved", "host", "host", "host"], 1, 1.0, 0.0, id="a-good-one"),
+        pytest.param(["cold", "moved", "not_worth", "host"], 1, 1.0, 0.0, id="another-is-a-little-cheaper"),
         pytest.param(["cold", "moved", "host", "hot_cooldown", "host"], 1, 0.0, 0.0, id="hot-again"),
         pytest.param(["cold", "moved", "host", "host", "host", "hot_nowhere"], 1, 1.0, 0.0, id="hot-later"),
         pytest.param(["cold", "moved"], 1, UNSET, 0.0, id="nothing-followed"),

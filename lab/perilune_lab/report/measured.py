@@ -30,6 +30,8 @@ from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 
 SUCCESSOR_TURNS = 3
 """A migration was accurate if its target was not hot for this many further turns."""
+CONTENT = (Reason.HOST, Reason.NOT_WORTH)
+"""Reasons of a turn that found its host not hot. The gateway tells no more; a simulation looks at the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migration
         for i in at:
             after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]
             judged += bool(after)
-            accurate += bool(after) and all(r.reason == Reason.HOST for r in after)
+            accurate += bool(after) and all(r.reason in CONTENT for r in after)
         thrash += sum(
             m.time_scale * (rows[b].submitted_at_s - rows[a].submitted_at_s) < m.cooldown_s
             for a, b in pairwise(at)
