@@ -31,7 +31,7 @@ from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 SUCCESSOR_TURNS = 3
 """A migration was accurate if its target was not hot for this many further turns."""
 CONTENT = (Reason.HOST, Reason.NOT_WORTH)
-"""Reasons of a turn that found its host not hot. The gateway tells no more; a simulation looks at the queue."""
+"""Of a turn that found its host not hot. The gateway tells no more; a simulation looks at the queue."""
 
 
 @dataclass(frozen=True, slots=True)
