@@ -1,19 +1,17 @@
 """mooncake: KVCache-centric scheduling (Mooncake, FAST '25, Algorithm 1).
 
-For each prefilling endpoint, the predicted time to the first token:
+Each prefilling endpoint's predicted time to the first token; the smallest wins:
 
     best prefix > its own × threshold  →  transfer(best − own) + queue + prefill(prompt, best)
     else                               →                         queue + prefill(prompt, own)
 
-The smallest wins. Then the decoding endpoint, by predicted time per token when decode would begin; with
-prefill and decode on one endpoint, that one. TTFT or TBT above the SLO: refused, before any GPU work. If the
-winner's own prefix is that much shorter than the best one, the best holder's KV is transferred to it.
+Then the decoding endpoint: of those with KV room (of all, if none has), the lowest time per token that is
+predicted for when decode would begin; with prefill and decode on one endpoint, that one. TTFT or TBT above
+the SLO: refused, before any GPU work. In the first case the best holder's KV is transferred to the winner.
 
-The test is a ratio (`kvcache_balancing_threshold`) as published, so a cost jumps where an endpoint's own
-prefix crosses best / threshold: a longer own prefix may then cost more. Transfer = bytes / bandwidth of the
-link: no congestion, nothing learned. Where endpoints cannot pull from each other only the second line is
-left. Without an SLO nothing is refused; an SLO that even an idle endpoint misses is refused there too, which
-admission (admission.py) would not.
+As published: the test is a ratio, so a cost jumps where an endpoint's own prefix crosses best / threshold;
+transfer is bytes / bandwidth, without congestion or learning; an SLO that even an idle endpoint misses is
+refused, which admission.py would not. Where engines cannot pull from each other the second line is left.
 """
 
 from collections.abc import Sequence
@@ -41,59 +39,48 @@ def mooncake(
     """Algorithm 1."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
-    best = request.prefix
-    costs = tuple(_cost(c, request, params) for c in candidates)
-    by_address = {cost.address: cost for cost in costs}
-    prefiller = cheapest(with_role(candidates, Role.PREFILL), costs, rng)
-    ttft_s = by_address[prefiller.address].total
-    decoder = select_decode(candidates, request, ttft_s, rng) if is_split(candidates) else prefiller
+    costs = {c.address: _cost(c, request, params) for c in candidates}
+    prefiller = cheapest(with_role(candidates, Role.PREFILL), tuple(costs.values()), rng)
+    ttft_s, terms = costs[prefiller.address].total, costs[prefiller.address].terms
+    decoder = prefiller
+    if is_split(candidates):
+        decoders = with_role(candidates, Role.DECODE)
+        roomy = [c for c in decoders if c.load.kv_free_tokens >= request.prompt_tokens]
+        decoder = lowest(roomy or decoders, lambda c: tpot_s(c, request, ttft_s), rng)
     tbt_s = tpot_s(decoder, request, ttft_s)
     if request.slo_ttft_s and ttft_s > request.slo_ttft_s:
         return _refused(f"First token predicted after {ttft_s:.2f} s", ttft_s - request.slo_ttft_s)
     if request.slo_tpot_s and tbt_s > request.slo_tpot_s:
         return _refused(f"{tbt_s * 1000:.0f} ms per token predicted", decoder.decode_s)
-    balancing = balances(prefiller, request, params)
+    balancing = _balances(prefiller, request, params)
     return Decision(
         decoder.address,
         Reason.CACHE_BALANCING if balancing else Reason.CACHE_AWARE,
-        costs,
+        tuple(costs.values()),
         prefill="" if decoder is prefiller else prefiller.address,
-        replicate_from=best.locations[0].address if balancing else "",
-        cached_tokens=best.tokens if balancing else held_tokens(prefiller),
+        replicate_from=request.prefix.locations[0].address if balancing else "",
+        cached_tokens=int(terms["cached_tokens"]),
         estimated_ttft_s=ttft_s,
         estimated_tpot_s=tbt_s,
     )
 
 
-def balances(candidate: Candidate, request: RequestView, params: PolicyParams) -> bool:
-    """Whether the best prefix is more than `threshold` times this endpoint's own (0 counts as infinitely) and
-    can be pulled."""
+def _balances(candidate: Candidate, request: RequestView, params: PolicyParams) -> bool:
+    """The best prefix is that much longer than its own (0 counts as infinitely), and can be pulled."""
     best = request.prefix
-    ratio = best.tokens > held_tokens(candidate) * params.kvcache_balancing_threshold
-    return ratio and best.pullable and best.locations[0].address in candidate.links
-
-
-def select_decode(
-    candidates: Sequence[Candidate], request: RequestView, at_s: float, rng: Random
-) -> Candidate:
-    """Of the decode endpoints with KV room (of all, if none has), the lowest predicted time per token."""
-    decoders = with_role(candidates, Role.DECODE)
-    roomy = [c for c in decoders if c.load.kv_free_tokens >= request.prompt_tokens]
-    return lowest(roomy or decoders, lambda c: tpot_s(c, request, at_s), rng)
+    longer = best.tokens > held_tokens(candidate) * params.kvcache_balancing_threshold
+    return longer and best.pullable and best.locations[0].address in candidate.links
 
 
 def _cost(candidate: Candidate, request: RequestView, params: PolicyParams) -> Cost:
-    engine, own, transfer_s = candidate.engine, held_tokens(candidate), 0.0
-    cached = own
-    if balances(candidate, request, params):
+    engine, cached, transfer_s = candidate.engine, held_tokens(candidate), 0.0
+    if _balances(candidate, request, params):
+        link, own = candidate.links[request.prefix.locations[0].address], cached
         cached = request.prefix.tokens
-        link = candidate.links[request.prefix.locations[0].address]
         transfer_s = engine.transfer_s(cached - own, link.bandwidth_bytes_per_s)
-    terms = {
-        "transfer_s": transfer_s,
-        "queue_s": candidate.load.pending_prefill_s,
-        "prefill_s": engine.prefill_s(request.prompt_tokens - cached, cached),
-    }
+    queue_s = candidate.load.pending_prefill_s
+    prefill_s = engine.prefill_s(request.prompt_tokens - cached, cached)
+    terms = {"transfer_s": transfer_s, "queue_s": queue_s, "prefill_s": prefill_s}
     return Cost(candidate.address, sum(terms.values()), terms | {"cached_tokens": float(cached)})
 
 

@@ -1,6 +1,7 @@
 """Each policy's formula as a table of cases; then what must hold for all of them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api.pool import PolicyParams, Role
+from perilune_gateway import policy
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -22,6 +24,9 @@ from perilune_gateway.testing import candidate, fleet, request, session
 
 PARAMS = PolicyParams()
 T_HOT, T_COOL = PARAMS.hot_pending_tokens, PARAMS.cooldown_seconds
+FILES = sorted(Path(policy.__path__[0]).glob("*.py"))
+SHARED = {"__init__", "cost"}
+SCREEN_LINES = 90
 
 
 def decide(name: str, r: RequestView, candidates: Sequence[Candidate], seed: int = 0) -> Verdict:
@@ -197,3 +202,8 @@ def test_a_policy_is_a_function_of_its_arguments(
     name: str, r: RequestView, candidates: list[Candidate]
 ) -> None:
     assert decide(name, r, candidates, 7) == decide(name, r, candidates, 7)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stem not in SHARED], ids=lambda path: path.stem)
+def test_a_policy_fits_on_one_screen(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= SCREEN_LINES
