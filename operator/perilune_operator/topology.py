@@ -5,8 +5,9 @@ Placement needs one label key per level: the first of the level's list that any 
 nodes work; they stand alone, and are counted so that a condition can say so.
 
 No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
-NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by them, link by
-link; those that a spec gives only if it also says what cards they are for (`nicGbits`).
+NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by the cards' speed,
+link by link; those that a spec gives only if it also says what cards they are for (`nicGbits`). Their number
+is shown and scales nothing: one transfer uses one card.
 
 Mooncake has no word for a rack. What it takes is the host that a segment is on (mooncake.py), and the gateway
 joins that with these nodes. Segments lie in the engines' own pods, so engines' placement is theirs too.

@@ -161,7 +161,8 @@ class PolicyParams(_Struct, frozen=True):
     min_hit_ratio: Share = 0.1
     """conductor: a prefix that covers less of the prompt is not used. (None is published.)"""
     hot_cache_threshold: Weight = 0.3
-    """conductor: a prefix with a lower frequency score is not migrated; published as migration_threshold."""
+    """conductor, migration: a prefix with a lower frequency score is not migrated; published as
+    migration_threshold."""
 
     kvcache_balancing_threshold: Annotated[float, Meta(ge=1)] = 2.0
     """mooncake: best holder's prefix / an endpoint's own, above which the prefix is transferred. (Tuned by
@@ -180,10 +181,11 @@ class PolicyParams(_Struct, frozen=True):
     dynamo_v1_overlap_weight: Weight = 2.0
     """dynamo_v1: weight of the overlap against usage and waiting."""
     max_local_prefill_tokens: Positive = 1_000
-    """dynamo_disagg: a prompt with more uncached tokens is prefilled remotely. Dynamo's
+    """dynamo_disagg (simulations only): a prompt with more uncached tokens is prefilled remotely. Dynamo's
     max_local_prefill_length."""
     max_prefill_queue: Positive = 2
-    """dynamo_disagg: unless so many prompts wait there. Dynamo's max_prefill_queue_size."""
+    """dynamo_disagg (simulations only): unless so many prompts wait there. Dynamo's
+    max_prefill_queue_size."""
 
     kv_linear_hit_weight: Weight = 1.0
     """kv_linear: weight of the hit ratio, which counts for an endpoint."""
@@ -286,7 +288,7 @@ class NodePlace(_Struct, frozen=True):
     gpu: str = ""
     """GPU product, as GPU feature discovery names it (NVIDIA-H20); empty: unknown."""
     nics: Annotated[int, Meta(ge=0)] = 0
-    """Network cards that carry KV; 0: unknown."""
+    """Network cards that carry KV, for display; 0: unknown."""
     nic_gbits: Weight = 0.0
     """Speed of each, in Gbit/s; 0: unknown."""
 
