@@ -34,12 +34,13 @@ def conductor(
     prefix = request.prefix
     holders = {location.address for location in prefix.locations if location.tokens >= prefix.tokens}
     prefill = schedule_prefill(request, with_role(candidates, Role.PREFILL), holders, params, rng)
-    decoder: Candidate | Refusal = prefill.node
+    decoder = prefill.node
     if is_split(candidates):
         session = request.session.session_id if request.session else request.request_id
-        decoder = schedule_decode(session, {prefill.node.address}, request, candidates, params, rng)
-        if isinstance(decoder, Refusal):
-            return decoder
+        scheduled = schedule_decode(session, {decoder.address}, request, candidates, params, rng)
+        if isinstance(scheduled, Refusal):
+            return scheduled
+        decoder = scheduled
     return Decision(
         decoder.address,
         prefill.reason,
