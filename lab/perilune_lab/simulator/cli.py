@@ -241,7 +241,12 @@ def parse(argv: Sequence[str]) -> Options:
     add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
     add("--faults", default="", metavar="NAME=V,…", help="see below")
     add(
-        "--param", action="append", default=[], metavar="NAME=V", help="of policies, e.g. cooldown_seconds=10"
+        "--param",
+        "--params",
+        action="append",
+        default=[],
+        metavar="NAME=V",
+        help="of policies, e.g. cooldown_seconds=10",
     )
     add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
     add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")

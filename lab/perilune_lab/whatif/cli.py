@@ -140,9 +140,16 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="FILE",
         help="of perilune-gateway --decision-log, plain or gzip; several in the order given",
     )
-    add("--policy", default="all", metavar="A,B", help="all [%(default)s], or some of: " + ", ".join(LIVE))
+    add(
+        "--policy",
+        "--policies",
+        default="all",
+        metavar="A,B",
+        help="all [%(default)s], or some of: " + ", ".join(LIVE),
+    )
     add(
         "--params",
+        "--param",
         action="append",
         default=[],
         metavar="NAME=V,…",

@@ -151,7 +151,7 @@ class TestCommand:
     def test_several_files_and_gzip(self, log, tmp_path, capsys):
         packed = tmp_path / "log.jsonl.gz"
         packed.write_bytes(gzip.compress(log.read_bytes()))
-        assert cli.main(["--decisions", str(packed), str(log), "--policy", "sticky"]) == 0
+        assert cli.main(["--decisions", str(packed), str(log), "--policies", "sticky"]) == 0
         assert "4 decisions" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
