@@ -60,7 +60,6 @@ generate: $(STAMP) ## regenerate what is generated (protobuf code)
 
 lock:          ## renew the lock files (needs uv)
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --group image pyproject.toml -o requirements-image.lock
-	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab pyproject.toml -o requirements.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --group dev pyproject.toml -o requirements-dev.lock
 
 clean:         ## remove .venv and caches
