@@ -12,7 +12,7 @@ from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
-from perilune_gateway.transport import SERVERS, Server, Transport
+from perilune_gateway.transport import SERVERS, Server, Transport, grpc_server
 from perilune_gateway.transport.service import Service
 from perilune_lab.doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 
@@ -289,6 +289,23 @@ async def test_stop_without_grace_cancels_running_streams(serving):
         await rig.server.stop(0)
         assert await call.code() is not grpc.StatusCode.OK
         assert await rig.router.outcome("t") is Outcome.CANCELLED
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
+async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monkeypatch, host):
+    """Each makes gRPC look again at calls that came while it was shutting down; all are gone in the end."""
+    came = []
+
+    async def noted(*address, real=grpc_server._bystander):
+        came.append(await real(*address))
+        return came[-1]
+
+    monkeypatch.setattr(grpc_server, "_bystander", noted)
+    server = SERVERS[Transport.GRPC](Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
+    await server.start(f"{host}:0")
+    await server.stop(10)
+    assert len(came) == len(grpc_server.BYSTANDERS_S)
+    assert all(writer is not None and writer.transport.is_closing() for writer in came)
 
 
 async def test_taken_port_is_a_clear_error(serving):

@@ -566,6 +566,4 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode):
         await until(lambda: len(statuses) > seen + 200)
         stopping.set()
         await asyncio.gather(*clients)
-    failed = sum(status != 200 for status in statuses)
-    # gRPC's server loses a call that arrives at the very moment of its shutdown
-    assert failed == 0, [s for s in statuses if s != 200]
+    assert [s for s in statuses if s != 200] == []
