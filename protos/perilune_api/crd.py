@@ -147,8 +147,8 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Groups of layers, each on GPUs of its own (vLLM --pipeline-parallel-size)."""
     gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
-    """An endpoint that needs more than these spans several nodes, by whole stages of its pipeline: a
-    LeaderWorkerSet then runs it."""
+    """An endpoint that needs more than these spans several nodes: a LeaderWorkerSet then runs it. Each node
+    gets as many stages of the pipeline as every other: pipelineParallel 3 takes three, 4 may take two."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name under which nodes offer GPUs."""
     rdma_resource: OptionalKey = ""
@@ -706,15 +706,12 @@ def convert(spec: object) -> InferencePoolSpec:
 
 def check(spec: InferencePoolSpec) -> None:
     """What the schema and its rules cannot know. Raises SpecError with the field's path."""
-    roles = spec.roles
-    lists = [(spec.engine.args, "$.spec.engine.args")]
-    if roles is not None:
-        for name, role in (("prefill", roles.prefill), ("decode", roles.decode)):
-            if role is None:
+    if spec.roles is not None:
+        for name in ("prefill", "decode"):
+            if getattr(spec.roles, name) is None:
                 raise SpecError(f"Roles need prefill and decode - at `$.spec.roles.{name}`")
-            lists.append((role.args, f"$.spec.roles.{name}.args"))
     if spec.engine.kind is EngineKind.VLLM:
-        for args, path in lists:
+        for args, path in _engine_args(spec):
             _check_engine_args(args, path)
         _check_vllm(spec)
     _check_args(spec.gateway.args, "$.spec.gateway.args", GATEWAY_ARGS)
@@ -739,6 +736,12 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
         raise SpecError(
             f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
         )
+    spans = spec.engine.tensor_parallel * spec.engine.pipeline_parallel > spec.engine.gpus_per_node
+    for args, path in _engine_args(spec) if spans else ():
+        for i, arg in enumerate(args):
+            if _flag(arg) in _SERVERS:
+                words = "An endpoint that spans nodes has one API server"
+                raise SpecError(f"{words} - at `{path}[{i}]`")
     for i, lora in enumerate(spec.model.loras):
         if not lora.path:
             raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
@@ -748,6 +751,20 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
             if gpu in amounts:
                 words = "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
                 raise SpecError(f"{words} - at `{path}.{part}.{gpu}`")
+
+
+_SERVERS = frozenset({"--api-server-count", "-asc"})
+"""Flags that workers of an endpoint that spans nodes would not start with: they serve nothing."""
+
+
+def _engine_args(spec: InferencePoolSpec) -> list[tuple[Arguments, str]]:
+    """Each with its path."""
+    found = [(spec.engine.args, "$.spec.engine.args")]
+    for name in ("prefill", "decode"):
+        role = getattr(spec.roles, name, None)
+        if role is not None:
+            found.append((role.args, f"$.spec.roles.{name}.args"))
+    return found
 
 
 def _engine_resources(spec: InferencePoolSpec) -> list[tuple[Resources, str]]:

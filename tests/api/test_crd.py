@@ -135,6 +135,11 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "set engine.pipelineParallel - at `$.spec.engine.args[0]`",
             id="a group of its own",
         ),
+        pytest.param(
+            spec(engine={"pipelineParallel": 9, "args": ["--api-server-count=2"]}),
+            "An endpoint that spans nodes has one API server - at `$.spec.engine.args[0]`",
+            id="servers of a group",
+        ),
         *(
             pytest.param(
                 spec(mooncake={"store": {"enabled": True, field: size}}),

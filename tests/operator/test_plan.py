@@ -294,10 +294,11 @@ LWS = "leaderworkerset.x-k8s.io/LeaderWorkerSet"
         pytest.param(4, 2, 8, [8], id="one node"),
         pytest.param(8, 2, 8, [8, 8], id="a stage is a node"),
         pytest.param(16, 2, 8, [8, 8, 8, 8], id="a stage is two nodes"),
-        pytest.param(4, 3, 8, [4, 8], id="three stages, two to a node: the leader has one"),
+        pytest.param(4, 3, 8, [4, 4, 4], id="three stages cannot be shared by two nodes"),
+        pytest.param(4, 4, 8, [8, 8], id="two stages to a node"),
         pytest.param(3, 4, 8, [6, 6], id="nodes that no stages fill"),
         pytest.param(5, 2, 8, [5, 5], id="a stage to a node"),
-        pytest.param(1, 10, 4, [2, 4, 4], id="no tensors split"),
+        pytest.param(1, 10, 4, [2, 2, 2, 2, 2], id="ten by as few as can share them"),
         pytest.param(2, 9, 8, [6, 6, 6], id="evenly"),
     ],
 )
@@ -316,6 +317,13 @@ def test_an_endpoint_reserves_the_gpus_that_it_uses(
     asked = [t["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for t in templates]
     assert [int(number) for number in asked] == pods
     assert sum(pods) == tensors * stages
+    args = [t["spec"]["containers"][0]["args"] for t in templates]
+    if len(pods) > 1:
+        assert all(f"--nnodes={len(pods)}" in given for given in args)
+        assert ["--headless" in given for given in args] == [False, *[True] * (len(pods) - 1)]
+        of_group = ("--node-rank", "--headless")
+        shared = [[arg for arg in given if not arg.startswith(of_group)] for given in args]
+        assert all(given == shared[0] for given in shared), "one engine, one configuration"
 
 
 def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:

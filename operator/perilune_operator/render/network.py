@@ -259,7 +259,7 @@ def _policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
     yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
-    if vllm.nodes_per_endpoint(pool) > 1:  # whoever reaches a Ray worker can run what he likes there
+    if vllm.nodes_per_endpoint(pool) > 1:  # who reaches a worker's queues can run what he likes there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,

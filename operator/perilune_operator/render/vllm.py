@@ -63,9 +63,13 @@ while time.monotonic() < until and idle < 2:
 itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone."""
 
 
-LEADER_ANSWERS = """\
+MEETING_PORT = 29_501
+"""Where the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label of each pod of a LeaderWorkerSet; 0: the leader."""
+LEADER_ANSWERS = f"""\
 import os, socket
-socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], 6379), 2)
+socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
 """
 
 
@@ -111,26 +115,16 @@ def gpus(pool: Context) -> int:
     return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
 
 
-def gpus_by_pod(pool: Context) -> list[int]:
-    """Of one endpoint's pods, its leader first: as few pods as can be, and no GPU that nothing runs on.
-
-    Where one node is too small, pods get whole stages of the pipeline, the leader the rest: vLLM's Ray
-    executors give the first ranks to the leader's node and go on node by node (v1/executor/ray_utils.py,
-    0.33), so that the tensors of no stage are split between nodes, unless it fills several.
-    """
-    engine, total = pool.spec.engine, gpus(pool)
-    a_node, a_stage = engine.gpus_per_node, engine.tensor_parallel
-    if total <= a_node:
-        return [total]
-    if a_stage >= a_node:
-        return [a_node] * (total // a_node)
-    workers = -(-engine.pipeline_parallel // (a_node // a_stage)) - 1
-    each = a_stage * -(-engine.pipeline_parallel // (workers + 1))
-    return [total - workers * each, *[each] * workers]
-
-
 def nodes_per_endpoint(pool: Context) -> int:
-    return len(gpus_by_pod(pool))
+    """As few as can be that get the same number of GPUs, which is how vLLM counts ranks over nodes, and whole
+    stages of the pipeline, so that the tensors of none are split between nodes, unless it fills several."""
+    engine, total = pool.spec.engine, gpus(pool)
+    a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
+    if total <= a_node:
+        return 1
+    if a_stage >= a_node:
+        return total // a_node
+    return next(n for n in range(2, stages + 1) if stages % n == 0 and total // n <= a_node)
 
 
 def every_pod(pool: Context) -> Object:
@@ -202,7 +196,7 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
 
 def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str], *, serve: bool) -> Object:
     engine = pool.spec.engine
-    here = gpus_by_pod(pool)[0 if serve else -1]
+    here = gpus(pool) // nodes_per_endpoint(pool)
     more = {engine.gpu_resource: str(here)} if here else {}
     rdma = bool(engine.rdma_resource)
     if rdma:
@@ -217,7 +211,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         "image": image,
         "imagePullPolicy": engine.image_pull_policy,
         "command": _command(pool, serve),
-        "env": _env(pool, role),
+        "env": _env(pool, role, serve),
         "resources": resources(needs, **more),
         "securityContext": container_security(*(("IPC_LOCK",) if rdma else ())),
         "volumeMounts": [
@@ -226,7 +220,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         ],
     }
     volumes: list[Object] = [{"name": "home", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
-    if gpus(pool) > 1:  # NCCL and Ray talk through shared memory
+    if gpus(pool) > 1:  # NCCL and vLLM's processes talk through shared memory
         container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     init: list[Object] = []
@@ -236,8 +230,8 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
         volumes.append(mooncake.volume(pool))
         init.append(mooncake.wait(pool, image, resources(needs)))
         annotations |= mooncake.client_hash(pool)
+    container["args"] = _args(pool, role, spec, serve)
     if serve:
-        container["args"] = _args(pool, role, spec)
         container["ports"] = [
             {"name": "http", "containerPort": names.ENGINE_PORT},
             {"name": "kv-events", "containerPort": EVENTS_PORT},
@@ -289,17 +283,14 @@ def _probes(pool: Context) -> Object:
 def _command(pool: Context, serve: bool) -> list[str]:
     if pool.spec.engine.kind is EngineKind.SIMULATED:
         return ["perilune", "engine"]
-    if nodes_per_endpoint(pool) == 1:
+    if serve:
         return ["vllm", "serve"]
-    if serve:  # the leader heads a Ray cluster of its group, then serves
-        script = 'ray start --head --port=6379 && exec vllm serve "$@"'
-        return ["/bin/sh", "-c", script, "engine"]
     # a worker starts with its leader, and one that ends has the whole group made anew: so it waits
-    join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec ray start --block '
-    return ["/bin/sh", "-c", join + '--address="$LWS_LEADER_ADDRESS:6379"', LEADER_ANSWERS]
+    join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec vllm serve "$@"'
+    return ["/bin/sh", "-c", join, LEADER_ANSWERS]
 
 
-def _env(pool: Context, role: Role) -> list[Object]:
+def _env(pool: Context, role: Role, serve: bool) -> list[Object]:
     engine = pool.spec.engine
 
     def field(name: str, path: str) -> Object:
@@ -320,6 +311,8 @@ def _env(pool: Context, role: Role) -> list[Object]:
             env.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
         if pool.spec.mooncake.store.enabled:
             env.extend(mooncake.env())
+        if not serve:  # newer LeaderWorkerSets say so themselves
+            env.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
     by_name = {made["name"]: made for made in env}
     for variable in engine.env:
         said = (
@@ -329,9 +322,25 @@ def _env(pool: Context, role: Role) -> list[Object]:
     return list(by_name.values())
 
 
-def _args(pool: Context, role: Role, spec: RoleSpec) -> list[str]:
-    own = _simulated_args(pool) if pool.spec.engine.kind is EngineKind.SIMULATED else _vllm_args(pool, role)
+def _args(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> list[str]:
+    simulated = pool.spec.engine.kind is EngineKind.SIMULATED
+    own = _simulated_args(pool) if simulated else [*_vllm_args(pool, role), *_group_args(pool, serve)]
     return [*own, *pool.spec.engine.args, *spec.args]
+
+
+def _group_args(pool: Context, serve: bool) -> list[str]:
+    """By which vLLM makes one engine of several nodes, with its own multiprocessing: its images have had no
+    Ray since 0.19."""
+    nodes = nodes_per_endpoint(pool)
+    if nodes == 1:
+        return []
+    return [
+        "--distributed-executor-backend=mp",
+        f"--nnodes={nodes}",
+        "--master-addr=$(LWS_LEADER_ADDRESS)",
+        f"--master-port={MEETING_PORT}",
+        *(["--node-rank=0"] if serve else ["--node-rank=$(LWS_WORKER_INDEX)", "--headless"]),
+    ]
 
 
 def _simulated_args(pool: Context) -> list[str]:
@@ -378,7 +387,6 @@ def _vllm_args(pool: Context, role: Role) -> list[str]:
         *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
         *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
         *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
-        *(["--distributed-executor-backend=ray"] if nodes_per_endpoint(pool) > 1 else []),
         *(["--scheduling-policy=priority"] if pool.spec.routing.params.ageing_weight else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
@@ -431,7 +439,8 @@ def _transfer(pool: Context, role: Role) -> Object:
             "kv_connector_extra_config": {"connectors": parts},
         }
     )
-    return {**whole, "engine_id": "$(POD_NAME)", "kv_load_failure_policy": "recompute"}
+    engine_id = "$(POD_NAME)" if nodes_per_endpoint(pool) == 1 else "$(LWS_LEADER_ADDRESS)"
+    return {**whole, "engine_id": engine_id, "kv_load_failure_policy": "recompute"}
 
 
 def _autoscaler(pool: Context) -> Object:
