@@ -278,8 +278,9 @@ def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
 
 
 def _is_of(reference: Object, gateway: ParentRef, here: str) -> bool:
-    named = gateway.namespace or here, gateway.name
-    return (reference.get("namespace") or here, reference.get("name")) == named
+    """A reference without a namespace is believed to mean ours."""
+    namespace = gateway.namespace or here
+    return (reference.get("namespace") or namespace, reference.get("name")) == (namespace, gateway.name)
 
 
 def _shadowed(parent: ParentRef, rival: Rival) -> str:

@@ -742,7 +742,14 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
             if _flag(arg) in _SERVERS:
                 words = "An endpoint that spans nodes has one API server"
                 raise SpecError(f"{words} - at `{path}[{i}]`")
+    named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
+    named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]
+    for name, path in named:
+        if name.startswith("-"):
+            raise SpecError(f"vLLM would take {name!r} for a flag - at `$.spec.model{path}`")
     for i, lora in enumerate(spec.model.loras):
+        if "=" in lora.name or lora.name.startswith("-"):
+            raise SpecError(f"vLLM cannot tell {lora.name!r} from a path - at `$.spec.model.loras[{i}].name`")
         if not lora.path:
             raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
     gpu = spec.engine.gpu_resource

@@ -136,6 +136,16 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="a group of its own",
         ),
         pytest.param(
+            spec(model={"name": "m", "aliases": ["a", "--port=1"]}),
+            "vLLM would take '--port=1' for a flag - at `$.spec.model.aliases[1]`",
+            id="a name like a flag",
+        ),
+        pytest.param(
+            spec(model={"name": "m", "loras": [{"name": "a=b", "path": "/a"}]}),
+            "vLLM cannot tell 'a=b' from a path - at `$.spec.model.loras[0].name`",
+            id="a name and a path",
+        ),
+        pytest.param(
             spec(engine={"pipelineParallel": 9, "args": ["--api-server-count=2"]}),
             "An endpoint that spans nodes has one API server - at `$.spec.engine.args[0]`",
             id="servers of a group",

@@ -290,16 +290,12 @@ def test_the_route_is_as_good_as_its_gateway(
 GIE = frozenset({"gateway.networking.k8s.io/HTTPRoute", "inference.networking.k8s.io/InferencePool"})
 
 
-def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted") -> Object:
+def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted", namespace: str = "ns") -> Object:
     """What the controller of one Gateway says of an InferencePool."""
-    said = {
-        "type": type_,
-        "status": accepted,
-        "reason": "Because",
-        "message": "words",
-        "observedGeneration": 1,
-    }
-    return {"parentRef": {"name": of, "namespace": "ns"}, "conditions": [said]}
+    said = {"type": type_, "status": accepted, "reason": "Because", "message": "words"}
+    said |= {"observedGeneration": 1}
+    gateway = {"name": of} | ({"namespace": namespace} if namespace else {})
+    return {"parentRef": gateway, "conditions": [said]}
 
 
 @pytest.mark.parametrize(
@@ -315,6 +311,20 @@ def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted") -> Objec
             Reason.WAITING_FOR_ROUTE,
             "Nobody has taken up the InferencePool",
             id="another Gateway's",
+        ),
+        pytest.param(
+            [pool_verdict("True", namespace="other")],
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            "Nobody has taken up the InferencePool",
+            id="a Gateway of the same name elsewhere",
+        ),
+        pytest.param(
+            [pool_verdict("True", namespace="")],
+            "True",
+            Reason.PROGRAMMED,
+            "Envoy asks",
+            id="no namespace said",
         ),
         pytest.param(
             [pool_verdict("True"), pool_verdict("False", of="another")],
