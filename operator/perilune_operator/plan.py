@@ -59,9 +59,8 @@ def plan(
         spec = msgspec.structs.replace(spec, replicas=scale_to)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
-    present = replace(observed, pods=tuple(p for p in observed.pods if _is_present(pool, p)))
+    present, before = _parted(pool, observed)
     drains = _drains(pool, present, now)
-    before = tuple(p for p in observed.pods if p not in present.pods and p.component == "engine")
     deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
     gateways, read_at = gateway.replicas(spec.gateway, deployment)
     pool = replace(
@@ -95,12 +94,18 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
     return kept if live and kept > spec.replicas else None
 
 
-def _is_present(pool: Context, pod: PodFacts) -> bool:
-    """Not an engine of the spec before, which had other roles, or endpoints of as many nodes as now not."""
-    if pod.component not in ("engine", "engine-worker"):
-        return True
-    spans = vllm.nodes_per_endpoint(pool) > 1
-    return (pod.group >= 0) is spans and any(pod.role == role for role, _ in vllm.roles(pool))
+def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
+    """Without engines of the spec before, which had other roles, or endpoints of as many nodes as now not;
+    and those of them that lead."""
+    roles, spans = {role.value for role, _ in vllm.roles(pool)}, vllm.nodes_per_endpoint(pool) > 1
+    present, before = [], []
+    for pod in observed.pods:
+        is_engine = pod.component in ("engine", "engine-worker")
+        if not is_engine or ((pod.group >= 0) is spans and pod.role in roles):
+            present.append(pod)
+        elif pod.component == "engine":
+            before.append(pod)
+    return replace(observed, pods=tuple(present)), before
 
 
 def _former(
