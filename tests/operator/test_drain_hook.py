@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
-from perilune_operator.render.vllm import DRAIN
+from perilune_api import names
+from perilune_operator.render.vllm import DRAIN, WORKER_DRAIN
 
 BUSY = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 IDLE = BUSY.replace(" 1.0", " 0.0")
@@ -42,10 +44,22 @@ def engine(pages: list[str]) -> Iterator[str]:
             thread.join()
 
 
+ELSEWHERE = {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+"""A proxy where nobody is."""
+
+
 def drain(url: str, seconds: float = 30.0) -> None:
-    """Run the hook, in an environment that names a proxy where nobody is."""
-    environment = os.environ | {"http_proxy": "http://127.0.0.1:1", "no_proxy": ""}
     command = [sys.executable, "-c", DRAIN, str(seconds), "0", url]
+    subprocess.run(command, env=os.environ | ELSEWHERE, timeout=60, check=True)
+
+
+def drain_worker(leader: str, seconds: float) -> None:
+    """`leader`: its address, where port and path would follow."""
+    folder = str(Path(sys.executable).parent)
+    environment = (
+        os.environ | ELSEWHERE | {"LWS_LEADER_ADDRESS": leader, "PATH": f"{folder}:{os.environ['PATH']}"}
+    )
+    command = ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, str(seconds), "0"]
     subprocess.run(command, env=environment, timeout=60, check=True)
 
 
@@ -74,3 +88,15 @@ def test_an_engine_that_has_ended_is_not_waited_for() -> None:
     with engine([IDLE]) as url:
         pass
     drain(url, 1e6)
+
+
+def test_a_worker_stays_while_its_leader_has_requests() -> None:
+    pages = [BUSY, IDLE, IDLE, "end"]
+    with engine(pages) as url:  # what follows the address is cut off as a fragment
+        drain_worker(url.removeprefix("http://") + "#", 1e6)
+    assert pages == ["end"]
+    assert str(names.ENGINE_PORT) in WORKER_DRAIN
+
+
+def test_a_leader_that_is_gone_is_not_waited_for() -> None:
+    drain_worker("leader.invalid", 1e6)

@@ -41,7 +41,7 @@ SPARE_SECONDS = 30
 """Between the end of draining and the kill."""
 
 DRAIN = """\
-import re, sys, time, urllib.request
+import re, socket, sys, time, urllib.request
 from http.client import HTTPException
 until = time.monotonic() + float(sys.argv[1])
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -53,14 +53,18 @@ while time.monotonic() < until and idle < 2:
         found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (\\S+)", text, re.M)
         busy = sum(map(float, found)) if found else 1
     except (OSError, HTTPException) as error:
-        if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ConnectionRefusedError):
             break
-        busy = 1
+        busy = not isinstance(reason, socket.gaierror)
     idle = 0 if busy else idle + 1
     time.sleep(0.5)
 """
 """Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
-itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone."""
+itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone, and so
+is a leader that has no address any more."""
+WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
+"""The same for a worker of an endpoint that spans nodes: it stays while its leader has requests."""
 
 
 MEETING_PORT = 29_501
@@ -238,6 +242,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
             {"name": "kv-replay", "containerPort": REPLAY_PORT},
         ]
         container.update(_probes(pool))
+    container["lifecycle"] = {"preStop": {"exec": {"command": _drain(pool, serve)}}}
     drain = pool.spec.rollout.drain_seconds
     return overlaid(
         {
@@ -266,8 +271,6 @@ def _probes(pool: Context) -> Object:
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
-    page = f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"
-    drain = ["python3", "-c", DRAIN, str(pool.spec.rollout.drain_seconds), str(ROUTE_SECONDS), page]
     return {
         "startupProbe": {
             **health,
@@ -276,8 +279,14 @@ def _probes(pool: Context) -> Object:
         },
         "readinessProbe": {**health, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
-        "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
+
+
+def _drain(pool: Context, serve: bool) -> list[str]:
+    times = [str(pool.spec.rollout.drain_seconds), str(ROUTE_SECONDS)]
+    if serve:
+        return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"]
+    return ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, *times]
 
 
 def _command(pool: Context, serve: bool) -> list[str]:
