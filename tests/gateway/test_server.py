@@ -308,6 +308,28 @@ async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monk
     assert all(writer is not None and writer.transport.is_closing() for writer in came)
 
 
+async def test_a_read_that_grpc_awaits_is_not_cancelled_with_its_call():
+    """gRPC leaks what a cancelled read holds; it ends the read itself."""
+    reading, ended, reads = asyncio.Event(), asyncio.Event(), []
+
+    class Context:
+        async def read(self):
+            reading.set()
+            await ended.wait()
+            reads.append("to its end")
+            return grpc.aio.EOF
+
+    service = Service(ScriptedRouter(), Tokenizer(None), limits=Limits())
+    call = asyncio.create_task(grpc_server.GrpcServer(service)._process(None, Context()))
+    await reading.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert service.streams_open == 0
+    ended.set()
+    await until(lambda: reads == ["to its end"])
+
+
 async def test_taken_port_is_a_clear_error(serving):
     async with serving() as rig:
         second = type(rig.server)(Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
