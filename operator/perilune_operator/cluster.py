@@ -208,7 +208,7 @@ class Cluster:
         """Pools that have another rival than before."""
         seen = self._objects.get("HTTPRoute", {}).values()
         routes = {_pool(route): route for route in seen if _pool(route)[1] == route["metadata"]["name"]}
-        gateways = {name: facts.hosts for name, facts in (self._parents or {}).items()}
+        gateways = {name: facts.given for name, facts in (self._parents or {}).items()}
         before, self._rivals = self._rivals, rivals(routes, gateways)
         return {
             pool for pool in before.keys() | self._rivals.keys() if before.get(pool) != self._rivals.get(pool)

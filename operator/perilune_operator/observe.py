@@ -90,6 +90,16 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Listener:
+    """Of a Gateway: whose routes it takes, and for which host."""
+
+    host: str = ""
+    """Empty: any."""
+    namespaces: frozenset[str] | None = None
+    """None: all. By labels that only the API server could look up: none, as far as can be seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParentFacts:
     """A Gateway (gateway.networking.k8s.io)."""
 
@@ -98,8 +108,8 @@ class ParentFacts:
     """None: nobody has said."""
     listeners: Mapping[str, Verdict] = field(default_factory=dict)
     """Whether each of them is programmed, by name; only those of which somebody says so."""
-    hosts: Mapping[str, str] = field(default_factory=dict)
-    """Of each listener, by name; empty: any."""
+    given: Mapping[str, Listener] = field(default_factory=dict)
+    """Listeners that speak HTTP, by name."""
 
 
 PoolName = tuple[str, str]
@@ -186,8 +196,34 @@ def parent(obj: Object) -> ParentFacts:
         True,
         programmed(status),
         {name: v for name, v in told.items() if v is not None},
-        {listener["name"]: listener.get("hostname", "") for listener in listeners},
+        {
+            made["name"]: _listener(made, obj["metadata"].get("namespace", ""))
+            for made in listeners
+            if made.get("protocol") in ("HTTP", "HTTPS")
+        },
     )
+
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""Label of every namespace."""
+
+
+def _listener(listener: Object, here: str) -> Listener:
+    allowed = (listener.get("allowedRoutes") or {}).get("namespaces") or {}
+    host: str = listener.get("hostname", "")
+    if allowed.get("from") == "All":
+        return Listener(host)
+    if allowed.get("from") != "Selector":
+        return Listener(host, frozenset({here}))
+    selector = allowed.get("selector") or {}
+    named = [{value} for key, value in (selector.get("matchLabels") or {}).items() if key == NAMESPACE_NAME]
+    rules = selector.get("matchExpressions") or ()
+    is_in = [rule for rule in rules if (rule["key"], rule["operator"]) == (NAMESPACE_NAME, "In")]
+    named += [set(rule.get("values") or ()) for rule in is_in]
+    asked = len(selector.get("matchLabels") or ()) + len(rules)
+    if not asked:
+        return Listener(host)
+    return Listener(host, frozenset(set.intersection(*named) if len(named) == asked else ()))
 
 
 def node(obj: Object) -> NodeFacts:

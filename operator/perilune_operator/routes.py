@@ -1,8 +1,8 @@
 """Whose requests are whose, where routes of several pools want the same ones of a Gateway.
 
-1. *Claims* of a route: each host on each listener that it is attached to. Its own hostnames, narrowed to
-   the listener's where the Gateway can be seen; a wider host than another's (`*.a`, any) is another claim,
-   since it gets what the narrower one leaves.
+1. *Claims* of a route: each host on each listener that it names and that takes it. Its own hostnames,
+   narrowed to the listener's where the Gateway can be seen; a wider host than another's (`*.a`, any) is
+   another claim, since it gets what the narrower one leaves.
 2. The oldest route has what it claims; of the same second, the first by namespace and name. So Gateway API
    (v1, HTTPRouteRule.matches) decides between routes that match alike, and ours all do: one path each.
 3. Whoever claims what an older one has, has a *rival*. His route is accepted all the same, and nobody but us
@@ -13,20 +13,22 @@ Pure; costs a look at each claim. Routes that others than pools have made are no
 
 from collections.abc import Iterator, Mapping
 
-from perilune_operator.observe import Object, PoolName, Rival, verdicts
+from perilune_operator.observe import Listener, Object, PoolName, Rival, verdicts
 
 
 def rivals(
-    routes: Mapping[PoolName, Object], gateways: Mapping[str, Mapping[str, str]]
+    routes: Mapping[PoolName, Object], gateways: Mapping[str, Mapping[str, Listener]]
 ) -> dict[PoolName, Rival]:
     """Of the pools that have one, the oldest. `routes`: HTTPRoutes of pools. `gateways`: namespace/name →
-    listeners' hostnames by their names (empty: any), of those that can be seen."""
+    listeners by their names, of those that can be seen."""
     standing = {pool: route for pool, route in routes.items() if not _is_refused(route)}
     sections: dict[str, set[str]] = {}
     for route in standing.values():
         for gateway, section in _parents(route):
             sections.setdefault(gateway, {""}).add(section)
-    listeners = {name: gateways.get(name) or dict.fromkeys(named, "") for name, named in sections.items()}
+    listeners = {
+        name: gateways.get(name) or dict.fromkeys(named, Listener()) for name, named in sections.items()
+    }
     taken: dict[tuple[str, str, str], PoolName] = {}
     found: dict[PoolName, dict[PoolName, set[str]]] = {}
     for pool in sorted(standing, key=lambda pool: (standing[pool]["metadata"]["creationTimestamp"], pool)):
@@ -38,16 +40,17 @@ def rivals(
     return {pool: Rival(owner, tuple(sorted(hosts - {""}))) for pool, (owner, hosts) in firsts.items()}
 
 
-def _claims(route: Object, listeners: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str, str]]:
+def _claims(route: Object, listeners: Mapping[str, Mapping[str, Listener]]) -> Iterator[tuple[str, str, str]]:
     """Gateway, listener, host. `listeners`: by Gateway."""
-    wanted = route["spec"].get("hostnames") or [""]
+    here, wanted = route["metadata"]["namespace"], route["spec"].get("hostnames") or [""]
     for gateway, section in _parents(route):
-        for listener, its in listeners[gateway].items():
-            for host in wanted if section in ("", listener) else ():
-                if _covers(its, host):
-                    yield gateway, listener, host
-                elif _covers(host, its):
-                    yield gateway, listener, its
+        for name, listener in listeners[gateway].items():
+            takes = listener.namespaces is None or here in listener.namespaces
+            for host in wanted if takes and section in ("", name) else ():
+                if _covers(listener.host, host):
+                    yield gateway, name, host
+                elif _covers(host, listener.host):
+                    yield gateway, name, listener.host
 
 
 def _covers(wide: str, narrow: str) -> bool:

@@ -115,3 +115,40 @@ def test_a_verdict_is_of_one_generation(said: int | None, pending: bool) -> None
 )
 def test_why_a_pod_does_not_run(status: Object, trouble: str) -> None:
     assert pod(status=status).trouble == trouble
+
+
+NAME = "kubernetes.io/metadata.name"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "namespaces"),
+    [
+        pytest.param(None, {"infra"}, id="nothing said"),
+        pytest.param({"from": "Same"}, {"infra"}, id="its own"),
+        pytest.param({"from": "All"}, None, id="all"),
+        pytest.param({"from": "Selector", "selector": {"matchLabels": {NAME: "a"}}}, {"a"}, id="one by name"),
+        pytest.param(
+            {
+                "from": "Selector",
+                "selector": {"matchExpressions": [{"key": NAME, "operator": "In", "values": ["a", "b"]}]},
+            },
+            {"a", "b"},
+            id="two by name",
+        ),
+        pytest.param(
+            {"from": "Selector", "selector": {"matchLabels": {NAME: "a", "team": "x"}}},
+            set(),
+            id="by a label that is not seen",
+        ),
+        pytest.param({"from": "Selector", "selector": {}}, None, id="by no label: all"),
+    ],
+)
+def test_whose_routes_a_listener_takes(
+    allowed: dict[str, object] | None, namespaces: set[str] | None
+) -> None:
+    made: Object = {"name": "http", "protocol": "HTTPS", "hostname": "a.test"}
+    made |= {"allowedRoutes": {"namespaces": allowed}} if allowed else {}
+    other = {"name": "raw", "protocol": "TCP", "allowedRoutes": {"namespaces": {"from": "All"}}}
+    facts = observe.parent({"metadata": {"namespace": "infra"}, "spec": {"listeners": [made, other]}})
+    wanted = None if namespaces is None else frozenset(namespaces)
+    assert facts.given == {"http": observe.Listener("a.test", wanted)}

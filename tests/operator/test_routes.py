@@ -4,19 +4,22 @@ from typing import Any
 
 import pytest
 
-from perilune_operator.observe import Rival
+from perilune_operator.observe import Listener, Rival
 from perilune_operator.routes import rivals
 
 Object = dict[str, Any]
-ANY = {"ns/g": {"http": ""}}
+ANY = {"ns/g": {"http": Listener()}}
 """A Gateway with one listener, for all hosts."""
 
 
-def route(
-    *hosts: str, gateway: str = "g", section: str = "", namespace: str = "ns", refused: int = 0
-) -> Object:
+def gateway(**hosts: str) -> dict[str, dict[str, Listener]]:
+    """One with these listeners, for routes from everywhere."""
+    return {"ns/g": {name: Listener(host) for name, host in hosts.items()}}
+
+
+def route(*hosts: str, of: str = "g", section: str = "", namespace: str = "ns", refused: int = 0) -> Object:
     """`refused`: generation of which a controller said no; 0: none did."""
-    parent = {"name": gateway, "namespace": "ns"} | ({"sectionName": section} if section else {})
+    parent = {"name": of, "namespace": "ns"} | ({"sectionName": section} if section else {})
     said = {"type": "Accepted", "status": "False", "observedGeneration": refused}
     return {
         "metadata": {
@@ -40,23 +43,33 @@ def route(
         pytest.param(route("a"), route(), ANY, None, id="the younger is wider"),
         pytest.param(route("*.a"), route("b.a"), ANY, None, id="a host of a wildcard"),
         pytest.param(route("*.a"), route("*.a"), ANY, ("*.a",), id="one wildcard"),
-        pytest.param(route(gateway="g"), route(gateway="h"), ANY, None, id="two Gateways"),
-        pytest.param(
-            route(section="x"), route(section="y"), {"ns/g": {"x": "", "y": ""}}, None, id="a listener each"
-        ),
+        pytest.param(route(of="g"), route(of="h"), ANY, None, id="two Gateways"),
+        pytest.param(route(section="x"), route(section="y"), gateway(x="", y=""), None, id="a listener each"),
         pytest.param(route(section="x"), route(section="y"), {}, None, id="a listener each, unseen"),
-        pytest.param(route(section="x"), route(), {"ns/g": {"x": "", "y": ""}}, (), id="one listener of all"),
+        pytest.param(route(section="x"), route(), gateway(x="", y=""), (), id="one listener of all"),
         pytest.param(route(section="x"), route(), {}, (), id="one listener of all, unseen"),
         pytest.param(route(), route(section="x"), {}, (), id="all listeners, one of them"),
+        pytest.param(route(), route(), gateway(x="a", y="b"), ("a", "b"), id="hosts of the listeners"),
         pytest.param(
-            route(), route(), {"ns/g": {"x": "a", "y": "b"}}, ("a", "b"), id="hosts of the listeners"
+            route("a.b"), route(section="x"), gateway(x="a.b"), ("a.b",), id="a host and its listener"
+        ),
+        pytest.param(route("a.b"), route("a.b"), gateway(x="*.c"), None, id="hosts of no listener"),
+        pytest.param(
+            route("a.b"), route("a.b"), gateway(x="*.b"), ("a.b",), id="hosts of a wildcard listener"
         ),
         pytest.param(
-            route("a.b"), route(section="x"), {"ns/g": {"x": "a.b"}}, ("a.b",), id="a host and its listener"
+            route(namespace="a"),
+            route(namespace="b"),
+            {"ns/g": {"x": Listener("", frozenset("a")), "y": Listener("", frozenset("b"))}},
+            None,
+            id="listeners for a namespace each",
         ),
-        pytest.param(route("a.b"), route("a.b"), {"ns/g": {"x": "*.c"}}, None, id="hosts of no listener"),
         pytest.param(
-            route("a.b"), route("a.b"), {"ns/g": {"x": "*.b"}}, ("a.b",), id="hosts of a wildcard listener"
+            route(namespace="a"),
+            route(namespace="b"),
+            {"ns/g": {"x": Listener("h", frozenset("ab")), "y": Listener("", frozenset("b"))}},
+            ("h",),
+            id="a listener for both",
         ),
         pytest.param(route(refused=2), route(), ANY, None, id="the older is refused"),
         pytest.param(route(refused=1), route(), ANY, (), id="the older was refused before a change"),
