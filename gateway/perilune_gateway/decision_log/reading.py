@@ -98,8 +98,8 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
         try:
             values = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            if cut or number == 1:
-                raise SpecError(f"{name}: line {cut or number} is no JSON: {error}") from None
+            if cut:
+                raise SpecError(f"{name}: line {cut} is no JSON: {error}") from None
             cut = number
             continue
         if cut:
@@ -115,6 +115,8 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
             raise SpecError(f"{name}: line {number} is not as {SCHEMA} says: {error}") from None
         if found is not None:
             yield found
+    if cut == 1:
+        raise SpecError(f"{name}: line 1 is no JSON, and no other follows it")
     if cut:
         yield Cut(cut)
 

@@ -211,6 +211,15 @@ class TestBrokenFiles:
         found = list(read([*lines, lines[-1][:99] + b"\n", *lines], "log"))
         assert [type(entry) for entry in found] == [Logged, Cut, Logged]
 
+    def test_a_gateway_may_be_killed_in_its_very_first_line(self):
+        lines = written(RECORD)
+        found = list(read([lines[0][:9] + b"\n", *lines], "log"))
+        assert [type(entry) for entry in found] == [Cut, Logged]
+
+    def test_a_file_of_which_no_line_can_be_read_is_no_log(self):
+        with pytest.raises(SpecError, match="line 1 is no JSON"):
+            list(read([written(RECORD)[0][:9]], "log"))
+
     @pytest.mark.parametrize(
         ("break_line", "said"),
         [
