@@ -3,12 +3,14 @@
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from api_server import ApiServer
 
 from perilune_operator import apply, cluster
 from perilune_operator.main import LEASE, arguments
@@ -140,12 +142,36 @@ def test_a_release_of_the_first_chart_can_be_upgraded_with_its_own_values(
 ) -> None:
     """Helm then asks the new chart's schema and templates, and takes none of its values."""
     chart = shutil.copytree(CHART, tmp_path / "perilune")
-    command = [helm, "template", "r", chart, "--kube-version=1.36", f"--api-versions={apis}"]
+    command = [str(helm), "template", "r", str(chart), "--kube-version=1.36", f"--api-versions={apis}"]
     of_now = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (chart / "values.yaml").write_text(FIRST_VALUES)
     upgraded = subprocess.run(command, capture_output=True, text=True, check=False)
     assert upgraded.stderr == ""
     assert list(yaml.safe_load_all(upgraded.stdout)) == list(yaml.safe_load_all(of_now))
+
+
+def test_reuse_values_of_the_first_chart(helm: Path, tmp_path: Path, api_server: ApiServer) -> None:
+    """Helm itself: a release of the first values, upgraded with `--reuse-values`."""
+    old = shutil.copytree(CHART, tmp_path / "old")
+    (old / "values.yaml").write_text(FIRST_VALUES)
+    namespace = f"h{time.monotonic_ns()}"
+    access = (f"--kubeconfig={api_server.kubeconfig()}", f"--namespace={namespace}")
+
+    def run(*words: str) -> str:
+        done = subprocess.run([helm, *words, *access], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    given = f"--set=watchNamespace={namespace},leaseSeconds=7"
+    run("install", "r", str(old), given, "--skip-crds", "--create-namespace")
+    try:
+        run("upgrade", "r", str(CHART), "--reuse-values", "--set=logLevel=debug", "--skip-crds")
+        objects = yaml.safe_load_all(run("get", "manifest", "r"))
+        (made,) = [o for o in objects if o and o["kind"] == "Deployment"]
+        args = arguments(made["spec"]["template"]["spec"]["containers"][0]["args"])
+        assert (args.namespace, args.lease_seconds, args.log_level) == (namespace, 7, "debug")
+    finally:
+        run("uninstall", "r", "--ignore-not-found")
 
 
 @pytest.mark.parametrize(
