@@ -27,7 +27,8 @@ def rivals(
         for gateway, section in _parents(route):
             sections.setdefault(gateway, {""}).add(section)
     listeners = {
-        name: gateways.get(name) or dict.fromkeys(named, Listener()) for name, named in sections.items()
+        name: gateways[name] if name in gateways else dict.fromkeys(named, Listener())
+        for name, named in sections.items()
     }
     taken: dict[tuple[str, str, str], PoolName] = {}
     found: dict[PoolName, dict[PoolName, set[str]]] = {}

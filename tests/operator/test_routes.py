@@ -37,6 +37,7 @@ def route(*hosts: str, of: str = "g", section: str = "", namespace: str = "ns", 
     [
         pytest.param(route(), route(), ANY, (), id="no hosts"),
         pytest.param(route(), route(), {}, (), id="a Gateway that cannot be seen"),
+        pytest.param(route(), route(), {"ns/g": {}}, None, id="a Gateway that takes nobody's"),
         pytest.param(route("a"), route("b"), ANY, None, id="a host each"),
         pytest.param(route("a"), route("b", "a"), ANY, ("a",), id="one host of two"),
         pytest.param(route(), route("a"), ANY, None, id="the younger is narrower"),
