@@ -78,10 +78,12 @@ class Walk:
     """Who still holds everything so far, while a prompt's runs are followed: on the device, or (`host`) on
     device or host, or (`store`) anywhere."""
 
-    __slots__ = ("_host", "_now", "_store", "left", "lost")
+    __slots__ = ("_all_count", "_host", "_now", "_store", "left", "lost")
 
-    def __init__(self, everyone: int, now: float, host: bool, store: bool) -> None:
+    def __init__(self, everyone: int, now: float, all_count: bool, host: bool, store: bool) -> None:
+        """`all_count`: no claim's time is over."""
         self._now = now
+        self._all_count = all_count
         self._host = host
         self._store = store
         self.left = everyone | store * STORE
@@ -92,6 +94,8 @@ class Walk:
     def follow(self, run: Run, first: int, end: int, at: int) -> None:
         """`run`'s positions [first, end) come at block `at`."""
         have, maybe = run.full, run.some
+        if self._all_count:
+            have |= run.whole
         if self._host:
             have |= have >> 1
             maybe |= maybe >> 1
@@ -111,9 +115,12 @@ class Walk:
         while some:
             bit = some & -some
             some ^= bit
-            held = stored | run.held(bit) | run.claimed(bit, self._now)
+            held = stored | run.part.get(bit, 0)
+            for claim, positions in run.claims.get(bit, ()):
+                if claim.expiry_s > self._now:
+                    held |= positions
             if self._host:
-                held |= run.held(bit << 1)
+                held |= run.part.get(bit << 1, 0)
             if gap := window & ~held:
                 self._lose(bit, at + _gap(gap, first))
 

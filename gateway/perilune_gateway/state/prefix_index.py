@@ -1,7 +1,7 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
 Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 512 blocks that follow each other) of a block, and the run
+it. A flat dict finds the run (`runs.Run`, up to 2,048 blocks that follow each other) of a block, and the run
 knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
 trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
 `find_matches` gives its answers (early exit too, see `state.edges`).
@@ -292,9 +292,10 @@ class PrefixIndex:
         if early_exit:
             blocks = blocks[: self._early_end(blocks, now)]
         stores = bool(self._store.claims)
-        on_device = Walk(self._everyone, now, False, False)
-        on_host = Walk(self._everyone, now, True, False) if self._hosts else on_device
-        anywhere = Walk(self._everyone, now, True, True) if stores else on_host
+        all_count = not self._due or self._due[0][0] > now
+        on_device = Walk(self._everyone, now, all_count, False, False)
+        on_host = Walk(self._everyone, now, all_count, True, False) if self._hosts else on_device
+        anywhere = Walk(self._everyone, now, all_count, True, True) if stores else on_host
         walks = [on_device, *([on_host] if self._hosts else ()), *([anywhere] if stores else ())]
         at, total, where = 0, len(blocks), self._where.get
         ends: list[int] = []

@@ -1,4 +1,4 @@
-"""Runs: up to 512 blocks that follow each other, and who holds which of them.
+"""Runs: up to 2,048 blocks that follow each other, and who holds which of them.
 
 Blocks are announced, claimed and asked for in long rows, so what is known is kept by row: a holder of all of
 a run is one bit of `full`; a holder of a part has a bitmask of positions in `part`; claims, which end by
@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from math import sqrt
 
-MAX_BLOCKS = 512
+MAX_BLOCKS = 2048
 STORE = 1
 """The bit under which claims are the shared store's."""
 
@@ -42,7 +42,8 @@ class Run:
     """See above. Masks of positions: bit 0 is the first block."""
 
     __slots__ = (
-        "blocks", "born_s", "claims", "cut", "followed", "follows", "full", "hits", "live", "part", "some"
+        "blocks", "born_s", "claims", "cut", "followed", "follows", "full", "hits", "live", "part", "some",
+        "whole",
     )  # fmt: skip
 
     def __init__(self, born_s: float) -> None:
@@ -54,6 +55,8 @@ class Run:
         """Bit → positions, of those that hold a part."""
         self.claims: dict[int, list[tuple[Claim, int]]] = {}
         """Device bit, or STORE → claims with their positions; each position is in one of them."""
+        self.whole = 0
+        """Bits of those of whose claims one is of every position."""
         self.some = 0
         """The keys of `part` and `claims`."""
         self.live = 0
@@ -72,7 +75,9 @@ class Run:
         return (1 << len(self.blocks)) - 1
 
     def position(self, block: int) -> int:
-        """Of a block of this run. Searches bytes, a tenth of the cost of comparing numbers."""
+        """Of a block of this run, mostly its last. Bytes are searched at a tenth of the cost of numbers."""
+        if self.blocks[-1] == block:
+            return len(self.blocks) - 1
         data, name = self.blocks.tobytes(), block.to_bytes(8, sys.byteorder)
         at = data.index(name)
         while at % 8:
@@ -131,6 +136,7 @@ class Run:
                 self.part[bit] = self.every
             self.some |= self.full
             self.full = 0
+        self.whole = 0
         self.blocks.extend(blocks)
 
     def cut_off(self, at: int) -> Run:
@@ -139,6 +145,7 @@ class Run:
         head.blocks, self.blocks = self.blocks[:at], self.blocks[at:]
         head.follows, self.follows, head.followed = self.follows, head, 1
         head.full, head.live, self.live = self.full, self.live & low, self.live >> at
+        head.whole = self.whole
         parts, self.part = self.part, {}
         claims, self.claims = self.claims, {}
         self.some = 0
@@ -197,6 +204,8 @@ class Run:
         else:
             claims.append((claim, positions))
             claim.runs.append(self)
+        if positions == self.every:
+            self.whole |= bit
         self.some |= bit
         self.live |= positions
         return positions.bit_count() - before
@@ -206,6 +215,7 @@ class Run:
         claims = self.claims.get(bit)
         if not claims:
             return 0
+        self.whole &= ~bit
         taken, left = 0, []
         for claim, had in claims:
             gone = had & positions if only in (None, claim) else 0

@@ -259,6 +259,10 @@ def check_books(it: PrefixIndex) -> None:
     assert len(everything) == len(set(everything)), "a block is in one run"
     assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)
     assert it._adrift == sum(run.follows.cut for run in runs if run.follows)
+    for run in runs:
+        assert run.whole == sum(
+            bit for bit, claims in run.claims.items() if bit & run.whole and claims[0][1] == run.every
+        )
     followed = Counter(run.follows for run in runs if run.follows)
     assert all(run.followed == followed[run] for run in runs)
 
