@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
@@ -117,7 +118,7 @@ class Metrics:
         self.registry = registry
         registry.register(_Emptied(self))  # the first, so that all others are up to date
         self._clock = clock
-        self._tally: dict[Counter, float] = {}
+        self._tally: defaultdict[Counter, float] = defaultdict(float)
         """What was counted since the last scrape."""
         self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
         self._open = 0
@@ -164,30 +165,29 @@ class Metrics:
         """Count one decision or refusal."""
         for step, us in record.timings_us.items():
             self._seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
-        verdict, count = record.verdict, self._count
+        verdict, view, tally = record.verdict, record.view, self._tally
         if not isinstance(verdict, Decision):
-            count(self._refusals[verdict.reason])
+            tally[self._refusals[verdict.reason]] += 1.0
             return
-        key = (record.policy, verdict.reason, record.view.phase)
+        key = (record.policy, verdict.reason, view.phase)
         chosen = self._chosen.get(key)
         if chosen is None:
             chosen = self._chosen[key] = self._decisions.labels(*key)
-        count(chosen)
+        tally[chosen] += 1.0
         if verdict.reason is Reason.PASS_THROUGH:
             return
-        view = record.view
         tokens = self._tokens.get(verdict.target)
         if tokens is None:
             target = verdict.target
             tokens = self._tokens[target] = (self._prompt.labels(target), self._cached.labels(target))
-        count(tokens[0], view.prompt_tokens)
-        count(tokens[1], record.cached_tokens)
+        tally[tokens[0]] += view.prompt_tokens
+        tally[tokens[1]] += record.cached_tokens
         self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
-        count(self._sources[view.token_source])
+        tally[self._sources[view.token_source]] += 1.0
         if verdict.moved_from:
-            count(self._migrations)
+            tally[self._migrations] += 1.0
         if view.session is not None:
-            count(self._affinity[affinity_of(view.session.host, verdict)])
+            tally[self._affinity[affinity_of(view.session.host, verdict)]] += 1.0
 
     def refused(self, reason: RefuseReason) -> None:
         """Count a refusal that has no record (the request never became one)."""
@@ -199,10 +199,10 @@ class Metrics:
         child = self._ended.get(key)
         if child is None:
             child = self._ended[key] = self._requests.labels(*key)
-        self._count(child)
+        self._tally[child] += 1.0
 
     def body_received(self, size_bytes: int) -> None:
-        self._count(self._body, size_bytes)
+        self._tally[self._body] += size_bytes
 
     def stream_opened(self) -> None:
         self._open += 1
@@ -215,12 +215,9 @@ class Metrics:
             self._unread[endpoint] = self._scrape_errors.labels(endpoint)
         self._unread[endpoint].inc()
 
-    def _count(self, counter: Counter, more: float = 1.0) -> None:
-        self._tally[counter] = self._tally.get(counter, 0.0) + more
-
     def empty(self) -> None:
         """The counters get what was counted since the last time."""
-        tally, self._tally = self._tally, {}
+        tally, self._tally = self._tally, defaultdict(float)
         for counter, more in tally.items():
             counter.inc(more)
 

@@ -17,6 +17,8 @@ Fetching part of what a tier holds is never looked at: prefill grows faster than
 not, so either all of it or nothing is best. For the same reason more overlap never raises a cost.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from math import inf

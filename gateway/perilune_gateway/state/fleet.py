@@ -31,6 +31,8 @@ RECENT_S = 1.0
 """Ages in a recent view are at most this much too low."""
 FRESH_S = 15.0
 """Engine metrics older than this say nothing about KV room."""
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
 
 
 class EndpointView(NamedTuple):
@@ -136,8 +138,10 @@ class Fleet:
         else:
             changed = self._changed
             if bound != self._bound:
-                changed.update(a for a, n in bound.items() if n != self._bound.get(a))
-                changed.update(a for a in self._bound if a not in bound)
+                before = self._bound.get
+                changed.update([a for a, n in bound.items() if n != before(a)])
+                if bound.keys() != self._bound.keys():
+                    changed.update(self._bound.keys() - bound.keys())
             if not changed:
                 return self._recent
             views = self._recent.copy()
@@ -157,10 +161,11 @@ class Fleet:
 
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
         view = self._view(state, now, sessions)
-        for turn in (state.metrics_at + FRESH_S, state.suspect_at + SUSPECT_S):
-            if now < turn < self._recent_until:
-                self._recent_until = turn
-        endpoint = view.endpoint
+        if now < (turn := state.metrics_at + FRESH_S) < self._recent_until:
+            self._recent_until = turn
+        if now < (turn := state.suspect_at + SUSPECT_S) < self._recent_until:
+            self._recent_until = turn
+        endpoint = view[0]
         if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
             self._excluded.discard(endpoint.address)
         else:
@@ -173,7 +178,7 @@ class Fleet:
         pool = said or self.kv_pool_tokens
         usage = fresh.kv_usage if fresh else min(1.0, state.context_tokens / pool)
         free = min(int(pool * (1.0 - usage)), pool - state.context_tokens)
-        load = Load(
+        load = (
             state.pending_tokens,
             max(0.0, state.pending_s),
             len(state.in_flight),
@@ -190,7 +195,7 @@ class Fleet:
         endpoint = state.endpoint
         if endpoint.ready and self._is_suspect(state, now):
             endpoint = replace(endpoint, ready=False)
-        return EndpointView(endpoint, load, now - state.moved_at, state.links)
+        return _new(EndpointView, (endpoint, _new(Load, load), now - state.moved_at, state.links))
 
     # -- requests ----------------------------------------------------------------------------------
 
