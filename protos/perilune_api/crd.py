@@ -656,6 +656,25 @@ OPERATOR_ARGS = frozenset(
 )
 """vLLM's flags that follow from the spec: giving them in args is refused."""
 
+SIMULATED_ARGS = frozenset(
+    {
+        "--listen",
+        "--name",
+        "--model",
+        "--alias",
+        "--lora",
+        "--block-size",
+        "--kv-tokens",
+        "--context-tokens",
+        "--hash-algorithm",
+        "--hash-seed",
+        "--scheduling",
+        "--events",
+        "--replay",
+    }
+)
+"""The same of `perilune engine`."""
+
 FORBIDDEN_ARGS: Mapping[str, str] = {
     "--disable-log-stats": "without metrics gateways know no engine's load, and engines never drain",
     "--uds": "Envoy, gateways and probes reach an engine by its port",
@@ -710,9 +729,12 @@ def check(spec: InferencePoolSpec) -> None:
         for name in ("prefill", "decode"):
             if getattr(spec.roles, name) is None:
                 raise SpecError(f"Roles need prefill and decode - at `$.spec.roles.{name}`")
+    for args, path in _engine_args(spec):
+        if spec.engine.kind is EngineKind.VLLM:
+            _check_vllm_args(args, path)
+        else:
+            _check_args(args, path, SIMULATED_ARGS)
     if spec.engine.kind is EngineKind.VLLM:
-        for args, path in _engine_args(spec):
-            _check_engine_args(args, path)
         _check_vllm(spec)
     _check_args(spec.gateway.args, "$.spec.gateway.args", GATEWAY_ARGS)
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
@@ -809,7 +831,7 @@ def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
             raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
 
 
-def _check_engine_args(args: Sequence[str], path: str) -> None:
+def _check_vllm_args(args: Sequence[str], path: str) -> None:
     _check_args(args, path, OPERATOR_ARGS)
     for i, arg in enumerate(args):
         flag = _flag(arg)

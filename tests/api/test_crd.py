@@ -291,6 +291,7 @@ def test_errors_name_the_field(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_simulated_engine_has_flags_of_its_own() -> None:
-    assert crd.convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]})).mooncake.transfer is (
-        Transfer.NONE
-    )
+    args = ["--time-scale=4", "--disable-log-stats"]
+    assert crd.convert(spec(engine={"kind": "simulated", "args": args})).mooncake.transfer is Transfer.NONE
+    with pytest.raises(SpecError, match="The operator sets --block-size itself"):
+        crd.convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]}))

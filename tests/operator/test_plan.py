@@ -252,6 +252,33 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert ours | {"--pool"} == crd.GATEWAY_ARGS
 
 
+def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
+    model = {"name": "m", "aliases": ["n"], "loras": [{"name": "a", "path": "/a"}]}
+    spec = {"model": model, "routing": {"params": {"ageingWeight": 1}}}
+    seed = {"hashing": {"seed": "1"}}
+    wide = {"tensorParallel": 8, "pipelineParallel": 2}
+    store = {"transfer": "connector", "store": {"enabled": True}}
+    for change, known in (
+        ({"engine": {"kind": "simulated"} | seed}, crd.SIMULATED_ARGS),
+        ({"engine": wide | seed, "mooncake": store}, crd.OPERATOR_ARGS | crd.FORBIDDEN_ARGS.keys()),
+    ):
+        objects = made(spec | change, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
+        (engine,) = (
+            o["spec"]
+            for o in objects
+            if o["kind"] in ("Deployment", "LeaderWorkerSet") and o["metadata"]["name"] == "p-engine"
+        )
+        pods = engine.get("leaderWorkerTemplate") or {"leaderTemplate": engine["template"]}
+        given = [
+            arg
+            for name in pods.keys() & {"leaderTemplate", "workerTemplate"}
+            for arg in pods[name]["spec"]["containers"][0]["args"]
+        ]
+        flags = {arg.split("=")[0] for arg in given if arg.startswith("-")}
+        assert len(flags) > 10
+        assert flags <= known
+
+
 def template_of(spec: Object, name: str = "p-engine") -> Object:
     objects = made({"model": {"name": "m"}, **spec}, Observed("u", 1)).objects or ()
     (found,) = (o for o in objects if (o["kind"], o["metadata"]["name"]) == ("Deployment", name))
