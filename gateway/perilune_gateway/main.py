@@ -1,7 +1,8 @@
 """perilune-gateway: composition root. Settings → state → router → feeds → servers; signals and drain.
 
 Reading `Gateway.__init__` tells what the process is made of. `run` starts it, prints one ready line to
-standard output, waits for SIGTERM or SIGINT, and drains: health says NOT_SERVING, running streams may end.
+standard output, waits for SIGTERM or SIGINT, and drains: health says NOT_SERVING while it goes on serving for
+a while (`--drain-seconds`), then running streams may end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -152,7 +154,9 @@ class Gateway:
         self.draining = False
         self._clock, self._rng = clock, rng
 
-    async def run(self, listen: str, admin: str, grace_s: float, stop: asyncio.Event) -> None:
+    async def run(
+        self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
+    ) -> None:
         """Serve until `stop` is set, then drain. Raises OSError when a port cannot be had."""
         host, _, port = admin.rpartition(":")
         try:
@@ -171,6 +175,8 @@ class Gateway:
                 await stop.wait()
                 self.draining = True
                 log.info("draining in_flight=%d", self.fleet.in_flight)
+                await self.server.set_ready(False)
+                await asyncio.sleep(drain_s)
                 await self.server.stop(grace_s)
                 for feed in feeds:
                     feed.cancel()
@@ -284,11 +290,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " grpc's own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
     )
     parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of the"
+        " health checks of an Envoy that has some; on Kubernetes preStop does this (default %(default)s)",
+    )
+    parser.add_argument(
         "--grace-seconds",
-        type=float,
+        type=_seconds,
         default=30.0,
         metavar="S",
-        help="on SIGTERM, how long running answers may take to end (default %(default)s)",
+        help="after that, how long running answers may take to end (default %(default)s)",
     )
     parser.add_argument(
         "--conformance",
@@ -327,6 +341,16 @@ def _address(text: str) -> str:
     if not (host and colon and port.isdigit() and int(port) < 65_536):
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
     return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
 
 
 def _whole(text: str) -> int:
@@ -375,7 +399,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asy
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
     )
-    await gateway.run(args.listen, args.admin, args.grace_seconds, stop)
+    await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -95,6 +95,7 @@ def config(
     retry_on: str = "connect-failure,refused-stream,reset",
     grpc_retries: int = 8,
     keepalive_s: float = 0.0,
+    health_check_s: float = 0.0,
     filters_before: Sequence[Json] = (),
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
@@ -103,7 +104,8 @@ def config(
 
     `retry_on` has `reset`: an endpoint that dies before it answers then costs nobody a request, also on a
     connection that was open. (`reset-before-request` would spare the next endpoint a prompt that kills.)
-    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings. `filters_before` run before
+    `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
+    gateways are asked whether they are ready, 0: never. `filters_before` run before
     ours. `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
@@ -153,7 +155,7 @@ def config(
             ],
             "clusters": [
                 _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s),
-                _processor_cluster(processors, buffer_bytes, connect_timeout_s, keepalive_s),
+                _processor_cluster(processors, buffer_bytes, connect_timeout_s, keepalive_s, health_check_s),
             ],
         },
     }
@@ -326,12 +328,22 @@ def _endpoint_cluster(
 
 
 def _processor_cluster(
-    processors: Sequence[str], buffer_bytes: int, connect_timeout_s: float, keepalive_s: float
+    processors: Sequence[str],
+    buffer_bytes: int,
+    connect_timeout_s: float,
+    keepalive_s: float,
+    health_check_s: float,
 ) -> Json:
     http2: Json = {"initial_stream_window_size": 16 * MIB, "initial_connection_window_size": 16 * MIB}
     if keepalive_s:
         http2["connection_keepalive"] = {"interval": f"{keepalive_s}s", "timeout": "5s"}
+    checks: Json = {}
+    if health_check_s:
+        every = dict.fromkeys(("interval", "no_traffic_interval"), f"{health_check_s}s")
+        once = {"timeout": "1s", "healthy_threshold": 1, "unhealthy_threshold": 1}
+        checks = {"health_checks": [{**every, **once, "grpc_health_check": {"service_name": "readiness"}}]}
     return {
+        **checks,
         "name": "processors",
         "type": "STATIC",
         "connect_timeout": f"{connect_timeout_s}s",

@@ -1,6 +1,13 @@
 """What a running gateway takes over from a changed pool document."""
 
+import asyncio
+import contextlib
+import re
+
+import aiohttp
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from perilune_api.pool import (
     EndpointSpec,
@@ -15,6 +22,8 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.endpoints import PoolFile
+
+READY = r"ext_proc=(\S+) admin=(\S+)"
 
 
 def pool(endpoints: int = 0, routing: Routing | None = None, model: str = "m") -> Pool:
@@ -51,3 +60,41 @@ async def test_the_index_has_room_for_the_endpoints_of_now(gateway, monkeypatch)
 async def test_another_model_needs_another_gateway(gateway) -> None:
     with pytest.raises(SpecError, match=r"restart the gateway - at `\$.spec.model`"):
         gateway.on_pool(pool(model="n"))
+
+
+async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys, monkeypatch) -> None:
+    """So that an Envoy with health checks has time to send new requests elsewhere."""
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    monkeypatch.setattr(main.collector, "calm", lambda _: None)  # it is the whole process's
+    stop = asyncio.Event()
+    running = asyncio.create_task(gateway.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
+    try:
+        async with asyncio.timeout(20):
+            while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
+                await asyncio.sleep(0.01)
+            async with grpc.aio.insecure_channel(found[1]) as channel, aiohttp.ClientSession() as http:
+                health = health_pb2_grpc.HealthStub(channel)
+
+                async def says(service: str) -> int:
+                    return (await health.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+                assert await says("readiness") == serving
+                stop.set()
+                while await says("readiness") != not_serving:  # noqa: ASYNC110 - by gRPC
+                    await asyncio.sleep(0.01)
+                assert await says("liveness") == serving
+                async with http.get(f"http://{found[2]}/readyz") as reply:
+                    assert reply.status == 503
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await gateway.server.stop(0)
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon", ""])
+@pytest.mark.parametrize("name", ["--drain-seconds", "--grace-seconds"])
+def test_seconds_that_are_none_are_a_wrong_call(capsys, name: str, value: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.arguments(["--pool", "x", f"{name}={value}"])
+    assert f"argument {name}: {value!r} is no number of seconds" in capsys.readouterr().err

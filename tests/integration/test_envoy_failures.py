@@ -462,7 +462,10 @@ async def main():
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await server.set_ready(True)
     await stop.wait()
+    await server.set_ready(False)
+    await asyncio.sleep(float(sys.argv[2]))
     await server.stop(10)
 
 asyncio.run(main())
@@ -475,13 +478,14 @@ CLIENTS = 8
 class Gateway:
     """The server as a process of its own, which can be killed."""
 
-    def __init__(self, transport):
+    def __init__(self, transport, drain_s=0.0):
         self.transport = transport
+        self.drain_s = drain_s
 
     async def __aenter__(self):
         pipe = asyncio.subprocess.PIPE
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", GATEWAY, self.transport, stdin=pipe, stdout=pipe
+            *(sys.executable, "-c", GATEWAY, self.transport, str(self.drain_s)), stdin=pipe, stdout=pipe
         )
         assert await self.process.stdout.readline() == b"loaded\n"
         return self
@@ -538,23 +542,39 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
         assert failed > 10 * CLIENTS
 
 
-@both_modes
-async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode):
+async def healthy(rig, envoy) -> int:
+    """How many gateways Envoy holds for ready."""
+    async with rig.http.get(f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy") as reply:
+        return int((await reply.text()).split(":")[1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "check_s"),
+    [
+        pytest.param(Mode.BUFFERED, 1_400, 0.0, id="buffered"),
+        pytest.param(Mode.BUFFERED, 130_000, 0.0, id="buffered, 130 KB"),
+        pytest.param(Mode.FULL_DUPLEX, 1_400, 0.0, id="full_duplex"),
+        # of which Envoy keeps 64 KiB for another try, so it has to know in time
+        pytest.param(Mode.FULL_DUPLEX, 130_000, 0.1, id="full_duplex, 130 KB, health checks"),
+    ],
+)
+async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
     """Two gateways; first one is stopped, then, when it is back, the other."""
     statuses, stopping = [], asyncio.Event()
+    body, drain_s = bytes(size), 20 * check_s
 
     async def client(envoy) -> None:
         while not stopping.is_set():
-            statuses.append((await ask(rig, envoy, **rig.headers("", phase="body")))[0])
+            statuses.append((await ask(rig, envoy, body, **rig.headers("", phase="body")))[0])
 
     async with (
-        Gateway(rig.transport) as first,
-        Gateway(rig.transport) as again,
-        Gateway(rig.transport) as other,
+        Gateway(rig.transport, drain_s) as first,
+        Gateway(rig.transport, drain_s) as again,
+        Gateway(rig.transport, drain_s) as other,
     ):
         ports = [await first.serve(0), await other.serve(0)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-        envoy = await rig.envoy(addresses, mode=mode, fail_open=False)
+        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         for stopped in (first, other):
             seen = len(statuses)
@@ -562,8 +582,11 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode):
             assert await stopped.stop() == 0
             if stopped is first:
                 await again.serve(ports[0])
+                async with asyncio.timeout(10):
+                    while await healthy(rig, envoy) < 2:  # noqa: ASYNC110 - another process's
+                        await asyncio.sleep(0.05)
         seen = len(statuses)
-        await until(lambda: len(statuses) > seen + 200)
+        await until(lambda seen=seen: len(statuses) > seen + 200)
         stopping.set()
         await asyncio.gather(*clients)
     assert [s for s in statuses if s != 200] == []
