@@ -20,16 +20,20 @@ def positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    if not (is_positive(text) or text in ("0", "0.0")):
+    if (value := _number(text)) is None or not 0 <= value < inf:
         raise ArgumentTypeError(f"must be 0 or a number above it, got {text}")
-    return float(text)
+    return value
 
 
 def is_positive(text: str) -> bool:
+    return (value := _number(text)) is not None and 0 < value < inf
+
+
+def _number(text: str) -> float | None:
     try:
-        return 0 < float(text) < inf
+        return float(text)
     except ValueError:
-        return False
+        return None
 
 
 def url(text: str) -> str:

@@ -15,6 +15,7 @@ from perilune_lab.arguments import assignments, count, not_negative, positive, u
         (count, "12", 12),
         (positive, "0.5", 0.5),
         (not_negative, "0", 0.0),
+        (not_negative, "0.00", 0.0),
         (url, "http://h:1/v1", "http://h:1"),
         (url, "https://h/", "https://h"),
     ],

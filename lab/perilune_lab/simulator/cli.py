@@ -37,6 +37,8 @@ from perilune_lab.traces.source import AGENTIC
 
 WRONG_CALL = 2
 _SEEDS_FOR_R = 8
+_MOST_ENDPOINTS, _MOST_SESSIONS = 10_000, 1_000_000
+"""More would take all memory, or days."""
 _DRAWN = (".png", ".svg", ".pdf")
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
@@ -188,6 +190,9 @@ def _rates(options: Options, err: Console) -> list[float]:
                 raise SpecError(f"{error} - at `--rates`") from None
             err.print(f"R = {found_r:.4g} {_unit(options.plan)} ({options.reference})", highlight=False)
         rates.append(found_r * times)
+    load = options.plan.load
+    if load.trace == AGENTIC and (sessions := max(rates) * load.window_s) > _MOST_SESSIONS:
+        raise SpecError(f"{sessions:,.0f} sessions: at most {_MOST_SESSIONS:,} - at `--rates`, `--window`")
     return list(dict.fromkeys(rates))
 
 
@@ -259,6 +264,8 @@ def parse(argv: Sequence[str]) -> Options:
             raise SpecError(f"{path}: is a folder - at `{option}`")
     if args.png and args.png.suffix not in _DRAWN:
         raise SpecError(f"{args.png}: must end in {' or '.join(_DRAWN)} - at `--png`")
+    if args.endpoints > _MOST_ENDPOINTS:
+        raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
     hardware = replace(H20, link=LINKS[args.link])
     if args.kv_tokens:
         hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from perilune_api.pool import SpecError
+from perilune_lab.arguments import count, not_negative
 from perilune_lab.console import Console
 from perilune_lab.shares import as_percent
 from perilune_lab.traces.agentic import Agentic
@@ -45,19 +46,16 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("trace", metavar="FILE|agentic", help="a trace file, or generated agentic traffic")
-    command.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    command.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="agentic: seed (default 0)")
     command.add_argument(
-        "--sessions", type=int, default=1000, metavar="N", help="agentic: sessions (default 1000)"
+        "--sessions", type=count, default=1000, metavar="N", help="agentic: sessions (default 1000)"
     )
     command.add_argument(
-        "--zipf", type=float, default=0.0, metavar="A", help="agentic: skew of the sessions' weights"
+        "--zipf", type=not_negative, default=0.0, metavar="A", help="agentic: skew of the sessions' weights"
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     args = parser.parse_args(argv)
-    for name in ("limit", "sessions"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            command.error(f"--{name} must be at least 1")
     try:
         trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))
     except SpecError as error:

@@ -92,6 +92,8 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--json", "absent/r.json"], "no such folder - at `--json`"),
         (["--json", "."], "is a folder - at `--json`"),
         (["--png", "r.bmp"], ".png or .svg or .pdf - at `--png`"),
+        (["--endpoints", "10001"], "10,001 endpoints: at most 10,000 - at `--endpoints`"),
+        (["--rates", "1,1000000"], "1,800,000,000 sessions: at most 1,000,000 - at `--rates`, `--window`"),
         (["--kv-tokens", "131071"], "up to 131,072 tokens, which a KV pool of 131,071 does not hold"),
         (["--context-tokens", "500", "--kv-tokens", "499"], "`--context-tokens 499` - at `--kv-tokens`"),
         (["--rates", "0.0001", "--window", "2", "--warmup", "1", "--seeds", "1"], "no request"),

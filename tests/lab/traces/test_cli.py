@@ -61,7 +61,14 @@ def test_a_bad_file_is_2_and_says_where(
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["stats"], ["stats", "agentic", "--sessions", "0"], ["stats", "agentic", "--limit", "-1"]]
+    "argv",
+    [
+        [],
+        ["stats"],
+        ["stats", "agentic", "--sessions", "0"],
+        ["stats", "agentic", "--limit", "-1"],
+        ["stats", "agentic", "--zipf", "nan"],
+    ],
 )
 def test_a_wrong_call_is_2(argv: list[str]):
     with pytest.raises(SystemExit) as caught:
