@@ -729,8 +729,10 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     client, namespace = routed
     gateway = {"parent": {"name": "g"}}
     await client.request("POST", GATEWAYS.format(namespace), GATEWAY)
-    for name in ("p", "q"):
+    for name in ("p", "q"):  # one after the other: the older route wins
         await client.request("POST", pools(namespace), pool(name, gateway=gateway))
+        route = f"{ROUTES.format(namespace)}/{name}"
+        await until(lambda route=route: client.request("GET", route), bool)
     shared = POLICIES.format(namespace) + "clienttrafficpolicies/g-perilune"
     await until(lambda: client.request("GET", shared), lambda p: len(p["metadata"]["ownerReferences"]) == 2)
     await accept_routing(client, namespace, "p")
