@@ -705,9 +705,18 @@ OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE
 """By which pods are known."""
 
 GATEWAY_ARGS = frozenset(
-    {"--kubernetes", "--pool", "--listen", "--admin", "--grace-seconds", "--log-level", "--log-format"}
+    {
+        "--kubernetes",
+        "--pool",
+        "--listen",
+        "--admin",
+        "--grace-seconds",
+        "--drain-seconds",
+        "--log-level",
+        "--log-format",
+    }
 )
-"""The same of perilune-gateway."""
+"""The same of perilune-gateway. (A pod drains by its preStop hook.)"""
 
 DATA_PARALLEL = ("--data-parallel", "-dp")
 """How vLLM's flags begin that make several engines one server."""

@@ -249,7 +249,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert (read.kubernetes, read.listen, read.admin) == (("ns", "p"), "0.0.0.0:9002", "0.0.0.0:9003")
     assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
     ours = {arg.split("=")[0] for arg in args} - {"--transport", "--decision-log"}
-    assert ours | {"--pool"} == crd.GATEWAY_ARGS
+    assert ours | {"--pool", "--drain-seconds"} == crd.GATEWAY_ARGS
 
 
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
