@@ -39,6 +39,8 @@ from perilune_gateway.state.fleet import EndpointView, Fleet
 from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
 NOTHING = Overlap()
 MAX_LOCATIONS = 4
 """Holders of the longest prefix that a policy is told."""
@@ -204,7 +206,7 @@ class Gatherer:
         device, reach = matches.device, matches.reach
         if device is reach:  # nothing but devices holds anything
             tokens = {held: min(held * size, limit) for held in set(device.values())}
-            made = {held: Overlap(n, n, n) for held, n in tokens.items()}
+            made = {held: _new(Overlap, (n, n, n)) for held, n in tokens.items()}
             return {address: made[held] for address, held in device.items()}
         return {
             address: Overlap(*(min(held * size, limit) for held in matches.of(address))) for address in reach
@@ -212,11 +214,7 @@ class Gatherer:
 
     def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
         """Nobody asks an engine to pull from another yet, so it is not pullable."""
-        limit, held = self.whole_blocks(prompt.tokens), matches.host
-        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS]
-        locations = [Location(a, min(held[a] * self._block_size, limit)) for a in longest]
-        return Prefix(
-            tuple([location for location in locations if location.tokens]),
-            matches.hits,
-            matches.frequency_score,
-        )
+        limit, held, size = self.whole_blocks(prompt.tokens), matches.host, self._block_size
+        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS] if limit else ()
+        locations = [_new(Location, (address, min(held[address] * size, limit))) for address in longest]
+        return Prefix(tuple(locations), matches.hits, matches.frequency_score)

@@ -16,7 +16,7 @@ from perilune_gateway.openai import Api, ParsedRequest, TokenPrompt
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 
 BLOCK = 16
@@ -76,9 +76,9 @@ class Rig:
         target = routed.destinations[0]
         chain = blocks.chain(self.prompts[name], BLOCK, 0)
         for at in range(0, len(chain), 512):
-            row, parent = chain[at : at + 512], chain[at - 1] if at else None
-            self.index.stored(target, Tier.DEVICE, row, self.now, parent=parent)
-            self.router.on_applied(Applied(target, parent=parent or 0, stored=tuple(row)))
+            row, parent = chain[at : at + 512], chain[at - 1] if at else 0
+            self.index.stored(target, Tier.DEVICE, row, self.now, parent=parent if at else FIRST)
+            self.router.on_applied(Applied(target, parent=parent, stored=tuple(row)))
         self.router.on_response(routed.ticket, 200, target, True)
         self.router.finished(routed.ticket, Outcome.COMPLETED)
 

@@ -24,7 +24,7 @@ asks for one that is not known: an event, or a look at one block.
    frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
    matched block, which is what Dynamo's frequencies count.)
 
-Memory: at most `max_blocks` of about 110 bytes (docs/benchmarks.md), 45 in a loose run. When it is full, the
+Memory: at most `max_blocks` of about 110 bytes (docs/benchmarks.md), 10 in a loose run. When it is full, the
 coldest go, 1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago,
 from its end. (While less than half full, routing does not renew: nothing is about to go.)
 
