@@ -96,6 +96,7 @@ PRINTS = {
     "a little": "print('x') or 0",
     "console": "Console().print('x') or 0",
     "console, SystemExit": "Console().print('x') or sys.exit(3)",
+    "console, twice": "Console().print('x') or Console().print('x') or 0",
 }
 
 

@@ -131,14 +131,15 @@ class Demo:
         watch = Watch(stack, policy, o.seconds)
         cpu_s, began = _cpu_s(stack), time.monotonic()
         async with aiohttp.ClientSession(stack.admin_url, timeout=aiohttp.ClientTimeout(2.0)) as http:
-            showing = asyncio.create_task(self._show(watch, http))
+            showing, stop = asyncio.create_task(self._show(watch, http)), asyncio.Event()
+            showing.add_done_callback(lambda _: stop.set())
             try:
-                await run_load(self.sessions, load, self.words, watch.finished)
+                await run_load(self.sessions, load, self.words, watch.finished, stop)
             finally:
                 showing.cancel()
                 await asyncio.wait({showing})
             if not showing.cancelled():
-                showing.result()  # a bug in the view travels up
+                showing.result()  # what ended the view travels up: a bug, or nobody reads any more
             busy_s, took_s = _cpu_s(stack) - cpu_s, time.monotonic() - began
             await watch.ask_scheduling(http)
         share = max(busy_s, 0.0) / took_s / len(os.sched_getaffinity(0))

@@ -107,7 +107,7 @@ def _departures(f: Findings) -> Iterable[str]:
     yield _legacy(f)
     yield _ablation(f)
     for choice in choices(f):
-        yield f"{choice.name}: {choice.reason}."
+        yield f"{choice.name}: {number(choice.chosen)}, {choice.reason}."
     yield _conductor(f)
     yield _decode_pool(f)
     yield _think_time(f)

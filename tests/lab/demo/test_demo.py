@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from perilune_lab import report
+from perilune_lab.cli import PIPE_CLOSED
 from perilune_lab.client import Result
 from perilune_lab.demo import live, text
 from perilune_lab.demo.options import parse
@@ -257,6 +258,15 @@ def test_interrupted(start, tmp_path, number, status, moment):
     ended, out, errors = running.end()
     assert (ended, errors) == (status, "")
     assert "interrupted" in out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_reader_of_the_pipe_left(start, tmp_path):
+    running = start("--seconds", "60", "--compare", "")
+    running.until(UNDER_LOAD)
+    running.process.stdout.close()
+    status, errors = running.process.wait(WAIT_S), running.process.stderr.read()
+    assert (status, errors) == (PIPE_CLOSED, "")
     assert list((tmp_path / "tmp").iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from msgspec import UNSET
 from rich.console import Console
 
 from perilune_lab import report
-from perilune_lab.evaluate import cli, document, plan, readme, tables
+from perilune_lab.evaluate import cli, document, plan, readme, table, tables, thresholds
 from perilune_lab.evaluate.bars import METRICS, judge, rivals
 from perilune_lab.evaluate.cells import World
 from perilune_lab.evaluate.evaluation import evaluate
@@ -155,6 +155,12 @@ def test_other_seeds_say_whether_verdicts_agree(written: Written, findings: Find
     assert made.compared == document.Compared("quick", (11, 12), other.r, other.verdicts)
     again = document.document(findings, before.bars, made)
     assert again.compared == made.compared  # equal seeds prove nothing: what was compared is kept
+
+
+def test_the_text_names_the_thresholds_that_were_chosen(findings: Findings, written: Written):
+    page = (written.out / readme.README).read_text()
+    for choice in thresholds.choices(findings):
+        assert f"- {choice.name}: {table.number(choice.chosen)}, {choice.reason}." in page
 
 
 def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
