@@ -86,10 +86,10 @@ def _text_root(root: int) -> int:
 
 class Chains:
     """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows
-    (2 kB at most) are remembered, those used lately."""
+    (4 kB at most) are remembered, those used lately."""
 
-    ROWS = (256, 32)
-    """Blocks of a row: as many long ones as fit, then short ones, then single blocks."""
+    ROWS = (512, 64, 8)
+    """Blocks of a row: as many long ones as fit, then shorter ones, then single blocks."""
 
     def __init__(self, max_rows: int = 4_096) -> None:
         self._max_rows = max_rows
