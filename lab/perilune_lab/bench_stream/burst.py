@@ -72,6 +72,11 @@ class Measured(msgspec.Struct, frozen=True):
     engine: Side
 
     @property
+    def engine_said(self) -> bool:
+        """Anything at all."""
+        return self.engine != Side(UNSET, UNSET, UNSET, UNSET)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
