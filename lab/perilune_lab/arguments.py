@@ -1,10 +1,14 @@
 """Words of a command line → checked values: argparse `type=`s whose messages say what is wanted."""
 
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from math import inf
+from pathlib import Path
 
 from perilune_api.pool import SpecError
+
+DRAWN = (".png", ".svg", ".pdf")
 
 
 def count(text: str) -> int:
@@ -41,6 +45,26 @@ def url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ArgumentTypeError(f"must begin with http:// or https://, got {text}")
     return text.rstrip("/").removesuffix("/v1")
+
+
+def output(text: str) -> Path:
+    """A file that can be written: better known before the work than after it."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ArgumentTypeError(f"{text}: there is no folder {folder}")
+    if path.is_dir():
+        raise ArgumentTypeError(f"{text} is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def figure(text: str) -> Path:
+    """An `output` of a kind that can be drawn."""
+    if not text.endswith(DRAWN):
+        raise ArgumentTypeError(f"{text} must end in {' or '.join(DRAWN)}")
+    return output(text)
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, str]:

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import admin_pages, report
-from perilune_lab.arguments import count, positive, url
+from perilune_lab.arguments import count, figure, output, positive, url
 from perilune_lab.client import Load, Result, TargetError, Words, models, run_load
 from perilune_lab.console import Console
 from perilune_lab.report import Report
@@ -85,9 +85,6 @@ def main(argv: Sequence[str]) -> int:
             raise SpecError(
                 f"{options.trace} has no timestamps, which mode {options.mode} needs - at `--mode`"
             )
-        for path in (options.json, options.png, options.requests):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise SpecError(f"{path.parent}: no such folder")
     except SpecError as error:
         print(f"perilune replay: {error}", file=sys.stderr)
         return WRONG_CALL
@@ -213,8 +210,10 @@ class Replay:
         document = self.report(complete)
         if not complete:
             self.err.print(f"stopped after {len(self.results)} of {self.trace.requests} requests")
-        self._write(document)
-        self.out.print(report.table(document))
+        try:
+            self._write(document)
+        finally:  # the table comes all the same
+            self.out.print(report.table(document))
         failed = Counter(result.error for result in self.results if not result.succeeded)
         for error, times in failed.most_common(_ERRORS_SHOWN):
             self.err.print(f"{times} × {error}", highlight=False, markup=False)
@@ -303,7 +302,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--concurrency", type=count, default=256, metavar="N", help="most open requests [%(default)s]")
     add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
     add("--gateway", type=url, metavar="ADMIN_URL", help="its admin pages, for more metrics")
-    add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=Path, metavar="FILE", help="draw it")
-    add("--requests", type=Path, metavar="FILE", help="write one JSON line per request (wall seconds)")
+    add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
+    add("--png", type=figure, metavar="FILE", help="draw it")
+    add("--requests", type=output, metavar="FILE", help="write one JSON line per request (wall seconds)")
     return Options(**vars(parser.parse_args(argv)))

@@ -2,11 +2,12 @@
 
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import assignments, count, not_negative, positive, url
+from perilune_lab.arguments import assignments, count, figure, not_negative, output, positive, url
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,28 @@ def test_what_is_meant(kind: Callable[[str], object], text: str, value: object):
 def test_what_is_wrong_is_said_with_the_word(kind: Callable[[str], object], text: str):
     with pytest.raises(ArgumentTypeError, match=rf"must .*{text}"):
         kind(text)
+
+
+def test_where_a_file_can_be_written(tmp_path: Path):
+    (tmp_path / "there.svg").touch()
+    for name in ("new.svg", "there.svg"):
+        assert output(str(tmp_path / name)) == figure(str(tmp_path / name)) == tmp_path / name
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (output, "absent/r.json", "there is no folder .*absent"),
+        (output, ".", "is a folder"),
+        (figure, "r.bmp", r"must end in \.png or \.svg or \.pdf"),
+        (figure, "absent/r.png", "there is no folder"),
+    ],
+)
+def test_what_cannot_be_written_is_known_before_the_work(
+    kind: Callable[[str], object], name: str, says: str, tmp_path: Path
+):
+    with pytest.raises(ArgumentTypeError, match=says):
+        kind(f"{tmp_path}/{name}")
 
 
 def test_assignments():

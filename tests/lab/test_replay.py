@@ -208,9 +208,6 @@ def test_the_target_is_down(trace: Path, capsys: pytest.CaptureFixture[str]):
             "agentic has no timestamps, which mode timestamps needs - at `--mode`",
             id="no-times",
         ),
-        pytest.param(
-            ["--trace", "agentic", "--json", "/nowhere/r.json"], "/nowhere: no such folder", id="no-folder"
-        ),
     ],
 )
 def test_the_users_mistakes_are_2(
@@ -232,6 +229,8 @@ def test_the_users_mistakes_are_2(
         ["--target", "http://x", "--trace", "agentic", "--speed", "0"],
         ["--target", "http://x", "--trace", "agentic", "--limit", "0"],
         ["--target", "http://x", "--trace", "agentic", "--mode", "fast"],
+        ["--target", "http://x", "--trace", "agentic", "--json", "/nowhere/r.json"],
+        ["--target", "http://x", "--trace", "agentic", "--requests", "/nowhere/r.json"],
     ],
 )
 def test_a_wrong_call_is_2(argv: list[str]):

@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import uvloop
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count, positive
+from perilune_lab.arguments import count, output, positive
 from perilune_lab.console import Console
 from perilune_lab.crosscheck.compare import Pair, table, verdicts
 from perilune_lab.crosscheck.play import Crosscheck
@@ -45,9 +44,11 @@ examples:
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
     """JSON, table, verdicts; the exit status."""
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
-    out.print(table(pairs))
+    try:
+        if options.json:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
+    finally:  # the table comes all the same
+        out.print(table(pairs))
     found = verdicts(pairs)
     for holds, text in found:
         out.print(f"{'met' if holds else 'MISSED'}: {text}", highlight=False)
@@ -97,9 +98,7 @@ def parse(argv: Sequence[str]) -> Options:
         help="sessions/s and endpoint [%(default)s]",
     )
     add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
-    add("--json", type=Path, metavar="FILE", help="write both reports of each policy")
+    add("--json", type=output, metavar="FILE", help="write both reports of each policy")
     args = parser.parse_args(argv)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise SpecError(f"{args.json.parent}: no such folder - at `--json`")
     policies = live_policies(args.policies, "--policies")
     return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.json)

@@ -213,9 +213,11 @@ class Demo:
     def _conclude(self) -> None:
         """Files, table, gains."""
         document = self.report()
-        self._write(document)
-        self.console.print()
-        self.console.print(report.table(document))
+        try:
+            self._write(document)
+        finally:  # the table comes all the same
+            self.console.print()
+            self.console.print(report.table(document))
         if len(document.runs) > 1:
             self.console.print(text.gains(document.runs))
         self.console.print("Simulated engines: times come from a model of an H20, not from one.", style="dim")

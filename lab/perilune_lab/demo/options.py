@@ -1,13 +1,13 @@
 """Command line of `perilune demo`: words in, checked `Options` out."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from perilune_gateway.policy import LIVE
+from perilune_lab.arguments import figure, output
 from perilune_lab.traces.agentic import demo_time_scale
 
 Number = TypeVar("Number", int, float)
@@ -72,8 +72,8 @@ def parse(argv: Sequence[str]) -> Options:
         "--seed", type=int, default=0, help="of the load; equal seeds, equal sessions; default 0"
     )
     parser.add_argument("--keep", action="store_true", help="stay up afterwards, until Ctrl-C")
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write the report (docs/report.md)")
-    parser.add_argument("--png", type=_file, metavar="FILE", help="draw the comparison")
+    parser.add_argument("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
+    parser.add_argument("--png", type=figure, metavar="FILE", help="draw the comparison")
     parser.add_argument("--no-live", dest="live", action="store_false", help="lines instead of the live view")
     args = parser.parse_args(argv)
     compare = tuple(policy for policy in args.compare if policy != args.policy)
@@ -90,14 +90,6 @@ def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], N
 
     convert.__name__ = kind.__name__
     return convert
-
-
-def _file(text: str) -> Path:
-    """Better now than after the last run."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written")
-    return path
 
 
 def _policy(text: str) -> str:

@@ -22,7 +22,8 @@ import msgspec
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import POLICIES
 from perilune_lab import report
-from perilune_lab.arguments import assignments, count, is_positive, not_negative, positive
+from perilune_lab.arguments import assignments, count, figure, is_positive, not_negative, positive
+from perilune_lab.arguments import output as output_file
 from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.simulator import faults as faults_of
@@ -39,7 +40,6 @@ WRONG_CALL = 2
 _SEEDS_FOR_R = 8
 _MOST_ENDPOINTS, _MOST_SESSIONS = 10_000, 1_000_000
 """More would take all memory, or days."""
-_DRAWN = (".png", ".svg", ".pdf")
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
@@ -254,16 +254,9 @@ def parse(argv: Sequence[str]) -> Options:
         help="of policies, e.g. cooldown_seconds=10",
     )
     add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
-    add("--json", type=Path, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
+    add("--json", type=output_file, metavar="FILE", help="write the report (docs/report.md)")
+    add("--png", type=figure, metavar="FILE", help="draw it, as .png, .svg or .pdf")
     args = parser.parse_args(argv)
-    for option, path in (("--json", args.json), ("--png", args.png)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise SpecError(f"{path.parent}: no such folder - at `{option}`")
-        if path is not None and path.is_dir():
-            raise SpecError(f"{path}: is a folder - at `{option}`")
-    if args.png and args.png.suffix not in _DRAWN:
-        raise SpecError(f"{args.png}: must end in {' or '.join(_DRAWN)} - at `--png`")
     if args.endpoints > _MOST_ENDPOINTS:
         raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
     hardware = replace(H20, link=LINKS[args.link])

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from perilune_api.pool import SpecError
-from perilune_lab.arguments import count, not_negative
+from perilune_lab.arguments import count, not_negative, output
 from perilune_lab.console import Console
 from perilune_lab.shares import as_percent
 from perilune_lab.traces.agentic import Agentic
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="agentic: skew of the sessions' weights"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    command.add_argument("--json", type=output, metavar="FILE", help="write the numbers there too")
     args = parser.parse_args(argv)
     try:
         trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))

@@ -26,7 +26,7 @@ import msgspec
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.decision_log import read
 from perilune_gateway.policy import LIVE
-from perilune_lab.arguments import assignments, count
+from perilune_lab.arguments import assignments, count, output
 from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, live_policies
 from perilune_lab.whatif.arms import WhatIf
@@ -156,10 +156,8 @@ def parse(argv: Sequence[str]) -> Options:
         help="of policies, in place of the recorded ones",
     )
     add("--limit", type=count, metavar="N", help="only the first N decisions")
-    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--json", type=output, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise SpecError(f"{args.json.parent}: no such folder - at `--json`")
     params = assignments(args.params, "--params")
     changed(PolicyParams(), params, "--params")  # better now than at the first decision
     policies = live_policies(args.policy, "--policy")

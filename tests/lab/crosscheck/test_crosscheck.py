@@ -101,9 +101,7 @@ def test_what_is_simulated_has_a_spread():
     assert found.ttft_p90_spread_s > 0
 
 
-@pytest.mark.parametrize(
-    "argv", [["--policies", "static_pd"], ["--policies", "best"], ["--json", "absent/pairs.json"]]
-)
+@pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"]])
 def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         cli.parse(argv)

@@ -56,7 +56,8 @@ def test_options(argv, expected):
         (["--endpoints", "0"], "must be at least 1"),
         (["--seconds", "nan"], "must be at least 1.0"),
         (["--time-scale", "-1"], "must be at least"),
-        (["--json", "/nowhere/demo.json"], "/nowhere/demo.json cannot be written"),
+        (["--json", "/nowhere/demo.json"], "/nowhere/demo.json: there is no folder /nowhere"),
+        (["--png", "demo.bmp"], "demo.bmp must end in .png or .svg or .pdf"),
         (["--endpoints", "many"], "invalid int value: 'many'"),
     ],
 )

@@ -77,8 +77,10 @@ def test_a_wrong_call_is_2(argv: list[str]):
 
 
 def test_a_report_that_cannot_be_written_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["stats", "agentic", "--sessions", "2", "--json", str(tmp_path / "no" / "x.json")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    full = tmp_path / "full.json"
+    full.symlink_to("/dev/full")
+    assert main(["stats", "agentic", "--sessions", "2", "--json", str(full)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_traces_open_by_what_their_first_line_says(tmp_path: Path):

@@ -160,7 +160,6 @@ class TestCommand:
             (["--policy", "magic"], "Unknown policy 'magic'"),
             (["--policy", "static_pd"], "runs in the simulator only"),
             (["--params", "cooldown_seconds"], "'cooldown_seconds' is not NAME=VALUE"),
-            (["--json", "/absent/x"], "/absent: no such folder - at `--json`"),
         ],
     )
     def test_a_wrong_call(self, log, arguments, said, capsys):
