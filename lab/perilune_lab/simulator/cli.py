@@ -273,10 +273,11 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError(f"{load.trace}: {what} - at `--trace`")
     if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
-    if load.trace != AGENTIC and args.context_tokens:
-        raise SpecError(
-            f"{load.trace}: the requests of a file are as long as they are - at `--context-tokens`"
-        )
+    for option, given in (("--zipf", args.zipf), ("--context-tokens", args.context_tokens)):
+        if given and load.trace != AGENTIC:
+            raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
+    if load.trace == AGENTIC and load.limit:
+        raise SpecError("generated traffic has no end but that of `--window` - at `--limit`")
     if load.trace == AGENTIC and generated.context_tokens > hardware.kv_pool_tokens:
         raise SpecError(
             f"generated requests have up to {generated.context_tokens:,} tokens, which a KV pool of"

@@ -56,7 +56,6 @@ def test_a_recorded_request_that_no_pool_holds(
     assert main([*argv, "--seeds", "1", "--jobs", "1", "--kv-tokens", str(kv_tokens)]) == status
     said = capsys.readouterr().err
     assert ("a request of 1,033 tokens, with its answer, does not fit" in said) == bool(status)
-    assert main([*argv, "--context-tokens", "500"]) == 2
 
 
 def test_short_generated_requests_fit_small_pools(capsys: pytest.CaptureFixture[str]):
@@ -89,6 +88,9 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--faults", "dead=8@60"], "the last endpoint is 7 - at `--faults`"),
         (["--trace", "absent.jsonl"], "absent.jsonl: no such file - at `--trace`"),
         (["--trace", "/dev/null"], "/dev/null: no regular file - at `--trace`"),
+        (["--trace", __file__, "--zipf", "1"], "is played as it was recorded - at `--zipf`"),
+        (["--trace", __file__, "--context-tokens", "9"], "recorded - at `--context-tokens`"),
+        (["--limit", "5"], "no end but that of `--window` - at `--limit`"),
         (["--endpoints", "10001"], "10,001 endpoints: at most 10,000 - at `--endpoints`"),
         (["--rates", "1,1000000"], "1,800,000,000 sessions: at most 1,000,000 - at `--rates`, `--window`"),
         (["--kv-tokens", "131071"], "up to 131,072 tokens, which a KV pool of 131,071 does not hold"),
