@@ -294,8 +294,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of the"
-        " health checks of an Envoy that has some; on Kubernetes preStop does this (default %(default)s)",
+        help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of Envoy's"
+        " health checks and 1 s, its update_merge_window; on Kubernetes preStop does it (default %(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",

@@ -340,8 +340,11 @@ def _processor_cluster(
     checks: Json = {}
     if health_check_s:
         every = dict.fromkeys(("interval", "no_traffic_interval"), f"{health_check_s}s")
-        once = {"timeout": "1s", "healthy_threshold": 1, "unhealthy_threshold": 1}
-        checks = {"health_checks": [{**every, **once, "grpc_health_check": {"service_name": "readiness"}}]}
+        once = {"timeout": "5s", "healthy_threshold": 1, "unhealthy_threshold": 1}
+        checks = {
+            "health_checks": [{**every, **once, "grpc_health_check": {"service_name": "readiness"}}],
+            "common_lb_config": {"update_merge_window": "0s"},  # else workers hear of it up to 1 s later
+        }
     return {
         **checks,
         "name": "processors",

@@ -464,8 +464,9 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await server.set_ready(True)
     await stop.wait()
-    await server.set_ready(False)
-    await asyncio.sleep(float(sys.argv[2]))
+    if sys.argv[2] == "drains":
+        await server.set_ready(False)
+        await asyncio.to_thread(sys.stdin.readline)
     await server.stop(10)
 
 asyncio.run(main())
@@ -478,14 +479,17 @@ CLIENTS = 8
 class Gateway:
     """The server as a process of its own, which can be killed."""
 
-    def __init__(self, transport, drain_s=0.0):
+    def __init__(self, transport, drains=False):
         self.transport = transport
-        self.drain_s = drain_s
+        self.drains = drains
+        """It goes on serving after `begin_stop`, though it says that it is not ready."""
 
     async def __aenter__(self):
         pipe = asyncio.subprocess.PIPE
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", GATEWAY, self.transport, str(self.drain_s)), stdin=pipe, stdout=pipe
+            *(sys.executable, "-c", GATEWAY, self.transport, "drains" if self.drains else "goes"),
+            stdin=pipe,
+            stdout=pipe,
         )
         assert await self.process.stdout.readline() == b"loaded\n"
         return self
@@ -498,8 +502,12 @@ class Gateway:
         self.process.kill()
         await self.process.wait()
 
-    async def stop(self) -> int:
+    def begin_stop(self) -> None:
         self.process.terminate()
+
+    async def stopped(self) -> int:
+        if self.drains:
+            self.process.stdin.write(b"\n")
         return await self.process.wait()
 
     async def __aexit__(self, *error) -> None:
@@ -542,10 +550,15 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
         assert failed > 10 * CLIENTS
 
 
-async def healthy(rig, envoy) -> int:
-    """How many gateways Envoy holds for ready."""
-    async with rig.http.get(f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy") as reply:
-        return int((await reply.text()).split(":")[1])
+async def until_ready(rig, envoy, gateways: int) -> None:
+    """Wait until Envoy holds so many for ready."""
+    url = f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
+    async with asyncio.timeout(20):
+        while True:
+            async with rig.http.get(url) as reply:
+                if int((await reply.text()).split(":")[1]) == gateways:
+                    return
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -561,16 +574,16 @@ async def healthy(rig, envoy) -> int:
 async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
     """Two gateways; first one is stopped, then, when it is back, the other."""
     statuses, stopping = [], asyncio.Event()
-    body, drain_s = bytes(size), 20 * check_s
+    body, drains = bytes(size), check_s > 0
 
     async def client(envoy) -> None:
         while not stopping.is_set():
             statuses.append((await ask(rig, envoy, body, **rig.headers("", phase="body")))[0])
 
     async with (
-        Gateway(rig.transport, drain_s) as first,
-        Gateway(rig.transport, drain_s) as again,
-        Gateway(rig.transport, drain_s) as other,
+        Gateway(rig.transport, drains) as first,
+        Gateway(rig.transport, drains) as again,
+        Gateway(rig.transport, drains) as other,
     ):
         ports = [await first.serve(0), await other.serve(0)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
@@ -579,12 +592,13 @@ async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, si
         for stopped in (first, other):
             seen = len(statuses)
             await until(lambda seen=seen: len(statuses) > seen + 200)
-            assert await stopped.stop() == 0
+            stopped.begin_stop()
+            if drains:
+                await until_ready(rig, envoy, 1)
+            assert await stopped.stopped() == 0
             if stopped is first:
                 await again.serve(ports[0])
-                async with asyncio.timeout(10):
-                    while await healthy(rig, envoy) < 2:  # noqa: ASYNC110 - another process's
-                        await asyncio.sleep(0.05)
+                await until_ready(rig, envoy, 2)
         seen = len(statuses)
         await until(lambda seen=seen: len(statuses) > seen + 200)
         stopping.set()
