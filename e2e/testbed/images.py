@@ -125,7 +125,8 @@ def base() -> Layer:
 
 
 def _bootstrap(tar: Path) -> None:
-    root, new = IMAGES / "base.new", tar.with_suffix(".new")
+    root, new = IMAGES / "base", tar.with_suffix(".new")
+    succeeds(["umount", root / "proc"])  # which a debootstrap that was killed leaves there
     shutil.rmtree(root, ignore_errors=True)
     run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", root], timeout_s=1200)
     for folder in _UNUSED_IN_BASE:
