@@ -295,7 +295,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=0.0,
         metavar="S",
         help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of Envoy's"
-        " health checks and 1 s, its update_merge_window; on Kubernetes preStop does it (default %(default)s)",
+        " health checks and 1 s, its update_merge_window; in Kubernetes preStop does it (%(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",

@@ -90,6 +90,9 @@ def main(argv: Sequence[str]) -> int:
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(
         table(found, title, published=not burst.same)
     )
+    for unsaid in (b for b in found if b.succeeded and not b.engine_said):
+        where = ", ".join(args.engine or [args.target or unsaid.name])
+        print(f"no engine side: {where} has no histograms of vLLM on /metrics", file=sys.stderr)
     for wrong, times in errors.most_common(_ERRORS_SHOWN):
         print(f"{times} × {wrong}", file=sys.stderr)
     return 0 if all(burst.succeeded for burst in found) else DOWN

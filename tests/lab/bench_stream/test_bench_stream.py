@@ -54,9 +54,11 @@ class TestSummary:
         assert isinstance(found.engine.ttft_s, Quantiles), "engine seconds are not scaled"
         assert (found.engine.ttft_s.mean, found.engine.ttft_s.p50) == (1.5, 1.0)
         assert found.engine.tpot_s is UNSET
+        assert found.engine_said
 
     def test_nothing_succeeded(self):
         found = summarize("x", [result(error="no")], Scrape(), 1.0)
+        assert not found.engine_said
         assert (found.succeeded, found.seconds, found.client.ttft_s, found.tokens_per_s) == (
             0,
             0.0,
@@ -116,8 +118,10 @@ class TestOverHttp:
             ["--target", "x"],
             ["--simulated", "--target", "http://a"],
             ["--simulated", "--num-requests", "0"],
+            ["--simulated", "--json", "/nowhere/x.json"],
+            ["--simulated", "--json", "/"],
         ],
-        ids=["neither", "no URL", "both", "no requests"],
+        ids=["neither", "no URL", "both", "no requests", "no such folder", "a folder"],
     )
     def test_a_wrong_call(self, arguments):
         with pytest.raises(SystemExit) as end:
