@@ -14,13 +14,12 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 import uvloop
 
-from perilune_lab.arguments import count, positive, url
+from perilune_lab.arguments import count, output, positive, url
 from perilune_lab.bench_stream.burst import Burst, Measured, measure
 from perilune_lab.bench_stream.text import table
 from perilune_lab.client import TargetError
@@ -124,5 +123,5 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--max-new-tokens", type=count, default=8, metavar="N", help="of each answer [%(default)s]")
     add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
     add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated target [%(default)s]")
-    add("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    add("--json", type=output, metavar="FILE", help="write everything as JSON")
     return parser.parse_args(argv)
