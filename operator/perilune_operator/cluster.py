@@ -9,6 +9,7 @@ event of a burst would cost more than everything else.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from perilune_api import kube, names
@@ -30,6 +31,9 @@ from perilune_operator.routes import rivals
 log = logging.getLogger(__name__)
 
 DISCOVER_S = 20.0
+GONE_AFTER = 3
+"""Discoveries in a row without a kind that was there, until it counts as gone: an API server that starts does
+not know its CRDs for a while, and what we made of a kind that is gone is not wanted any more."""
 SETTLE_S = 0.05
 KINDS: dict[str, str] = {
     "ConfigMap": "v1",
@@ -80,6 +84,8 @@ class Cluster:
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         self.kinds: frozenset[str] = frozenset()
         self._discovered = False
+        self._missed: Counter[str] = Counter()
+        """Discoveries since each kind was last there."""
         self._due: dict[str, dict[str, Object]] = {}
         """By kind: changed, and not looked at yet."""
         self._parents: dict[str, ParentFacts] | None = None
@@ -139,12 +145,16 @@ class Cluster:
             except kube.ApiError as error:
                 if error.status != 404:
                     log.warning("discovery refused api=%s error=%s", api, error)
+                if error.status >= 500:
+                    return
                 continue
             except OSError as error:
                 log.warning("discovery failed api=%s error=%s", api, error)
                 return
             has = {resource["kind"] for resource in said.get("resources") or ()}
             found.update(f"{group}/{kind}" for kind in kinds if kind in has)
+        self._missed = Counter({kind: self._missed[kind] + 1 for kind in self.kinds - found})
+        found.update(kind for kind, times in self._missed.items() if times < GONE_AFTER)
         if not self._discovered or found != self.kinds:
             self.kinds, self._discovered = frozenset(found), True
             self._on_change(None)

@@ -2,8 +2,11 @@
 
 from typing import Any
 
-from perilune_operator.cluster import Cluster, PoolName
-from perilune_operator.observe import Key, Rival
+import pytest
+
+from perilune_api import kube
+from perilune_operator.cluster import GONE_AFTER, OPTIONAL, Cluster
+from perilune_operator.observe import Key, PoolName, Rival
 
 Object = dict[str, Any]
 
@@ -99,3 +102,43 @@ def test_a_route_that_is_named_unlike_its_pool_is_not_the_pools() -> None:
     fake["metadata"]["labels"]["perilune.dev/pool"] = "q"
     cluster.sees("HTTPRoute", fake, a_route("p", 1))
     assert cluster.rival(("ns", "p")) is None
+
+
+class _Api:
+    """An API server's discovery, as far as it knows its CRDs."""
+
+    def __init__(self) -> None:
+        self.status = 200
+
+    async def request(self, method: str, path: str) -> Object:
+        if self.status != 200:
+            raise kube.ApiError(self.status, "NotFound", path)
+        return {"resources": [{"kind": kind} for kind in OPTIONAL[path.removeprefix("/apis/")]]}
+
+
+@pytest.mark.parametrize("status", [pytest.param(404, id="not known yet"), pytest.param(503, id="starting")])
+async def test_an_api_server_that_starts_takes_no_kind_away(status: int) -> None:
+    told: list[PoolName | None] = []
+    api: Any = _Api()
+    cluster = Cluster(api, "", told.append)
+    await cluster._discover()
+    everything = cluster.kinds
+    assert (len(everything) > 5, told) == (True, [None])
+    for _ in range(2):
+        api.status = status
+        for _ in range(GONE_AFTER - 1):
+            await cluster._discover()
+        api.status = 200
+        await cluster._discover()
+    assert (cluster.kinds, told) == (everything, [None])
+
+
+async def test_a_kind_that_stays_away_is_gone() -> None:
+    told: list[PoolName | None] = []
+    api: Any = _Api()
+    cluster = Cluster(api, "", told.append)
+    await cluster._discover()
+    api.status = 404
+    for _ in range(GONE_AFTER):
+        await cluster._discover()
+    assert (cluster.kinds, told) == (frozenset(), [None, None])
