@@ -3,15 +3,14 @@
 import asyncio
 import signal
 import subprocess
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from api_server import CHART, ApiServer, grant
+from api_server import CHART, ApiServer, grant, until
 from operator_process import Operator
 
 from perilune_api import names
@@ -70,19 +69,6 @@ async def policed(client: Client, helm: Path) -> AsyncIterator[None]:
             await client.request(
                 "DELETE", f"{ADMISSION}/validatingadmission{kind}/{made['metadata']['name']}"
             )
-
-
-async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
-    end = time.monotonic() + 60
-    while True:
-        try:
-            said = await what()
-            if true(said):
-                return said
-        except (ApiError, KeyError) as error:
-            said = error
-        assert time.monotonic() < end, said
-        await asyncio.sleep(0.2)
 
 
 async def allowed(client: Client, where: str) -> list[str]:

@@ -7,14 +7,14 @@ import asyncio
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from math import nan
 from random import Random
 from typing import Any
 
 import pytest
 import yaml
-from api_server import CHART, NARROW, NARROW_TOKEN, grant
+from api_server import CHART, NARROW, NARROW_TOKEN, PATIENCE_S, grant, until
 from operator_process import Operator
 
 from perilune_api.kube import APPLY, MERGE, ApiError, Client
@@ -23,7 +23,6 @@ from perilune_gateway.feeds import drained
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 
 Object = dict[str, Any]
-PATIENCE_S = 40.0
 NOT_OURS = {"kube-root-ca.crt", "perilune-operator"}
 """What a namespace of these tests has without any pool."""
 
@@ -47,20 +46,6 @@ def pool(name: str = "p", **spec: object) -> Object:
         "metadata": {"name": name},
         "spec": {"model": {"name": "m"}, "engine": {"kind": "simulated"}, **spec},
     }
-
-
-async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
-    """Ask again until it holds; a refusal counts as not yet."""
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            said = await what()
-            if true(said):
-                return said
-        except (ApiError, KeyError) as error:
-            said = error
-        assert time.monotonic() < end, said
-        await asyncio.sleep(0.1)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,23 @@ OPERATOR = "perilune-operator"
 NARROW_TOKEN, NARROW = "narrow-token", "narrow-operator"
 """An operator of one namespace, without rights anywhere else."""
 CHART = ROOT / "charts/perilune"
+PATIENCE_S = 60.0
+"""For what comes to be."""
 Object = dict[str, Any]
+
+
+async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool]) -> Any:
+    """Ask again until it holds; a refusal counts as not yet."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            said = await what()
+            if true(said):
+                return said
+        except (kube.ApiError, KeyError) as error:
+            said = error
+        assert time.monotonic() < end, said
+        await asyncio.sleep(0.1)
 
 
 def binaries() -> Path:
