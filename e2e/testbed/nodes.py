@@ -148,6 +148,8 @@ class Node:
                 "nodefs.available": "1Mi",
                 "imagefs.available": "1Mi",
             },
+            # never: from 85 % of the disk on, every image that runs nowhere would go, and no registry has it
+            "imageGCHighThresholdPercent": 100,
             "nodeLeaseDurationSeconds": 8,
             "nodeStatusUpdateFrequency": "5s",
             "nodeStatusReportFrequency": "1m",
