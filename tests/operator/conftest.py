@@ -1,24 +1,26 @@
 """Real etcd, API server, controller manager: one for the whole run, a namespace for each test."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import gateway_crds
 import pytest
-import yaml
-from api_server import CHART, ApiServer, binaries, grant, started
+from api_server import ApiServer, binaries, new_namespace, started
 
 from perilune_api import kube
-
-Object = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[ApiServer]:
     """Shared by the whole run; tests take a namespace each."""
+    with started() as server:
+        yield server
+
+
+@pytest.fixture
+def own_server() -> Iterator[ApiServer]:
+    """One that can be restarted, since nobody else has it."""
     with started() as server:
         yield server
 
@@ -67,10 +69,3 @@ async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
 async def namespace(client: kube.Client) -> str:
     """A new one for this test, in which the operator may have its Lease."""
     return await new_namespace(client)
-
-
-async def new_namespace(client: kube.Client) -> str:
-    name = f"t{time.monotonic_ns()}"
-    await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
-    await grant(client, name, "Role", yaml.safe_load((CHART / "files/lease-rules.yaml").read_text()))
-    return name

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import CHART, ApiServer, grant, until
+from api_server import CHART, KUBELET, KUBELET_TOKEN, ApiServer, grant, until
 from operator_process import Operator
 
 from perilune_api import names
@@ -20,6 +20,7 @@ from perilune_gateway.feeds.kubernetes import KubernetesPool
 
 Object = dict[str, Any]
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.perilune.dev"
 RUNS: Object = {
     "phase": "Running",
     "podIP": "10.1.2.3",
@@ -44,9 +45,19 @@ PATCHES: dict[str, Object] = {
     "another annotation": {"metadata": {"annotations": {"perilune.dev/draining": "now"}}},
     "take one away": {"metadata": {"annotations": {"perilune.dev/draining": None}}},
     "label": {"metadata": {"labels": {"app": "theirs"}}},
+    "finalizer": {"metadata": {"finalizers": ["perilune.dev/stay"]}},
     "address": {"status": {"podIP": "10.9.9.9", "podIPs": [{"ip": "10.9.9.9"}]}},
 }
 ANSWERS = ["answer", "take it back"]
+STATUS: Object = {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}
+DRAIN: Object = {"apiGroups": ["perilune.dev"], "resources": ["inferencepools"], "verbs": ["drain"]}
+ACCOUNTS: dict[str, list[Object]] = {
+    "p-gateway": [STATUS, DRAIN | {"resourceNames": ["p"]}],
+    "istio-gateway": [STATUS],
+    "admin-gateway": [{"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}],
+    "p-other": [STATUS, DRAIN | {"resourceNames": ["p"]}],
+}
+"""Rights of service accounts. The first is the one that is ours."""
 
 
 def rendered(helm: Path) -> list[Object]:
@@ -71,6 +82,26 @@ async def policed(client: Client, helm: Path) -> AsyncIterator[None]:
             )
 
 
+async def pod(client: Client, namespace: str, name: str, pool: str) -> str:
+    """Where the status of a new one is written, which runs on the kubelet's node."""
+    meta: Object = {"name": name, "labels": {"perilune.dev/pool": pool}}
+    meta["annotations"] = {"perilune.dev/draining": "since"}
+    spec = {"nodeName": KUBELET.rpartition(":")[2], "containers": [{"name": "c", "image": "i"}]}
+    await client.request("POST", f"/api/v1/namespaces/{namespace}/pods", {"metadata": meta, "spec": spec})
+    where = f"/api/v1/namespaces/{namespace}/pods/{name}/status"
+    await client.request("PATCH", where, {"status": RUNS}, content_type=MERGE)
+    return where
+
+
+async def account(client: Client, server: ApiServer, namespace: str, name: str) -> Client:
+    """One of ACCOUNTS, made; to be closed."""
+    where = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    await client.request("POST", where, {"metadata": {"name": name}})
+    await grant(client, namespace, "Role", ACCOUNTS[name], f"system:serviceaccount:{namespace}:{name}")
+    asked = await client.request("POST", f"{where}/{name}/token", {"spec": {}})
+    return Client(server.as_user(asked["status"]["token"]))
+
+
 async def allowed(client: Client, where: str) -> list[str]:
     """Which of PATCHES, asked without being done."""
     made = []
@@ -88,35 +119,58 @@ async def allowed(client: Client, where: str) -> list[str]:
 async def test_a_gateway_writes_its_answers_to_drains_and_nothing_else(
     client: Client, namespace: str, api_server: ApiServer, helm: Path
 ) -> None:
-    in_namespace = f"/api/v1/namespaces/{namespace}"
-    pool = {"metadata": {"name": "p"}, "spec": {"model": {"name": "m"}}}
-    pool |= {"apiVersion": "perilune.dev/v1alpha1", "kind": "InferencePool"}
-    await client.request("POST", f"/apis/perilune.dev/v1alpha1/namespaces/{namespace}/inferencepools", pool)
-    for name, of in (("mine", "p"), ("theirs", "q")):
-        meta: Object = {"name": name, "labels": {"perilune.dev/pool": of}}
-        meta["annotations"] = {"perilune.dev/draining": "since"}
-        spec = {"containers": [{"name": "c", "image": "i"}]}
-        await client.request("POST", f"{in_namespace}/pods", {"metadata": meta, "spec": spec})
-        await client.request(
-            "PATCH", f"{in_namespace}/pods/{name}/status", {"status": RUNS}, content_type=MERGE
-        )
-    clients = {}
-    rules = [{"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}]
-    for account in ("p-gateway", "istio-gateway"):
-        await client.request("POST", f"{in_namespace}/serviceaccounts", {"metadata": {"name": account}})
-        await grant(client, namespace, "Role", rules, f"system:serviceaccount:{namespace}:{account}")
-        asked = await client.request("POST", f"{in_namespace}/serviceaccounts/{account}/token", {"spec": {}})
-        clients[account] = Client(api_server.as_user(asked["status"]["token"]))
+    mine = await pod(client, namespace, "mine", "p")
+    theirs = await pod(client, namespace, "theirs", "q")
+    ours, *others = [await account(client, api_server, namespace, name) for name in ACCOUNTS]
+    kubelet = Client(api_server.as_user(KUBELET_TOKEN))
     try:
         async with policed(client, helm):
-            mine = f"{in_namespace}/pods/mine/status"
-            await until(lambda: allowed(clients["p-gateway"], mine), lambda may: may == ANSWERS)
-            theirs = f"{in_namespace}/pods/theirs/status"
-            assert await allowed(clients["p-gateway"], theirs) == []
-            for where in (mine, theirs):
-                assert await allowed(clients["istio-gateway"], where) == list(PATCHES), "no gateway of ours"
+            await until(lambda: allowed(ours, mine), lambda may: may == ANSWERS)
+            assert await allowed(ours, theirs) == []
+            for other in (*others, kubelet, client):
+                for where in (mine, theirs):
+                    assert await allowed(other, where) == list(PATCHES), "no gateway of ours"
     finally:
-        for made in clients.values():
+        for made in (ours, *others, kubelet):
+            await made.close()
+
+
+async def test_nobody_else_is_stopped_by_it_whatever_state_the_api_server_is_in(
+    own_server: ApiServer, helm: Path
+) -> None:
+    """From the first answer of a server that has just started, with our CRD and without, kubelets and
+    administrators write as if there were no policy; and it is in force again."""
+    client, kubelet = Client(own_server.access), Client(own_server.as_user(KUBELET_TOKEN))
+    mine = await pod(client, "default", "mine", "p")
+    gateway = await account(client, own_server, "default", "p-gateway")
+    written, refused = 0, []
+
+    async def in_force() -> bool:
+        nonlocal written
+        for writer in (kubelet, client):
+            written += 1
+            news = {"status": {"message": str(written)}}
+            try:
+                await writer.request("PATCH", mine, news, content_type=MERGE)
+            except ApiError as error:
+                if "ValidatingAdmissionPolicy" in error.message:
+                    refused.append(error.message)
+                raise
+            except OSError:
+                return False
+        return await allowed(gateway, mine) == ANSWERS
+
+    try:
+        async with policed(client, helm):
+            await until(in_force, bool)
+            for crd_goes in (False, True):
+                if crd_goes:
+                    await client.request("DELETE", CRD)
+                own_server.restart()
+                await until(in_force, bool)
+            assert refused == []
+    finally:
+        for made in (client, kubelet, gateway):
             await made.close()
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ OPERATOR_TOKEN = "operator-token"
 OPERATOR = "perilune-operator"
 NARROW_TOKEN, NARROW = "narrow-token", "narrow-operator"
 """An operator of one namespace, without rights anywhere else."""
+KUBELET_TOKEN, KUBELET = "kubelet-token", "system:node:n1"
 CHART = ROOT / "charts/perilune"
 PATIENCE_S = 60.0
 """For what comes to be."""
@@ -69,6 +70,8 @@ class ApiServer:
 
     url: str
     folder: Path
+    restart: Callable[[], None]
+    """Kill it and start it again; etcd and all else go on. Returns before it answers."""
 
     @property
     def access(self) -> Configuration:
@@ -110,11 +113,24 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
         (folder / "tokens.csv").write_text(
             f'{TOKEN},admin,1,"system:masters"\n{OPERATOR_TOKEN},{OPERATOR},2,"system:authenticated"\n'
-            f'{NARROW_TOKEN},{NARROW},3,"system:authenticated"\n'
+            f'{NARROW_TOKEN},{NARROW},3,"system:authenticated"\n{KUBELET_TOKEN},{KUBELET},4,"system:nodes"\n'
         )
         etcd, peer, port = free_port(), free_port(), free_port()
         client_url, peer_url = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peer}"
-        server = ApiServer(f"https://127.0.0.1:{port}", folder)
+        running: dict[str, subprocess.Popen[bytes]] = {}
+
+        def start(name: str, *args: str) -> None:
+            with (folder / f"{name}.log").open("ab") as log:
+                running[name] = subprocess.Popen(
+                    [str(found / name), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
+                )
+
+        def restart() -> None:
+            running["kube-apiserver"].kill()
+            running["kube-apiserver"].wait()
+            start(*commands[1])
+
+        server = ApiServer(f"https://127.0.0.1:{port}", folder, restart)
         commands = [
             [
                 "etcd",
@@ -134,7 +150,7 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                 f"--secure-port={port}",
                 f"--cert-dir={folder / 'certs'}",
                 f"--token-auth-file={folder / 'tokens.csv'}",
-                "--authorization-mode=RBAC",
+                "--authorization-mode=Node,RBAC",
                 f"--service-account-key-file={key}",
                 f"--service-account-signing-key-file={key}",
                 "--service-account-issuer=https://kubernetes.default.svc",
@@ -166,20 +182,10 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                     "--secure-port=0",
                 ]
             )
-        running: list[subprocess.Popen[bytes]] = []
-
-        def start(name: str, *args: str) -> None:
-            with (folder / f"{name}.log").open("wb") as log:
-                running.append(
-                    subprocess.Popen(
-                        [str(found / name), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
-                    )
-                )
-
         try:
             for command in commands[:2]:
                 start(*command)
-            asyncio.run(_healthy(server, running))  # the others give up on a server that takes long
+            asyncio.run(_healthy(server, running.values()))  # the others give up on a server that takes long
             for command in commands[2:]:
                 start(*command)
             asyncio.run(_install_ours(server))
@@ -189,7 +195,7 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
                 start("kwok", access, "--manage-all-nodes", f"--config={stages}", "--cidr=10.9.0.0/16")
             yield server
         finally:
-            for process in reversed(running):
+            for process in reversed(running.values()):
                 process.kill()
                 process.wait()
 
@@ -200,7 +206,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-async def _healthy(server: ApiServer, running: list[subprocess.Popen[bytes]]) -> None:
+async def _healthy(server: ApiServer, running: Collection[subprocess.Popen[bytes]]) -> None:
     """Until it says so, which takes about 5 s."""
     until = time.monotonic() + 90
     headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -254,3 +260,11 @@ async def grant(
     }
     await client.request("POST", f"{where}s", {**named, "rules": rules})
     await client.request("POST", f"{where}bindings", binding)
+
+
+async def new_namespace(client: kube.Client) -> str:
+    """One in which the operator may have its Lease."""
+    name = f"t{time.monotonic_ns()}"
+    await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    await grant(client, name, "Role", yaml.safe_load((CHART / "files/lease-rules.yaml").read_text()))
+    return name

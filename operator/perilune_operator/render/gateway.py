@@ -52,6 +52,12 @@ def gateway(pool: Context) -> Iterator[Object]:
             {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
             {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
             {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
+            {  # no request of the API: the chart's restrictGateways knows a gateway and its pool by it
+                "apiGroups": [names.GROUP],
+                "resources": [crd.PLURAL],
+                "resourceNames": [pool.name],
+                "verbs": ["drain"],
+            },
         ],
     )
     yield pool.object(
