@@ -1,7 +1,11 @@
-"""What the cluster says now: children and pods of all pools, by their pool, and which optional APIs it has.
+"""What the cluster says now: children and pods of all pools, by their pool; nodes; which optional APIs there
+are.
 
 Watched with our own labels as selector at the server: by kopf's handlers, which select at the client, every
 ConfigMap and pod of the cluster would pass through us. Each change names the pool that it concerns.
+
+Pools are kopf's, but for those that are gone: kopf tells of a deletion that it sees, and never learns of one
+while it could not watch (an API server that starts, a long sleep). A copy that is listed anew does.
 
 Changes of one kind are taken in together, SETTLE_S after the first: looking through a thousand pods for each
 event of a burst would cost more than everything else.
@@ -13,11 +17,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from perilune_api import kube, names
+from perilune_api.crd import PLURAL, VERSION
+from perilune_operator import observe
 from perilune_operator.apply import PLURALS
 from perilune_operator.observe import (
     MANAGED_BY,
     MANAGER,
     Key,
+    NodeFacts,
     Object,
     ParentFacts,
     PoolName,
@@ -72,13 +79,15 @@ class Cluster:
         namespace: str,
         on_change: Callable[[PoolName | None], None],
         is_known: Callable[[PoolName, Object], bool] = lambda pool, obj: False,
+        on_gone: Callable[[PoolName, str], None] = lambda pool, uid: None,
     ) -> None:
         """`namespace`: the only one to look at; empty: all. `on_change(None)`: concerns every pool.
-        `is_known`: an object of a pool that is no news to it."""
+        `is_known`: an object of a pool that is no news to it. `on_gone`: a pool of that uid is no more."""
         self._client = client
         self._namespace = namespace
         self._on_change = on_change
         self._is_known = is_known
+        self._on_gone = on_gone
         self._objects: dict[str, dict[str, Object]] = {}
         """By kind, then by namespace/name."""
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
@@ -91,13 +100,19 @@ class Cluster:
         self._parents: dict[str, ParentFacts] | None = None
         """Gateways that routes may be attached to, by namespace/name. They are not ours, and few."""
         self._rivals: dict[PoolName, Rival] = {}
+        self._nodes: dict[str, tuple[Object, NodeFacts]] | None = None
+        self._pools: dict[PoolName, str] = {}
+        """Uids."""
+        self.nodes: tuple[NodeFacts, ...] = ()
+        """All of the cluster, by name."""
 
     @property
     def synced(self) -> bool:
         """Every watch has delivered once."""
         wanted = {"Pod", *KINDS, *(kind.partition("/")[2] for kind in self.kinds)}
         routed = network.HTTP_ROUTE not in self.kinds or self._parents is not None
-        return self._discovered and routed and wanted <= self._objects.keys()
+        known = self._discovered and routed and self._nodes is not None
+        return known and wanted <= self._objects.keys()
 
     def children(self, pool: PoolName) -> dict[Key, Object]:
         kinds = self._by_pool.keys() - {"Pod"}
@@ -121,6 +136,9 @@ class Cluster:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(kube.follow(self._client, "/api/v1/nodes", self._take_nodes))
+            where = f"/apis/{names.GROUP}/{VERSION}{self._scope}/{PLURAL}"
+            tasks.create_task(kube.follow(self._client, where, self._take_pools))
             tasks.create_task(self._follow("v1", "Pod", "pods", names.POOL_LABEL))
             for kind, api in KINDS.items():
                 tasks.create_task(self._follow_ours(api, kind))
@@ -158,6 +176,26 @@ class Cluster:
         if not self._discovered or found != self.kinds:
             self.kinds, self._discovered = frozenset(found), True
             self._on_change(None)
+
+    def _take_nodes(self, objects: dict[str, Object]) -> None:
+        """Costs a look at each, and more only for those that changed."""
+        old, first = self._nodes or {}, self._nodes is None
+        self._nodes = {
+            name: old[name] if name in old and old[name][0] is obj else (obj, observe.node(obj))
+            for name, obj in sorted(objects.items())
+        }
+        before, self.nodes = self.nodes, tuple(facts for _, facts in self._nodes.values())
+        if first or self.nodes != before:
+            self._on_change(None)
+
+    def _take_pools(self, objects: dict[str, Object]) -> None:
+        before, self._pools = self._pools, {}
+        for obj in objects.values():
+            meta = obj["metadata"]
+            self._pools[meta["namespace"], meta["name"]] = meta["uid"]
+        for pool, uid in before.items():
+            if self._pools.get(pool) != uid:
+                self._on_gone(pool, uid)
 
     async def _follow_parents(self, api: str) -> None:
         def take(objects: dict[str, Object]) -> None:

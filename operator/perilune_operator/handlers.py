@@ -1,8 +1,8 @@
-"""kopf: pools and nodes. The only file with its decorators; everything it learns goes to the reconciler.
+"""kopf: pools. The only file with its decorators; everything it learns goes to the reconciler.
 
-Only indices and event handlers are used, so kopf writes nothing: no finalizer (a pool can be deleted while
-no operator runs; owner references do the rest), no annotations, no peering. Event handlers begin once the
-indices hold all pools and nodes, so that no plan is made of half a cluster.
+Only an index and an event handler are used, so kopf writes nothing: no finalizer (a pool can be deleted while
+no operator runs; owner references do the rest), no annotations, no peering. The event handler begins once the
+index holds all pools.
 """
 
 from collections.abc import Awaitable, Callable
@@ -10,10 +10,8 @@ from typing import Any
 
 import kopf
 
-from perilune_api import names
+from perilune_api import kube, names
 from perilune_api.crd import PLURAL, VERSION
-from perilune_operator import observe
-from perilune_operator.observe import NodeFacts
 from perilune_operator.reconcile import Reconciler
 
 
@@ -29,6 +27,7 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
         settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = 300
         settings.watching.client_timeout = 330
+        settings.networking.connect_timeout = kube.TIMEOUT_S  # or it hangs for minutes in a lost network
 
     @kopf.on.cleanup(registry=made)
     async def clean_up(**_: Any) -> None:
@@ -38,27 +37,16 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
-    @kopf.index("nodes", registry=made, id="nodes")
-    def index_node(name: str, body: kopf.Body, **_: Any) -> dict[str, NodeFacts]:
-        return {name: observe.node(dict(body))}
-
     @kopf.index(names.GROUP, VERSION, PLURAL, registry=made, id="pools")
     def index_pool(name: str, namespace: str | None, **_: Any) -> dict[tuple[str, str], bool]:
         return {(namespace or "", name): True}
 
-    def all_nodes(nodes: kopf.Index[str, NodeFacts]) -> tuple[NodeFacts, ...]:
-        facts = (fact for store in nodes.values() for fact in store)
-        return tuple(sorted(facts, key=lambda fact: fact.name))
-
-    @kopf.on.event("nodes", registry=made)
-    async def node_changed(**kwargs: Any) -> None:
-        reconciler.nodes(all_nodes(kwargs["nodes"]))
-
     @kopf.on.event(names.GROUP, VERSION, PLURAL, registry=made)
-    async def pool_changed(event: kopf.RawEvent, name: str, namespace: str | None, **kwargs: Any) -> None:
-        reconciler.nodes(all_nodes(kwargs["nodes"]))
+    async def pool_changed(
+        event: kopf.RawEvent, name: str, namespace: str | None, uid: str, **_: Any
+    ) -> None:
         if event["type"] == "DELETED":
-            reconciler.pool_gone(namespace or "", name)
+            reconciler.pool_gone((namespace or "", name), uid)
         else:
             reconciler.pool(dict(event["object"]))
 

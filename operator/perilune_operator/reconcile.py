@@ -36,7 +36,7 @@ from perilune_operator import observe, refusal, status
 from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
 from perilune_operator.cluster import Cluster
 from perilune_operator.metrics import Metrics
-from perilune_operator.observe import GatewayStats, NodeFacts, Object, Observed, PoolName
+from perilune_operator.observe import GatewayStats, Object, Observed, PoolName
 from perilune_operator.plan import STATS_S, plan
 from perilune_operator.render.gateway import ADMIN_PORT
 from perilune_operator.render.objects import Defaults
@@ -91,7 +91,7 @@ class Reconciler:
         wall_clock: Callable[[], float],
     ) -> None:
         self._applier = Applier(client, fence, clock, metrics.wrote)
-        self.cluster = Cluster(client, namespace, self.wake, self._applier.wrote)
+        self.cluster = Cluster(client, namespace, self.wake, self._applier.wrote, self.pool_gone)
         self._fence = fence
         self._defaults = defaults
         self._metrics = metrics
@@ -100,7 +100,6 @@ class Reconciler:
         self._workers: dict[PoolName, _Worker] = {}
         self._turns = {True: Turns(CHANGED_AT_ONCE, clock), False: Turns(WOKEN_AT_ONCE, clock)}
         """By whether the spec has changed."""
-        self._nodes: tuple[NodeFacts, ...] = ()
         self._http: aiohttp.ClientSession | None = None
 
     # -- what handlers tell ------------------------------------------------------------------------
@@ -123,18 +122,16 @@ class Reconciler:
             worker.changed.set()
         worker.wake(self._clock())
 
-    def pool_gone(self, namespace: str, name: str) -> None:
-        worker = self._workers.pop((namespace, name), None)
-        for task in worker.tasks if worker is not None else ():
+    def pool_gone(self, pool: PoolName, uid: str) -> None:
+        """Another one of that name may be there by now."""
+        worker = self._workers.get(pool)
+        if worker is None or worker.body["metadata"]["uid"] != uid:
+            return
+        for task in worker.tasks:
             task.cancel()
-        self._applier.forget(namespace, name)
+        del self._workers[pool]
+        self._applier.forget(*pool)
         self._metrics.pools.set(len(self._workers))
-
-    def nodes(self, facts: tuple[NodeFacts, ...]) -> None:
-        """All nodes of the cluster."""
-        if facts != self._nodes:
-            self._nodes = facts
-            self.wake(None)
 
     def wake(self, pool: PoolName | None) -> None:
         """Have a look at one pool, or at all."""
@@ -254,7 +251,7 @@ class Reconciler:
             meta["uid"],
             meta.get("generation", 0),
             dict(worker.body.get("status") or {}),
-            self._nodes,
+            self.cluster.nodes,
             tuple(observe.pod(pod) for pod in self.cluster.pods(name)),
             self.cluster.children(name),
             self.cluster.kinds,

@@ -10,7 +10,7 @@ stored; what those cannot know (`check`) the operator shows as condition Accepte
 `kubectl explain ipool.spec` prints.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -152,7 +152,9 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name under which nodes offer GPUs."""
     rdma_resource: OptionalKey = ""
-    """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for."""
+    """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for. Nodes
+    have to let others than root pin memory (LimitMEMLOCK=infinity of containerd), or podTemplate asks for
+    root."""
     startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 1800
     """How long loading the model may take before the engine is restarted, in seconds."""
     pod_template: Raw = msgspec.field(default_factory=dict)
@@ -770,7 +772,7 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
     spans = spec.engine.tensor_parallel * spec.engine.pipeline_parallel > spec.engine.gpus_per_node
     for args, path in _engine_args(spec) if spans else ():
         for i, arg in enumerate(args):
-            if _flag(arg) in _SERVERS:
+            if _meant(_flag(arg), _SERVERS):
                 words = "An endpoint that spans nodes has one API server"
                 raise SpecError(f"{words} - at `{path}[{i}]`")
     named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
@@ -836,8 +838,8 @@ def _check_pods(spec: InferencePoolSpec) -> None:
 def _check_args(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
     for i, arg in enumerate(args):
         flag = _flag(arg)
-        if flag in ours or flag.replace("--no-", "--", 1) in ours:
-            raise SpecError(f"The operator sets {flag} itself, from the spec - at `{path}[{i}]`")
+        if meant := _meant(flag, ours) or _meant(flag.replace("--no-", "--", 1), ours):
+            raise SpecError(f"The operator sets {meant} itself, from the spec - at `{path}[{i}]`")
 
 
 def _check_vllm_args(args: Sequence[str], path: str) -> None:
@@ -846,14 +848,22 @@ def _check_vllm_args(args: Sequence[str], path: str) -> None:
         flag = _flag(arg)
         if flag.startswith(DATA_PARALLEL):
             raise SpecError(f"An endpoint is one engine, more replicas are more - at `{path}[{i}]`")
-        if flag in FORBIDDEN_ARGS:
-            raise SpecError(f"{flag} is not possible: {FORBIDDEN_ARGS[flag]} - at `{path}[{i}]`")
+        if meant := _meant(flag, FORBIDDEN_ARGS):
+            raise SpecError(f"{meant} is not possible: {FORBIDDEN_ARGS[meant]} - at `{path}[{i}]`")
 
 
 def _flag(arg: str) -> str:
-    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`."""
+    """vLLM also takes `--block_size` and `--kv-events-config.endpoint`, and `-n2` for `-n 2`."""
     flag = arg.split("=", 1)[0].split(".", 1)[0]
-    return flag.replace("_", "-") if flag.startswith("--") else flag
+    return flag.replace("_", "-") if flag.startswith("--") else flag.rstrip("0123456789")
+
+
+def _meant(flag: str, known: Collection[str]) -> str:
+    """The one of these that it is, or may abbreviate: argparse takes `--disable-log-stat`, and refuses what
+    could be one of several. Empty: none. (No other flag of vLLM's is the beginning of one of ours.)"""
+    if flag in known:
+        return flag
+    return min((name for name in known if name.startswith(flag)), default="") if flag.strip("-") else ""
 
 
 def pool_document(

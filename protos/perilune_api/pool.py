@@ -153,7 +153,7 @@ class PolicyParams(_Struct, frozen=True):
     hot_pending_tokens: Positive = 16_384
     """ear: T_hot, pending prefill tokens above which a host is hot."""
     cooldown_seconds: Weight = 30.0
-    """ear, perilune, migration: T_cool, seconds between two moves of one session."""
+    """ear, migration: T_cool, seconds between two moves of one session."""
 
     conductor_arm: ConductorArm = ConductorArm.CACHE_AWARE_MIGRATION
     max_queue_length: Positive = 10

@@ -97,8 +97,29 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"args": ["--no-enable-prefix-caching"]}),
-            "The operator sets --no-enable-prefix-caching itself",
+            "The operator sets --enable-prefix-caching itself",
             id="an argument's contrary",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--no-enable-prefix", "--seed=1"]}),
+            "The operator sets --enable-prefix-caching itself",
+            id="its abbreviation",
+        ),
+        pytest.param(
+            spec(engine={"args": ["--seed", "-1", "--disable_log-stat"]}),
+            "--disable-log-stats is not possible: without metrics gateways know no engine's load, and engines"
+            " never drain - at `$.spec.engine.args[2]`",
+            id="an abbreviation",
+        ),
+        pytest.param(
+            spec(engine={"args": ["-n2"]}),
+            "-n is not possible: the operator makes",
+            id="a letter and its number",
+        ),
+        pytest.param(
+            spec(gateway={"args": ["--adm=0.0.0.0:1"]}),
+            "The operator sets --admin itself, from the spec - at `$.spec.gateway.args[0]`",
+            id="a gateway's argument, abbreviated",
         ),
         pytest.param(
             spec(engine={"args": ["--data-parallel-size-local=2"]}),
@@ -288,6 +309,21 @@ def test_errors_name_the_field(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as error:
         crd.convert(given)
     assert message in str(error.value)
+
+
+def test_other_arguments_of_vllm_are_its_own_business() -> None:
+    args = [
+        "--max-num-seqs=64",
+        "-q",
+        "fp8",
+        "-O3",
+        "-ep",
+        "--seed",
+        "-1",
+        "--no-async-scheduling",
+        "--disable-cascade-attn",
+    ]
+    assert list(crd.convert(spec(engine={"args": args})).engine.args) == args
 
 
 def test_a_simulated_engine_has_flags_of_its_own() -> None:

@@ -104,6 +104,40 @@ def test_a_route_that_is_named_unlike_its_pool_is_not_the_pools() -> None:
     assert cluster.rival(("ns", "p")) is None
 
 
+def some_nodes(**racks: str) -> dict[str, Object]:
+    return {
+        f"/{name}": {"metadata": {"name": name, "labels": {"rack": rack}}} for name, rack in racks.items()
+    }
+
+
+def test_a_change_of_nodes_concerns_everybody_and_a_heartbeat_nobody() -> None:
+    cluster = _Watched()
+    seen = some_nodes(b="r1", a="r1")
+    cluster._take_nodes(seen)
+    assert [(node.name, node.labels["rack"]) for node in cluster.nodes] == [("a", "r1"), ("b", "r1")]
+    cluster._take_nodes(seen | some_nodes(a="r1"))
+    assert cluster.told == [None]
+    cluster._take_nodes(some_nodes(b="r2"))
+    assert [(node.name, node.labels["rack"]) for node in cluster.nodes] == [("b", "r2")]
+    assert cluster.told == [None, None]
+
+
+def test_a_pool_that_is_not_there_any_more_is_gone_by_its_uid() -> None:
+    gone: list[tuple[PoolName, str]] = []
+    nobody: Any = None
+    cluster = Cluster(nobody, "", lambda pool: None, on_gone=lambda pool, uid: gone.append((pool, uid)))
+
+    def sees(**uids: str) -> None:
+        metas = ({"namespace": "ns", "name": name, "uid": uid} for name, uid in uids.items())
+        cluster._take_pools({f"ns/{meta['name']}": {"metadata": meta} for meta in metas})
+
+    sees(p="1", q="2")
+    sees(p="1", q="3")
+    assert gone == [(("ns", "q"), "2")], "another one of that name is there"
+    sees(q="3")
+    assert gone[1:] == [(("ns", "p"), "1")]
+
+
 class _Api:
     """An API server's discovery, as far as it knows its CRDs."""
 

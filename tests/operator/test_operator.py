@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import CHART, NARROW, NARROW_TOKEN, PATIENCE_S, grant, until
+from api_server import CHART, NARROW, NARROW_TOKEN, PATIENCE_S, ApiServer, grant, new_namespace, until
 from operator_process import Operator
 
 from perilune_api.kube import APPLY, MERGE, ApiError, Client
@@ -638,6 +638,47 @@ async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
             assert await client.request("GET", where)
     finally:
         last.stop(signal.SIGKILL)
+
+
+async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server: ApiServer) -> None:
+    """It forgets the pool, and a node that went meanwhile. It sleeps while the API server starts anew, twice:
+    what is deleted in between is too old for its watches to hear of."""
+    client = Client(own_server.access)
+    namespace = await new_namespace(client)
+    for name in ("n1", "n2"):
+        await client.request("POST", "/api/v1/nodes", {"metadata": {"name": name}})
+        status = {"status": {"allocatable": {"nvidia.com/gpu": "8"}, "capacity": {"nvidia.com/gpu": "8"}}}
+        await client.request("PATCH", f"/api/v1/nodes/{name}/status", status, content_type=MERGE)
+    operator = Operator(own_server, namespace)
+
+    async def restarted() -> None:
+        own_server.restart()
+        while True:
+            try:
+                await until(lambda: client.request("GET", pools(namespace)), bool)
+                return
+            except OSError:
+                await asyncio.sleep(0.1)
+
+    try:
+        for name in "pq":
+            await client.request("POST", pools(namespace), pool(name))
+        for name in ("/p-engine", "/q-engine"):
+            await until(lambda name=name: client.request("GET", deployments(namespace, name)), bool)
+        operator.process.send_signal(signal.SIGSTOP)
+        await restarted()
+        await client.request("DELETE", pools(namespace, "/p"))
+        await client.request("DELETE", "/api/v1/nodes/n2")
+        await restarted()
+        operator.process.send_signal(signal.SIGCONT)
+        await until(
+            lambda: client.request("GET", pools(namespace, "/q")),
+            lambda q: q["status"]["fabric"]["nodes"] == 1,
+        )
+        await until(lambda: operator.metric("perilune_operator_pools"), lambda n: n == 1)
+    finally:
+        operator.stop(signal.SIGKILL)
+        await client.close()
 
 
 async def test_probes_and_a_quick_end(client: Client, namespace: str, operator: Operator) -> None:

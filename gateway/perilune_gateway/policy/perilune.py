@@ -5,8 +5,9 @@
 2. No host (or it is gone): the lowest cost; of those that no prediction tells apart (cost.py, `nearly`) the
    fewest sessions. A host that drains: the lowest cost of the others.
 3. A host: the session leaves it for the lowest cost if that saves more than `least_gain_seconds` and its
-   fetch once more, and it last moved more than `cooldown_seconds` ago. Less is noise: most queues are gone
-   before the next turn, and nothing is known as badly as the time of a fetch (the link may be an outlier).
+   fetch once more. Less is noise: most queues are gone before the next turn, and nothing is known as badly
+   as the time of a fetch (the link may be an outlier). A session that moved just now may move again: having
+   it wait instead costs more than it saves, at every load (docs/evaluation/notes.md).
 4. Headers alone suffice while the session stays and its host is known to hold its context (its tail tells);
    what other endpoints hold is then taken as nothing. A host that has lost the tail, or a prompt that was
    rewritten, means a long prefill: against that the body costs little, and it tells where what is left lies.
@@ -18,6 +19,7 @@ happens less: nothing else has to be switched off.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from random import Random
 
 from perilune_api.pool import PolicyParams
@@ -34,13 +36,15 @@ from perilune_gateway.model import (
 from perilune_gateway.policy.cost import Seconds, all_seconds, cheapest, host_of, nearly_cheapest
 from perilune_gateway.rows import Costs, addresses
 
+_terms = attrgetter("terms")
+
 
 def perilune(
     request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
 ) -> Decision | NeedBody:
     """Lowest cost, or the host unless leaving it pays."""
     each, named = all_seconds(candidates, request, params), addresses(candidates)
-    costs = Costs(named, [there.total_s for there in each], lambda at: each[at].terms)
+    costs = Costs(named, [there.total_s for there in each], each, _terms)
     here = dict(zip(named, each, strict=True))
     host, by_headers = host_of(request, candidates), request.phase is Phase.HEADERS
     if host is None or request.session is None:
@@ -56,8 +60,6 @@ def perilune(
     saved_s = here[host.address].total_s - here[best.address].total_s
     if not host.draining and saved_s <= params.least_gain_seconds + here[best.address].fetch_s:
         return _decision(host, Reason.NOT_WORTH if saved_s > 0 else Reason.HOST, here, costs)
-    if not host.draining and request.session.seconds_since_move <= params.cooldown_seconds:
-        return _decision(host, Reason.HOT_COOLDOWN, here, costs)
     if by_headers:
         return NEED_BODY
     return _decision(best, Reason.MOVED, here, costs, moved_from=host.address)
