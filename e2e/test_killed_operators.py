@@ -5,6 +5,8 @@ own. The operator of `calm` lives through all of them. That of `killed` is ended
 a write, which a seed counts, and at a seeded moment. Its next life finds half of a plan carried out. After
 every step both pools have the same objects, conditions and counts.
 
+Before that, the chart's own operators are killed while Helm installs it.
+
 PERILUNE_SEED tries other writes and moments; seed and kills are printed.
 """
 
@@ -13,10 +15,11 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from testbed import envoy_gateway
+from testbed import envoy_gateway, perilune
 from testbed.http import eventually
 from testbed.operators import Fate, operators
 from testbed.pool import LivePool
@@ -29,6 +32,9 @@ FIRST_WRITES = 8
 """At most so many writes into a step until the first kill; an operator's first round has about fifteen."""
 MODEL = {"name": "walked-30b"}
 QUICK = {"sessionSeconds": 1, "drainSeconds": 0}
+INSTALL_KILLS = 2
+"""Of all operators at once. A kubelet waits longer before each next start: 10 s before the third."""
+LONGEST_LIFE_S = 4.0
 MESSY = ("uid", "resourceVersion", "creationTimestamp", "generation", "generateName")
 
 
@@ -235,6 +241,31 @@ class Killer:
 
     def _tell(self, words):
         self.kills.append(f"{self._step}: {words}")
+
+
+def test_a_chart_is_installed_though_its_operators_are_killed(cluster, kube, edge, operator):
+    """A pool waits for the first that acts: it is made by whoever comes after them."""
+    dice = random.Random(SEED)
+    lives_s = [dice.uniform(0, LONGEST_LIFE_S) for _ in range(INSTALL_KILLS)]
+    print(f"PERILUNE_SEED={SEED}, lives of {', '.join(f'{life_s:.1f}' for life_s in lives_s)} s")
+    kube.helm("uninstall", "perilune", "-n", perilune.NAMESPACE, "--wait")
+    pool = LivePool(kube, edge, "early")
+    pool.apply(replicas=1, rollout=QUICK)
+    try:
+        with ThreadPoolExecutor() as beside:
+            killing = beside.submit(kill_all_after, lives_s, cluster)
+            perilune.install(kube)
+            killing.result()
+        pool.settles(1)
+        eventually(pool.answers)
+    finally:
+        pool.delete()
+
+
+def kill_all_after(lives_s, cluster):
+    for life_s in lives_s:
+        time.sleep(life_s)  # not to synchronise: the moment is the point
+        eventually(lambda: cluster.kill("perilune-operator"))
 
 
 class World:
