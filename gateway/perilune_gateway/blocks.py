@@ -85,16 +85,22 @@ def _text_root(root: int) -> int:
 
 
 class Chains:
-    """`chain` and `text_chain` for prompts that mostly begin like one before. At most 2 × `max_rows` rows
-    (4 kB at most) are remembered, those used lately."""
+    """`chain` and `text_chain` for prompts that mostly begin like one before.
 
-    ROWS = (512, 64, 8)
-    """Blocks of a row: as many long ones as fit, then shorter ones, then single blocks."""
+    Rows of hashes are found by a hash of what they are made from: as many long rows as fit, then shorter
+    ones. What is left at the end, the tail, is found by the row before it: the next turn goes on there. At
+    most 2 × `max_rows` rows (4 kB at most) are remembered, those used lately, and as many tails.
+    """
+
+    ROWS = (512, 64)
+    """Blocks of a row."""
 
     def __init__(self, max_rows: int = 4_096) -> None:
         self._max_rows = max_rows
         self._rows: dict[int, array[int]] = {}
         self._older: dict[int, array[int]] = {}
+        self._tails: dict[int, tuple[int, array[int]]] = {}
+        """By the name of the row before: their own name, their hashes."""
 
     def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> array[int]:
         """The numbers of `chain`, which see. Cheapest for an array of unsigned ints."""
@@ -106,31 +112,53 @@ class Chains:
 
     def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> array[int]:
         data = memoryview(prompt)
-        mask, xxh3 = _60_BITS, _xxh3
+        data = data[: len(data) // size * size]
         hashes = array("Q")
-        name = previous = root
-        at = 0
+        name, at = root, 0
         for blocks in self.ROWS:
-            row_bytes = blocks * size
-            while at + row_bytes <= len(data):
-                part = data[at : at + row_bytes]
-                name = xxh3(part, name ^ size)
-                row = self._rows.get(name) or self._recall(name)
+            end = at + blocks * size
+            while end <= len(data):
+                part = data[at:end]
+                before, name = name, _xxh3(part, name ^ size)
+                row = self._recall(name)
                 if row is None:
-                    cut = iter_unpack(f"{size}s", part)
-                    row = array("Q", [previous := xxh3(block, previous) & mask for (block,) in cut])
+                    row = self._made(part, size, before, hashes[-1] if hashes else root)
                     self._remember(name, row)
                 hashes.extend(row)
-                previous = hashes[-1]
-                at += row_bytes
-        rest = data[len(hashes) * size : len(data) // size * size]
-        cut = iter_unpack(f"{size}s", rest)
-        hashes.extend([previous := xxh3(block, previous) & mask for (block,) in cut])
+                at, end = end, end + blocks * size
+        if at < len(data):
+            part = data[at:]
+            row = self._made(part, size, name, hashes[-1] if hashes else root)
+            if len(self._tails) >= 2 * self._max_rows:
+                self._tails.clear()
+            self._tails[name] = _xxh3(part, name ^ size), row
+            hashes.extend(row)
         return hashes
 
+    def _made(self, part: memoryview, size: int, name: int, previous: int) -> array[int]:
+        """The hashes of what comes after the row of that name, whose last hash is `previous`. Their beginning
+        may be known: by shorter rows, then by a tail, which a shorter prompt has left."""
+        row = array("Q")
+        at, end = 0, self.ROWS[-1] * size
+        while end < len(part) and (known := self._recall(after := _xxh3(part[at:end], name ^ size))):
+            row.extend(known)
+            name = after
+            at, end = end, end + self.ROWS[-1] * size
+        if name in self._tails:
+            tail_name, tail = self._tails[name]
+            end = at + len(tail) * size
+            if end <= len(part) and tail_name == _xxh3(part[at:end], name ^ size):
+                row.extend(tail)
+                at = end
+        if row:
+            previous = row[-1]
+        mask, xxh3, cut = _60_BITS, _xxh3, _cut(part[at:], size)
+        row.extend(array("Q", [previous := xxh3(block, previous) & mask for (block,) in cut]))
+        return row
+
     def _recall(self, name: int) -> array[int] | None:
-        row = self._older.get(name)
-        if row is not None:
+        row = self._rows.get(name)
+        if row is None and (row := self._older.get(name)):
             self._remember(name, row)
         return row
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from perilune_api.topology import Link
 from perilune_gateway.engine_model import EngineModel
@@ -24,6 +25,7 @@ MAX_REMEMBERED = 256
 Speed = tuple[EngineModel, float]
 """Engine as fast as observed, observed / predicted seconds to the first token."""
 Links = list[Mapping[str, Link] | None]
+_endpoint = itemgetter(0)
 
 
 class Candidates:
@@ -36,6 +38,7 @@ class Candidates:
         self._endpoints: tuple[Endpoint, ...] = ()
         """Of the last rows. What follows is of each of them, in their order."""
         self._addresses: list[str] = []
+        self._positions: dict[str, int] = {}
         self._speeds: tuple[list[EngineModel], list[float]] = ([], [])
         self._alike = False
         """All engines are equally fast."""
@@ -60,9 +63,10 @@ class Candidates:
         now: float,
     ) -> Rows:
         """`elsewhere`: of the endpoints that are not in `overlaps`."""
-        endpoints = tuple([view[0] for view in views])
+        endpoints = tuple(map(_endpoint, views))
         if endpoints != self._endpoints:
             self._endpoints, self._addresses = endpoints, [endpoint.address for endpoint in endpoints]
+            self._positions = {address: at for at, address in enumerate(self._addresses)}
             self._links.clear()
             self._seen = -1
         if self._seen != self._calibration.changes:
@@ -75,6 +79,7 @@ class Candidates:
         return Rows(
             views,
             self._addresses,
+            self._positions,
             tokens,
             overlaps,
             elsewhere,

@@ -63,45 +63,37 @@ class _OtherFormError(Exception):
 def read(raw: bytes) -> Envelope | None:
     """None: not in this form."""
     try:
-        return _read(raw)
+        kind = _KINDS.get(raw[0])
+        if kind is None:
+            return None
+        size, at = _size(raw, 1)
+        end = at + size
+        start = at
+        if at < end and raw[at] == _FIRST:
+            size, start = _size(raw, at + 1)
+            at = start + size
+        if at > end or end > len(raw):
+            return None
+        if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
+            headers, body, last = {}, raw[start:at], _BODY_END
+        else:
+            headers, body, last = _headers(raw, start, at), b"", _HEADERS_END
+        if at < end and raw[at:end] != last:
+            return None
     except (_OtherFormError, IndexError, UnicodeDecodeError):
         return None
-
-
-def _read(raw: bytes) -> Envelope:
-    kind = _KINDS.get(raw[0])
-    if kind is None:
-        raise _OtherFormError
-    size, at = _size(raw, 1)
-    end = at + size
-    start = at
-    if at < end and raw[at] == _FIRST:
-        size, start = _size(raw, at + 1)
-        at = start + size
-    if at > end or end > len(raw):
-        raise _OtherFormError
-    if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
-        headers, body, last = {}, raw[start:at], _BODY_END
-    else:
-        headers, body, last = _headers(raw, start, at), b"", _HEADERS_END
-    if at < end and raw[at:end] != last:
-        raise _OtherFormError
     return Envelope(kind, headers, body, at < end, raw[end:])
 
 
 def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
     headers: dict[str, str] = {}
     while at < end:
-        if raw[at] != _FIRST:
-            raise _OtherFormError
-        size, start = raw[at + 1], at + 2
-        if size > _LAST_SHORT:
-            size, start = _size(raw, at + 1)
-            name, value = _header(raw[start : start + size])
-        else:
-            entry = raw[start : start + size]
-            name, value = _memo.get(entry) or _new_header(entry)
-        at = start + size
+        stop = at + 2 + raw[at + 1]  # of a short entry
+        header = _memo.get(raw[at:stop])
+        if header is None:
+            header, stop = _new_header(raw, at)
+        at = stop
+        name, value = header
         if name in headers:
             raise _OtherFormError
         headers[name] = value
@@ -128,20 +120,31 @@ def _header(raw: bytes) -> tuple[str, str]:
 
 
 _memo: dict[bytes, tuple[str, str]] = {}
+"""By entry, with its tag and size."""
 
 
-def _new_header(raw: bytes) -> tuple[str, str]:
-    """As `_header`, and remembers it if it is a usual one."""
-    header = _header(raw)
-    if header[0] in USUAL and _QUERY not in raw:
+def _new_header(raw: bytes, at: int) -> tuple[tuple[str, str], int]:
+    """The entry that starts at `at`, and where it stops; it is remembered if it is short and a usual one."""
+    if raw[at] != _FIRST:
+        raise _OtherFormError
+    size, start = _size(raw, at + 1)
+    stop = start + size
+    header = _header(raw[start:stop])
+    if size <= _LAST_SHORT and header[0] in USUAL and _QUERY not in raw[start:stop]:
         if len(_memo) >= MEMO_ENTRIES:
             _memo.clear()
-        _memo[raw] = header
-    return header
+        _memo[raw[at:stop]] = header
+    return header, stop
 
 
 def _size(raw: bytes, at: int) -> tuple[int, int]:
     """A size that starts at `at`, and where what follows it starts."""
+    low = raw[at]
+    if low <= _LAST_SHORT:
+        return low, at + 1
+    high = raw[at + 1]
+    if high <= _LAST_SHORT:
+        return low & 0x7F | high << 7, at + 2
     size = shift = 0
     while (byte := raw[at]) > _LAST_SHORT:
         size |= (byte & 0x7F) << shift

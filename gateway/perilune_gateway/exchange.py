@@ -35,7 +35,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -125,6 +125,15 @@ Event = Kind | Literal["tokens"]
 TOKENS: Literal["tokens"] = "tokens"
 """The one event that does not come from Envoy."""
 
+
+class Tokenized(Struct, frozen=True, gc=False):
+    """What a Wait asked for."""
+
+    kind: ClassVar[Literal["tokens"]] = TOKENS
+    tokens: Tokens | Refusal
+    waited_s: float
+
+
 _VERDICT = (State.ROUTED, State.REFUSED)
 
 TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
@@ -179,13 +188,20 @@ class Exchange:
 
     # The walker.
 
-    def receive(self, inbound: Inbound) -> list[Effect]:
+    def receive(self, inbound: Inbound | Tokenized) -> list[Effect]:
         """A message from Envoy. Raises ProtocolError where it does not fit."""
-        return self._walk(inbound.kind, inbound)
+        row = _STEPS.get((self.state, inbound.kind))
+        if row is None:
+            raise ProtocolError(f"{inbound.kind} does not fit in state {self.state}")
+        step, allowed = row
+        state, effects = step(self, inbound)
+        assert state in allowed, f"{step.__name__} led to {state}"
+        self.state = state
+        return effects
 
     def tokens(self, tokens: Tokens | Refusal, waited_s: float = 0.0) -> list[Effect]:
         """What a Wait asked for; a Refusal when the prompt turned out to be wrong."""
-        return self._walk(TOKENS, (tokens, waited_s))
+        return self.receive(Tokenized(tokens, waited_s))
 
     def fail(self) -> list[Effect]:
         """Something went wrong on our side of the stream, or the peer broke its protocol."""
@@ -203,16 +219,6 @@ class Exchange:
         routed, self._routed = self._routed, None
         if routed is not None:
             self._router.finished(routed.ticket, self._outcome())
-
-    def _walk(self, event: Event, value: object) -> list[Effect]:
-        row = _STEPS.get((self.state, event))
-        if row is None:
-            raise ProtocolError(f"{event} does not fit in state {self.state}")
-        step, allowed = row
-        state, effects = step(self, value)
-        assert state in allowed, f"{step.__name__} led to {state}"
-        self.state = state
-        return effects
 
     # The steps: event in, next state and effects out.
 
@@ -253,12 +259,11 @@ class Exchange:
         self._parts = [body]
         return self._conclude(self._router.on_body(self._head, body))
 
-    def _decide_tokens(self, event: tuple[Tokens | Refusal, float]) -> _Next:
-        tokens, waited_s = event
-        if isinstance(tokens, Refusal):
-            return self._conclude(self._own(tokens))
+    def _decide_tokens(self, event: Tokenized) -> _Next:
+        if isinstance(event.tokens, Refusal):
+            return self._conclude(self._own(event.tokens))
         assert self._encode is not None
-        return self._conclude(self._router.on_tokens(self._encode, tokens, waited_s))
+        return self._conclude(self._router.on_tokens(self._encode, event.tokens, event.waited_s))
 
     def _pass_request(self, event: Body | Trailers) -> _Next:
         return self.state, self._pass(event, self._duplex)
@@ -295,17 +300,17 @@ class Exchange:
 
     def _conclude(self, verdict: Routed | Refusal | Encode) -> _Next:
         match verdict:
-            case Encode():
-                self._encode = verdict
-                return State.TOKENS, [Wait(verdict)]
-            case Refusal():
-                self._parts = []
-                return State.REFUSED, self._refuse(verdict)
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long: keep no body
                 body, self._parts = b"".join(self._parts), []
                 changed = None if verdict.priority is None else with_priority(body, verdict.priority)
                 return State.ROUTED, self._pick(verdict.destinations, body, changed)
+            case Refusal():
+                self._parts = []
+                return State.REFUSED, self._refuse(verdict)
+            case Encode():
+                self._encode = verdict
+                return State.TOKENS, [Wait(verdict)]
 
     def _pick(self, destinations: tuple[str, ...], body: bytes, changed: bytes | None) -> list[Effect]:
         """Answers what is still unanswered: headers; a buffered body; in full duplex all that was held.

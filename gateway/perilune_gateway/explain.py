@@ -165,12 +165,12 @@ class Decisions:
 
     def add(self, record: DecisionRecord) -> int:
         """Keep it; returns its number, for `finish`."""
-        number = self._next
-        self._records[number] = record
-        self._numbers[record.request_id] = number
+        number, records = self._next, self._records
+        records[number] = record
+        self._numbers[record.view.request_id] = number
         self._next += 1
         self._rows += len(record.candidates)
-        while len(self._records) > self._capacity or (self._rows > self._max_rows and len(self._records) > 1):
+        while len(records) > self._capacity or (self._rows > self._max_rows and len(records) > 1):
             self._drop_oldest()
         if self._log is not None:
             self._log.decided(number, record)
@@ -213,8 +213,9 @@ class Decisions:
     def _drop_oldest(self) -> None:
         oldest = self._records.pop(self._first)
         self._endings.pop(self._first, None)
-        if self._numbers[oldest.request_id] == self._first:
-            del self._numbers[oldest.request_id]
+        request_id = oldest.view.request_id
+        if self._numbers[request_id] == self._first:
+            del self._numbers[request_id]
         self._first += 1
         self._rows -= len(oldest.candidates)
 

@@ -13,9 +13,9 @@ Reads state, changes nothing (but a memo of engine models). Does not: decide, or
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from perilune_api.pool import Pool
 from perilune_gateway import admission, blocks
@@ -48,6 +48,8 @@ MAX_LOCATIONS = 4
 
 class Laps:
     """Microseconds by step."""
+
+    __slots__ = ("_clock", "_last", "_started", "us")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -82,8 +84,7 @@ class Prompt(Struct, frozen=True, gc=False):
 NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(Struct, gc=False):
     """A request while it is decided."""
 
     head: RequestHead
@@ -142,10 +143,9 @@ class Gatherer:
         else:
             asked.eligible, asked.excluded = admission.split(views, asked.wanted)
 
-    def by_tail(self, asked: Asked, session: Session) -> None:
-        """The prompt is not read: its tokens are estimated from its length, and the session's host is taken
-        to hold what the session's tail says."""
-        size_bytes = asked.head.content_length
+    def by_tail(self, asked: Asked, session: Session, size_bytes: int) -> None:
+        """The prompt is not read: its tokens are estimated from the body's length, and the session's host is
+        taken to hold what the session's tail says."""
         tokens = max(1, session.estimate_tokens(size_bytes, self._model.bytes_per_token))
         asked.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=size_bytes)
         rewritten = 0 < size_bytes < session.body_bytes  # where it differs from the last one is not known
@@ -158,13 +158,14 @@ class Gatherer:
         """The prompt's blocks are known: what everybody holds of them."""
         prompt = asked.prompt
         matches = self._index.find_matches(prompt.blocks, asked.now)
-        asked.prefix = self._prefix(matches, prompt)
-        stored = min(matches.store * self._block_size, self.whole_blocks(prompt.tokens))
+        limit = self.whole_blocks(prompt.tokens)
+        asked.prefix = self._prefix(matches, limit)
+        stored = min(matches.store * self._block_size, limit)
         asked.candidates = self._rows.rows(
             asked.eligible,
             prompt.tokens,
-            self._overlaps(matches, prompt),
-            Overlap(0, 0, stored),
+            self._overlaps(matches, limit),
+            _new(Overlap, (0, 0, stored)),
             asked.prefix,
             asked.now,
         )
@@ -183,16 +184,13 @@ class Gatherer:
         """The most tokens of a prompt that a cache can serve: whole blocks, never the last token."""
         return max(0, prompt_tokens - 1) // self._block_size * self._block_size
 
-    def publishes_events(self, address: str) -> bool:
-        endpoint = self._fleet.get(address)
-        return bool(endpoint and endpoint.events)
-
     # -- inside ------------------------------------------------------------------------------------
 
     def held(self, session: Session, now: float) -> int:
         """Tokens of the session's context that its host still holds, as far as one look tells: all up to the
         tail, or nothing once the tail was evicted."""
-        if not self.publishes_events(session.host):
+        endpoint = self._fleet.get(session.host)
+        if not (endpoint and endpoint.events):
             return session.tail_tokens
         return session.tail_tokens if self._index.holds(session.host, session.tail, now) else 0
 
@@ -200,9 +198,9 @@ class Gatherer:
         """As fast as it was observed to be."""
         return self._rows.engine_of(address, now)
 
-    def _overlaps(self, matches: Matches, prompt: Prompt) -> dict[str, Overlap]:
-        """Of the endpoints that hold something themselves."""
-        limit, size = self.whole_blocks(prompt.tokens), self._block_size
+    def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
+        """Of the endpoints that hold something themselves, at most `limit` tokens."""
+        size = self._block_size
         device, reach = matches.device, matches.reach
         if device is reach:  # nothing but devices holds anything
             tokens = {held: min(held * size, limit) for held in set(device.values())}
@@ -212,9 +210,9 @@ class Gatherer:
             address: Overlap(*(min(held * size, limit) for held in matches.of(address))) for address in reach
         }
 
-    def _prefix(self, matches: Matches, prompt: Prompt) -> Prefix:
+    def _prefix(self, matches: Matches, limit: int) -> Prefix:
         """Nobody asks an engine to pull from another yet, so it is not pullable."""
-        limit, held, size = self.whole_blocks(prompt.tokens), matches.host, self._block_size
+        held, size = matches.host, self._block_size
         longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS] if limit else ()
         locations = [_new(Location, (address, min(held[address] * size, limit))) for address in longest]
         return Prefix(tuple(locations), matches.hits, matches.frequency_score)

@@ -21,6 +21,8 @@ from xxhash import xxh3_128_hexdigest
 from perilune_api import names
 from perilune_api.pool import SessionKeys
 
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
 MAX_ID = 256
 _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
 """Most requests carry none of these."""
@@ -43,7 +45,7 @@ class Identity(NamedTuple):
 
     @property
     def key(self) -> SessionKey | None:
-        return SessionKey(self.tenant, self.session_id) if self.session_id else None
+        return _new(SessionKey, (self.tenant, self.session_id)) if self.session_id else None
 
     @property
     def parent_key(self) -> SessionKey | None:
@@ -79,10 +81,7 @@ def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
-    for name in wanted:
-        if value := headers.get(name):
-            return value
-    return ""
+    return next(filter(None, map(headers.get, wanted)), "")
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:

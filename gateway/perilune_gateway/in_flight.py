@@ -19,8 +19,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from perilune_gateway.explain import Decisions
 from perilune_gateway.metrics import Metrics
@@ -49,8 +50,7 @@ class Parity(Protocol):
     def request_blocks_seen(self, endpoint: str, seen: bool) -> None: ...
 
 
-@dataclass(slots=True)
-class Running:
+class Running(Struct, gc=False):
     """A routed request until it ends."""
 
     request_id: str
@@ -141,7 +141,8 @@ class InFlight:
             self._served_elsewhere(ticket, running, served, now)
         if not streamed:
             self._fleet.prefill_done(ticket)
-            self._moved(running, now, arrived=status < 400)
+            if running.move >= 0:
+                self._moved(running, now, arrived=status < 400)
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         self._fleet.suspect(running.target, now)
@@ -157,14 +158,16 @@ class InFlight:
         """The request ended. Raises KeyError when it already had."""
         running, now = self._running.pop(ticket), self._clock()
         self._fleet.finish(ticket)
-        self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
+        if running.move >= 0:
+            self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             self._fleet.suspect(running.target, now)
         if running.prefilled_at and outcome is Outcome.COMPLETED:
             self._calibration.decoded(running.target, now - running.prefilled_at)
         if self.parity and running.awaited and outcome is Outcome.COMPLETED and running.status < 400:
             self._unseen.append((now + EVENTS_LATE_S, running.target, running.awaited))
-        self._look_for_blocks(now)
+        if self._unseen:
+            self._look_for_blocks(now)
         if running.final and running.session:
             self._sessions.free(running.session.key)
         self._decisions.finish(

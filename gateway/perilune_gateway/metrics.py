@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info
+import prometheus_client as prometheus
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Gauge, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
 from perilune_gateway import move_rows
 from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.model import Decision, Outcome, Reason, RefuseReason, Tier, TokenSource
+from perilune_gateway.model import Decision, Outcome, Phase, Reason, RefuseReason, Tier, TokenSource
 from perilune_gateway.state.engine_blocks import Unused
 from perilune_gateway.stats import IndexStats, LogStats, NodeStats, Snapshot
 
@@ -111,6 +113,18 @@ class Distribution:
         return list(zip(ends, accumulate(self._counts), strict=True))
 
 
+_Kind = tuple[str, Reason, Phase, str, TokenSource, Affinity | None]
+"""Policy, reason, phase, target, where the token count comes from, what came of the session's host."""
+
+
+class _Alike(Struct, gc=False):
+    """Decisions of one kind."""
+
+    count: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
 class Metrics:
     """What the router, the exchange and the feeds report, and what a scrape reads."""
 
@@ -118,15 +132,18 @@ class Metrics:
         self.registry = registry
         registry.register(_Emptied(self))  # the first, so that all others are up to date
         self._clock = clock
-        self._tally: defaultdict[Counter, float] = defaultdict(float)
-        """What was counted since the last scrape."""
+        self._alike: dict[_Kind, _Alike] = {}
+        self._ended: Counter[tuple[str, Outcome]] = Counter()
+        """Decisions by kind, and requests that ended by endpoint and outcome, since the last scrape."""
+        self._body_bytes = 0
+        """Received since then."""
         self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
         self._open = 0
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"perilune_{name}", text, labels, registry=registry)
+        def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(f"perilune_{name}", text, labels, registry=registry)
 
         # Decisions
         self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
@@ -153,10 +170,6 @@ class Metrics:
         self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
         self._sources = {source: sources.labels(source.value) for source in TokenSource}
         self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
-        self._chosen: dict[tuple[str, str, str], Counter] = {}
-        self._tokens: dict[str, tuple[Counter, Counter]] = {}
-        self._ended: dict[tuple[str, str], Counter] = {}
-        self._unread: dict[str, Counter] = {}
         registry.register(_Mirror(self))
 
     # What happens
@@ -165,44 +178,31 @@ class Metrics:
         """Count one decision or refusal."""
         for step, us in record.timings_us.items():
             self._seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
-        verdict, view, tally = record.verdict, record.view, self._tally
+        verdict, view = record.verdict, record.view
         if not isinstance(verdict, Decision):
-            tally[self._refusals[verdict.reason]] += 1.0
+            self.refused(verdict.reason)
             return
-        key = (record.policy, verdict.reason, view.phase)
-        chosen = self._chosen.get(key)
-        if chosen is None:
-            chosen = self._chosen[key] = self._decisions.labels(*key)
-        tally[chosen] += 1.0
-        if verdict.reason is Reason.PASS_THROUGH:
-            return
-        tokens = self._tokens.get(verdict.target)
-        if tokens is None:
-            target = verdict.target
-            tokens = self._tokens[target] = (self._prompt.labels(target), self._cached.labels(target))
-        tally[tokens[0]] += view.prompt_tokens
-        tally[tokens[1]] += record.cached_tokens
-        self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
-        tally[self._sources[view.token_source]] += 1.0
+        affinity = None if view.session is None else affinity_of(view.session.host, verdict)
+        kind = (record.policy, verdict.reason, view.phase, verdict.target, view.token_source, affinity)
+        alike = self._alike.get(kind) or self._alike.setdefault(kind, _Alike())
+        alike.count += 1
+        alike.prompt_tokens += view.prompt_tokens
+        alike.cached_tokens += record.cached_tokens
+        if verdict.reason is not Reason.PASS_THROUGH:
+            self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
         if verdict.moved_from:
-            tally[self._migrations] += 1.0
-        if view.session is not None:
-            tally[self._affinity[affinity_of(view.session.host, verdict)]] += 1.0
+            self._migrations.inc()
 
     def refused(self, reason: RefuseReason) -> None:
-        """Count a refusal that has no record (the request never became one)."""
+        """Count one refusal."""
         self._refusals[reason].inc()
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
         """Count the end of a request, under the endpoint that served it."""
-        key = (endpoint, outcome.value)
-        child = self._ended.get(key)
-        if child is None:
-            child = self._ended[key] = self._requests.labels(*key)
-        self._tally[child] += 1.0
+        self._ended[endpoint, outcome] += 1
 
     def body_received(self, size_bytes: int) -> None:
-        self._tally[self._body] += size_bytes
+        self._body_bytes += size_bytes
 
     def stream_opened(self) -> None:
         self._open += 1
@@ -211,15 +211,25 @@ class Metrics:
         self._open -= 1
 
     def scrape_failed(self, endpoint: str) -> None:
-        if endpoint not in self._unread:
-            self._unread[endpoint] = self._scrape_errors.labels(endpoint)
-        self._unread[endpoint].inc()
+        self._scrape_errors.labels(endpoint).inc()
 
     def empty(self) -> None:
         """The counters get what was counted since the last time."""
-        tally, self._tally = self._tally, defaultdict(float)
-        for counter, more in tally.items():
-            counter.inc(more)
+        decisions, self._alike = self._alike, {}
+        for (policy, reason, phase, target, source, affinity), alike in decisions.items():
+            self._decisions.labels(policy, reason, phase).inc(alike.count)
+            if reason is Reason.PASS_THROUGH:
+                continue
+            self._prompt.labels(target).inc(alike.prompt_tokens)
+            self._cached.labels(target).inc(alike.cached_tokens)
+            self._sources[source].inc(alike.count)
+            if affinity is not None:
+                self._affinity[affinity].inc(alike.count)
+        ended, self._ended = self._ended, Counter()
+        for (endpoint, outcome), count in ended.items():
+            self._requests.labels(endpoint, outcome).inc(count)
+        self._body.inc(self._body_bytes)
+        self._body_bytes = 0
 
     # What is
 
@@ -236,14 +246,11 @@ class Metrics:
 
     def forget(self, endpoint: str) -> None:
         """Drop the series of an endpoint that has left the pool."""
-        if self._tokens.pop(endpoint, None):
-            self._prompt.remove(endpoint)
-            self._cached.remove(endpoint)
-        if self._unread.pop(endpoint, None):
-            self._scrape_errors.remove(endpoint)
-        for key in [key for key in self._ended if key[0] == endpoint]:
-            del self._ended[key]
-            self._requests.remove(*key)
+        self.empty()
+        for counter in (self._prompt, self._cached, self._scrape_errors):
+            counter.remove(endpoint)
+        for outcome in Outcome:
+            self._requests.remove(endpoint, outcome)
 
     def scheduling(self) -> HistogramMetricFamily:
         found = HistogramMetricFamily(

@@ -19,14 +19,14 @@ from msgspec.structs import replace
 from perilune_api import names
 from perilune_gateway.admission import engine_priority
 from perilune_gateway.explain import DecisionRecord, Decisions, sentence
-from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
-from perilune_gateway.identity import Identity
+from perilune_gateway.gather import Asked, Gatherer, Laps
 from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
     Decision,
+    Endpoint,
     Phase,
     Reason,
     Refusal,
@@ -84,10 +84,11 @@ class Recorder:
         assert chosen is not None, "a policy chose somebody who was no candidate"
         cached, fetch_s = self._fetching(decision, chosen)
         new = prompt.tokens - cached
-        session = self._bind(identity, target, prompt, now)
+        session = self._bind(asked, chosen.endpoint)
         last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
         awaited = last if chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE else 0
-        prefill_s = chosen.engine.prefill_s(new, cached)
+        as_rowed = cached == chosen.overlap.device_tokens
+        prefill_s = chosen.prefill_s if as_rowed else chosen.engine.prefill_s(new, cached)
         running = Running(
             view.request_id,
             target,
@@ -117,7 +118,8 @@ class Recorder:
             self._sessions.hint(identity.tenant, prompt.hint, target)
         if decision.moved_from:
             self._fleet.moved(decision.moved_from, target, now)
-        self._in_flight.speculate(chosen.endpoint, prompt.blocks, now)
+        if prompt.blocks:
+            self._in_flight.speculate(chosen.endpoint, prompt.blocks, now)
         record = DecisionRecord(
             view,
             decision,
@@ -198,20 +200,25 @@ class Recorder:
             return max(here, stored), engine.store_s(stored - device)
         return max(here, host), 0.0
 
-    def _bind(self, identity: Identity, target: str, prompt: Prompt, now: float) -> Session | None:
-        if identity.key is None:
+    def _bind(self, asked: Asked, target: Endpoint) -> Session | None:
+        sessions, session, prompt, now = self._sessions, asked.session, asked.prompt, asked.now
+        if session:
+            sessions.use(session, now)
+        elif key := asked.identity.key:
+            session = sessions.touch(key, now, asked.identity.parent_key)
+        else:
             return None
-        session = self._sessions.touch(identity.key, now, identity.parent_key)
-        self._sessions.bind(session, target, now)
+        if session.host != target.address:
+            sessions.bind(session, target.address, now)
         session.turns += 1
         if prompt.model:
-            self._sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+            sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
         else:
-            self._sessions.unread(session, prompt.tokens, prompt.body_bytes)
+            sessions.unread(session, prompt.tokens, prompt.body_bytes)
         if prompt.blocks:
-            self._sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
-        elif not self._gatherer.publishes_events(target):
-            self._sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
+            sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
+        elif not target.events:
+            sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
         return session
 
     def _start(self, running: Running, move: Move | None = None) -> int:

@@ -33,7 +33,7 @@ from perilune_gateway.dice import SEED_BITS, Dice
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import Decisions
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
-from perilune_gateway.identity import Identity, from_headers, with_body
+from perilune_gateway.identity import from_headers, with_body
 from perilune_gateway.in_flight import InFlight
 from perilune_gateway.known_bodies import KnownBodies
 from perilune_gateway.metrics import Metrics, Step
@@ -44,7 +44,6 @@ from perilune_gateway.model import (
     Encode,
     Endpoint,
     NeedBody,
-    Outcome,
     Phase,
     Reason,
     Refusal,
@@ -62,10 +61,9 @@ from perilune_gateway.planner import Planner
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
-from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.sessions import Sessions
 
 _OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OBJECTIVE_HEADERS})
 """Most requests carry none of these."""
@@ -128,6 +126,10 @@ class Router:
         self._recorder = Recorder(
             fleet, sessions, self._gatherer, self.in_flight, decisions, metrics, wall_clock
         )
+        # A request's way out, see in_flight; `on_applied`: a KV event went into the index.
+        self.on_response = self.in_flight.on_response
+        self.finished = self.in_flight.finished
+        self.on_applied = self.in_flight.on_applied
         self.configure(pool)
 
     def configure(self, pool: Pool) -> None:
@@ -180,8 +182,9 @@ class Router:
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
         if for_model and not forced:
-            if head.content_length > self._routing.limits.max_body_bytes:
-                return self._recorder.refused(head, self._too_large(head.content_length), laps)
+            size_bytes = head.content_length
+            if size_bytes > self._routing.limits.max_body_bytes:
+                return self._recorder.refused(head, self._too_large(size_bytes), laps)
             if session is None or not session.host or self._routing.params.ageing_weight:
                 return NEED_BODY  # where the engine is told a priority, every body is rewritten
         asked = Asked(head, now, laps, identity, session)
@@ -192,7 +195,7 @@ class Router:
             return self._forced(asked)
         if not for_model or session is None:
             return self._pass_through(asked)
-        self._gatherer.by_tail(asked, session)
+        self._gatherer.by_tail(asked, session, size_bytes)
         laps.lap(Step.INDEX)
         return self._decide(asked)
 
@@ -246,7 +249,7 @@ class Router:
         laps.lap(Step.HASH)
         identity = with_body(from_headers(head.headers, keys), request.session_id, request.user, keys)
         session = self.sessions.find(identity.key, now)
-        if identity.key is None and keys.infer and prompt.blocks:
+        if not identity.session_id and keys.infer and prompt.blocks:
             session = self.sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
             name = session.key.session_id if session else f"inferred-{self._recorder.ordinal}"
             identity = identity._replace(session_id=name)
@@ -293,7 +296,7 @@ class Router:
         asked = Asked(head, now, Laps(self._stopwatch), identity, session, dice=dice)
         self._gatherer.eligible(asked)
         if prompt is None:
-            self._gatherer.by_tail(asked, session)
+            self._gatherer.by_tail(asked, session, head.content_length)
         else:
             asked.prompt = prompt
             self._gatherer.exact(asked)
@@ -322,13 +325,13 @@ class Router:
 
     def _view(self, asked: Asked) -> RequestView:
         """The request as a policy sees it."""
-        prompt = asked.prompt
+        prompt, session = asked.prompt, asked.session
         return RequestView(
             self._recorder.request_id(asked.head),
             self._recorder.ordinal,
             prompt.tokens,
             Phase.BODY if prompt.model else Phase.HEADERS,
-            self._session_view(asked.identity, asked.session, prompt.hint, asked.now),
+            self.sessions.view(session, asked.now) if session else self._new_session(asked),
             prompt.model or self.pool.spec.model.name,
             prompt.output_tokens,
             prompt.source,
@@ -338,14 +341,12 @@ class Router:
             self._block_size,
         )
 
-    def _session_view(
-        self, identity: Identity, session: Session | None, hint: str, now: float
-    ) -> SessionView | None:
-        if session:
-            return self.sessions.view(session, now)
-        if identity.key is None:
+    def _new_session(self, asked: Asked) -> SessionView | None:
+        identity = asked.identity
+        if not identity.session_id:
             return None
-        return SessionView(identity.session_id, parent_host=self.sessions.near_host(identity, hint, now))
+        near = self.sessions.near_host(identity, asked.prompt.hint, asked.now)
+        return SessionView(identity.session_id, parent_host=near)
 
     def _objectives(self, head: RequestHead) -> tuple[int, float, float]:
         """Priority level, TTFT and TPOT SLO in seconds: the request's own, or else the pool's."""
@@ -360,9 +361,9 @@ class Router:
         )
 
     def _policy_name(self, head: RequestHead) -> str | Refusal:
-        asked = head.headers.get(names.POLICY_HEADER, "")
-        if not asked or not self._routing.allow_policy_header:
-            return self._routing.policy
+        routing = self._routing
+        if not routing.allow_policy_header or not (asked := head.headers.get(names.POLICY_HEADER)):
+            return routing.policy
         if problem := _unusable(asked):
             return Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
         return asked
@@ -399,20 +400,6 @@ class Router:
         """Once per `migration.interval_seconds`: which sessions and prefixes should move."""
         self.planner.plan(self._clock())
 
-    # -- a request's way out, see in_flight --------------------------------------------------------
-
-    def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
-        """The answer's head. `served`: who really answers, empty if unknown."""
-        self.in_flight.on_response(ticket, status, served, streamed)
-
-    def finished(self, ticket: int, outcome: Outcome) -> None:
-        """The request ended. Raises KeyError when it already had."""
-        self.in_flight.finished(ticket, outcome)
-
-    def on_applied(self, applied: Applied) -> None:
-        """A KV event went into the index."""
-        self.in_flight.on_applied(applied)
-
 
 def _unusable(policy: str) -> str:
     """Why a gateway cannot route by it; empty: it can."""
@@ -426,6 +413,8 @@ def _unusable(policy: str) -> str:
 def _wrong_slo(headers: Mapping[str, str]) -> str:
     """Why a request's SLO cannot be told; empty: it can, or there is none. A typing error must not pass for a
     promise."""
+    if _OBJECTIVES.isdisjoint(headers):
+        return ""
     for name in (names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER):
         if name in headers and (text := headers[name]):
             try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import itemgetter
-from typing import overload
+from typing import Any, overload
 
 from perilune_api.topology import Link
 from perilune_gateway.engine_model import EngineModel
@@ -34,13 +34,14 @@ class Rows(Sequence[Candidate]):
 
     __slots__ = (
         "_alike", "_decodes_s", "_elsewhere", "_engines", "_holders", "_links", "_made", "_overlaps",
-        "_ready", "_tokens", "_ttft_ratios", "addresses", "views",
+        "_positions", "_ready", "_tokens", "_ttft_ratios", "addresses", "views",
     )  # fmt: skip
 
     def __init__(
         self,
         views: Sequence[View],
         addresses: Sequence[str],
+        positions: Mapping[str, int],
         tokens: int,
         overlaps: Mapping[str, Overlap],
         elsewhere: Overlap,
@@ -51,10 +52,12 @@ class Rows(Sequence[Candidate]):
         decodes_s: Mapping[str, float],
         ttft_ratios: Sequence[float],
     ) -> None:
-        """`tokens`: of the prompt. `elsewhere`: the overlap of endpoints that are not in `overlaps`. `links`:
-        to the `holders` of the prefix, filled in where it is None. `alike`: the engines are all the same."""
+        """`positions`: of the addresses. `tokens`: of the prompt. `elsewhere`: the overlap of endpoints that
+        are not in `overlaps`. `links`: to the `holders` of the prefix, filled in where it is None. `alike`:
+        the engines are all the same."""
         self.views = views
         self.addresses = addresses
+        self._positions = positions
         self._tokens = tokens
         self._overlaps = overlaps
         self._elsewhere = elsewhere
@@ -78,15 +81,23 @@ class Rows(Sequence[Candidate]):
     def __getitem__(self, at: int | slice) -> Candidate | list[Candidate]:
         if self._made is not None or isinstance(at, slice):
             return self._all()[at]
-        if not -len(self.views) <= at < len(self.views):
-            raise IndexError(at)
-        at %= len(self.views)
+        return self._row(range(len(self.views))[at])
+
+    def find(self, address: str) -> Candidate | None:
+        """None: it is no candidate."""
+        at = self._positions.get(address)
+        return None if at is None else self._ready.get(at) or self._row(at)
+
+    def _row(self, at: int) -> Candidate:
+        if self._made is not None:
+            return self._made[at]
         row = self._ready.get(at)
         if row is None:
             endpoint, load, moved_s, _ = self.views[at]
-            overlap = self._overlaps.get(endpoint.address, self._elsewhere)
-            device, engine = overlap.device_tokens, self._engines[at]
-            row = self._ready[at] = Candidate(
+            address = endpoint.address
+            overlap = self._overlaps.get(address, self._elsewhere)
+            device, engine = overlap[0], self._engines[at]
+            facts = (
                 endpoint,
                 load,
                 overlap,
@@ -94,9 +105,10 @@ class Rows(Sequence[Candidate]):
                 moved_s,
                 self._links_of(at),
                 engine,
-                self._decodes_s.get(endpoint.address, 0.0),
+                self._decodes_s.get(address, 0.0),
                 self._ttft_ratios[at],
             )
+            row = self._ready[at] = _new(Candidate, facts)
         return row
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -152,17 +164,19 @@ class Rows(Sequence[Candidate]):
 class Costs(Sequence[Cost]):
     """Costs of candidates, in their order."""
 
-    __slots__ = ("_terms", "addresses", "totals")
+    __slots__ = ("_each", "_terms", "addresses", "totals")
 
     def __init__(
         self,
         addresses: Sequence[str],
         totals: Sequence[float],
-        terms: Callable[[int], Mapping[str, float]],
+        each: Sequence[Any],
+        terms: Callable[[Any], Mapping[str, float]],
     ) -> None:
-        """`terms`: what the cost at that position consists of."""
+        """`terms`: what a cost consists of, by what it was reckoned from, which is one of `each`."""
         self.addresses = addresses
         self.totals = totals
+        self._each = each
         self._terms = terms
 
     def __len__(self) -> int:
@@ -175,7 +189,7 @@ class Costs(Sequence[Cost]):
     def __getitem__(self, at: int | slice) -> Cost | list[Cost]:
         if isinstance(at, slice):
             return list(self)[at]
-        return Cost(self.addresses[at], self.totals[at], self._terms(at))
+        return Cost(self.addresses[at], self.totals[at], self._terms(self._each[at]))
 
     def __iter__(self) -> Iterator[Cost]:
         return map(self.__getitem__, range(len(self.totals)))
@@ -200,7 +214,7 @@ def loads(candidates: Sequence[Candidate]) -> list[Load]:
 def find(candidates: Sequence[Candidate], address: str) -> Candidate | None:
     """None: it is no candidate."""
     if isinstance(candidates, Rows):
-        return candidates[candidates.addresses.index(address)] if address in candidates.addresses else None
+        return candidates.find(address)
     return next((c for c in candidates if c.endpoint.address == address), None)
 
 
@@ -214,6 +228,6 @@ def totals(costs: Sequence[Cost]) -> dict[str, float]:
 def ranked(costs: Sequence[Cost], count: int) -> list[str]:
     """The addresses of the `count` cheapest, cheapest first."""
     if isinstance(costs, Costs):
-        order = sorted(range(len(costs)), key=costs.totals.__getitem__)[:count]
+        order = sorted(range(len(costs.totals)), key=costs.totals.__getitem__)[:count]
         return [costs.addresses[at] for at in order]
     return [cost.address for cost in sorted(costs, key=itemgetter(1))[:count]]

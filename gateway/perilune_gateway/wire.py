@@ -76,8 +76,11 @@ class _Context(NamedTuple):
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
     """One ProcessingRequest. Raises ProtocolError."""
     found = envelope.read(raw)
-    context = None if found is None else _context_in(found.rest)
-    if found is None or context is None:
+    if found is None:
+        return by_protobuf(raw, default_mode)
+    remembered = len(found.rest) <= MEMO_BYTES
+    context = (_context_of_bytes if remembered else _context_of_bytes.__wrapped__)(found.rest)
+    if context is None:
         return by_protobuf(raw, default_mode)
     kind = found.kind
     if kind is Kind.REQUEST_HEADERS:
@@ -118,36 +121,33 @@ def _request_headers(
     head = RequestHead(method, path, headers, context.subset, not end_of_stream)
     duplex = BodyMode.FULL_DUPLEX_STREAMED
     default = (default_mode, duplex if default_mode is duplex else BodyMode.NONE)
-    return RequestHeaders(head, *(_modes(context) or default))
+    return RequestHeaders(head, *(_modes(context.modes) or default))
 
 
 def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> ResponseHeaders:
     status, content_type = headers.get(":status", ""), headers.get("content-type", "")
     if not (status.isascii() and status.isdigit()):
         raise ProtocolError(f"response status {status!r}")
-    modes = _modes(context)
+    modes = _modes(context.modes)
     return ResponseHeaders(
         int(status), content_type, context.served, end_of_stream, modes[1] if modes else None
     )
 
 
-def _modes(context: _Context) -> tuple[BodyMode, BodyMode] | None:
-    if context.modes is None:
+@lru_cache
+def _modes(numbers: tuple[int, int] | None) -> tuple[BodyMode, BodyMode] | None:
+    if numbers is None:
         return None
-    request, response = context.modes
+    request, response = numbers
     try:
         return _MODES[request], _MODES[response]
     except KeyError as mode:
         raise ProtocolError(f"unknown body mode {mode}") from None
 
 
-def _context_in(rest: bytes) -> _Context | None:
-    """None: no protobuf, or another message proper."""
-    return (_context_of_bytes if len(rest) <= MEMO_BYTES else _context_of_bytes.__wrapped__)(rest)
-
-
 @lru_cache(maxsize=256)
 def _context_of_bytes(rest: bytes) -> _Context | None:
+    """None: no protobuf, or another message proper."""
     try:
         message = pb.ProcessingRequest.FromString(rest)
     except DecodeError:

@@ -160,14 +160,31 @@ def test_our_chain_is_little_endian_xxh3_seeded_with_the_block_before():
     st.sampled_from([1, 4, 1000]),
 )
 def test_remembered_chains_equal_fresh_ones(prompts, size, max_rows):
-    """Prompts that share heads of any length, in a memory of any size."""
+    """Prompts that share heads of any length, and roots, in a memory of any size."""
     chains = blocks.Chains(max_rows)
     for kind, length in prompts:
+        root = kind // 2
         ids = [kind if n > 300 else n % 7 for n in range(length)]
         for asked in (ids, array("I", ids)):
-            assert list(chains.tokens(asked, size, kind)) == blocks.chain(ids, size, kind)
+            assert list(chains.tokens(asked, size, root)) == blocks.chain(ids, size, root)
         text = bytes(n % 256 for n in ids)
-        assert list(chains.text(text, size, kind)) == blocks.text_chain(text, size, kind)
+        assert list(chains.text(text, size, root)) == blocks.text_chain(text, size, root)
+
+
+def test_remembered_chains_hash_only_what_is_new(monkeypatch):
+    """A conversation that grows by 3 blocks a turn, over the ends of rows of either length."""
+    chains, fresh, cut = blocks.Chains(), [], blocks._cut
+
+    def counted(data, size):
+        fresh.append(len(data) // size)
+        return cut(data, size)
+
+    chains.tokens(array("I", range(500)), 1, 0)
+    monkeypatch.setattr(blocks, "_cut", counted)
+    for length in range(503, 800, 3):
+        fresh.clear()
+        chains.tokens(array("I", range(length)), 1, 0)
+        assert sum(fresh) == 3
 
 
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, -5]])

@@ -372,6 +372,16 @@ def test_binding_load_and_credit_follow_who_really_served(rig: Rig) -> None:
     assert rig.record(routed).ending.served == other  # type: ignore[union-attr]
 
 
+def test_a_session_that_has_ended_is_bound_no_more_by_what_is_in_flight(rig: Rig) -> None:
+    last = rig.route(range(21), head("/v1/completions", x_session_id="s", x_dynamo_session_final="true"))
+    after = rig.route(range(21), head("/v1/completions", x_session_id="s"))
+    rig.router.finished(last.ticket, Outcome.COMPLETED)
+    rig.router.on_response(after.ticket, 200, after.destinations[1], streamed=True)
+    rig.router.finished(after.ticket, Outcome.COMPLETED)
+    assert not rig.router.sessions.matching("s")
+    assert not rig.router.sessions.bound
+
+
 def test_an_endpoint_that_fails_is_left_out_for_a_while(rig: Rig) -> None:
     routed = rig.route()
     rig.router.on_response(routed.ticket, 503, "", streamed=False)

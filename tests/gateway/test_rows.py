@@ -31,6 +31,7 @@ def made(alike: bool = True) -> tuple[Rows, list[Candidate]]:
     rows = Rows(
         views,
         names,
+        {name: at for at, name in enumerate(names)},
         tokens,
         held,
         Overlap(0, 0, 640),

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from math import inf
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class Source(StrEnum):
 
 
 _new = tuple.__new__
+_business = attrgetter("pending_prefill_tokens", "in_flight", "sessions")
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by no more than that share and seconds are not told apart."""
 
@@ -83,7 +85,7 @@ def nearly(cost_s: float) -> float:
 def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:
     """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
     fewest sessions; the rest is a draw, so that equal endpoints share the work."""
-    keys = [(load.pending_prefill_tokens, load.in_flight, load.sessions) for load in loads(candidates)]
+    keys = list(map(_business, loads(candidates)))
     there = find(candidates, near) if near else None
     if there is not None and there.load.pending_prefill_tokens == min(keys)[0]:
         return there
@@ -135,20 +137,19 @@ def blocks(tokens: float, request: RequestView) -> float:
 
 def pending_costs(candidates: Sequence[Candidate]) -> Costs:
     """Cost = pending prefill tokens; the terms are what `least_pending` compares."""
+    totals = [float(load[0]) for load in loads(candidates)]  # a third of what the name would cost
+    return Costs(addresses(candidates), totals, candidates, _pending_terms)
 
-    def terms(at: int) -> dict[str, float]:
-        _, load, overlap, prefill_s, *_ = candidates[at]
-        return {
-            "pending_prefill_tokens": float(load.pending_prefill_tokens),
-            "pending_prefill_s": load.pending_prefill_s,
-            "in_flight": float(load.in_flight),
-            "cached_tokens": float(overlap.device_tokens),
-            "prefill_s": prefill_s,
-        }
 
-    return Costs(
-        addresses(candidates), [float(load.pending_prefill_tokens) for load in loads(candidates)], terms
-    )
+def _pending_terms(candidate: Candidate) -> dict[str, float]:
+    _, load, overlap, prefill_s, *_ = candidate
+    return {
+        "pending_prefill_tokens": float(load.pending_prefill_tokens),
+        "pending_prefill_s": load.pending_prefill_s,
+        "in_flight": float(load.in_flight),
+        "cached_tokens": float(overlap.device_tokens),
+        "prefill_s": prefill_s,
+    }
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------

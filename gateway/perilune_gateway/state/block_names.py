@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 SEGMENTS = 1024
-_SEGMENT = SEGMENTS - 1
+_LOW_BITS = SEGMENTS - 1
 
 
 class Names:
@@ -23,8 +23,8 @@ class Names:
 
     def __init__(self, max_names: int) -> None:
         self._max_names = max_names
-        self._names = [array("Q") for _ in range(SEGMENTS)]
-        self._blocks = [array("Q") for _ in range(SEGMENTS)]
+        self._segments = [(array("Q"), array("Q")) for _ in range(SEGMENTS)]
+        """Names, and the block of each."""
         self._count = 0
         self._next = 0
         """The segment that is gone through next."""
@@ -37,26 +37,23 @@ class Names:
         self._max_names = max(self._max_names, max_names)
 
     def get(self, name: int) -> int | None:
-        segment = name & _SEGMENT
-        names = self._names[segment]
+        names, blocks = self._segments[name & _LOW_BITS]
         at = bisect_left(names, name)
-        if at < len(names) and names[at] == name:
-            return self._blocks[segment][at]
-        return None
+        return blocks[at] if at < len(names) and names[at] == name else None
 
     def enter(self, names: Iterable[int], blocks: Sequence[int]) -> None:
         """A name that is known gets the new block."""
-        all_names, all_blocks = self._names, self._blocks
+        segments, new = self._segments, 0
         for name, block in zip(names, blocks, strict=True):
-            segment = name & _SEGMENT
-            known = all_names[segment]
+            known, theirs = segments[name & _LOW_BITS]
             at = bisect_left(known, name)
             if at < len(known) and known[at] == name:
-                all_blocks[segment][at] = block
+                theirs[at] = block
             else:
                 known.insert(at, name)
-                all_blocks[segment].insert(at, block)
-                self._count += 1
+                theirs.insert(at, block)
+                new += 1
+        self._count += new
 
     def shrink(self, held: Callable[[int], bool]) -> None:
         """Forget what is beyond `max_names`, and a 256th more so that it is not soon again."""
@@ -69,11 +66,13 @@ class Names:
                 if self._count <= target:
                     return
                 self._sweep(self._next, keep)
-                self._next = (self._next + 1) & _SEGMENT
+                self._next = (self._next + 1) & _LOW_BITS
 
     def _sweep(self, segment: int, keep: Callable[[int], bool]) -> None:
-        names, blocks = self._names[segment], self._blocks[segment]
+        names, blocks = self._segments[segment]
         kept = [(name, block) for name, block in zip(names, blocks, strict=True) if keep(block)]
         self._count -= len(names) - len(kept)
-        self._names[segment] = array("Q", (name for name, _ in kept))
-        self._blocks[segment] = array("Q", (block for _, block in kept))
+        self._segments[segment] = (
+            array("Q", (name for name, _ in kept)),
+            array("Q", (block for _, block in kept)),
+        )

@@ -18,6 +18,8 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
@@ -44,8 +46,7 @@ class EndpointView(NamedTuple):
     links: Mapping[str, Link]
 
 
-@dataclass(slots=True)
-class _InFlight:
+class _InFlight(Struct, gc=False):
     address: str
     tokens: int
     """Pending prefill tokens left."""
@@ -161,9 +162,9 @@ class Fleet:
 
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
         view = self._view(state, now, sessions)
-        if now < (turn := state.metrics_at + FRESH_S) < self._recent_until:
+        if self._recent_until > (turn := state.metrics_at + FRESH_S) > now:
             self._recent_until = turn
-        if now < (turn := state.suspect_at + SUSPECT_S) < self._recent_until:
+        if self._recent_until > (turn := state.suspect_at + SUSPECT_S) > now:
             self._recent_until = turn
         endpoint = view[0]
         if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
@@ -173,27 +174,28 @@ class Fleet:
         return view
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
-        fresh = state.metrics if now - state.metrics_at <= FRESH_S else None
-        said = state.metrics.gpu_blocks * state.metrics.block_size if state.metrics else 0
-        pool = said or self.kv_pool_tokens
-        usage = fresh.kv_usage if fresh else min(1.0, state.context_tokens / pool)
-        free = min(int(pool * (1.0 - usage)), pool - state.context_tokens)
+        said, age_s, context_tokens = state.metrics, now - state.metrics_at, state.context_tokens
+        pool = (said.gpu_blocks * said.block_size if said else 0) or self.kv_pool_tokens
+        if said and age_s <= FRESH_S:
+            running, waiting, usage = said.running, said.waiting, said.kv_usage
+        else:
+            running, waiting, usage = 0, 0, min(1.0, context_tokens / pool)
         load = (
             state.pending_tokens,
             max(0.0, state.pending_s),
             len(state.in_flight),
-            fresh.running if fresh else 0,
-            fresh.waiting if fresh else 0,
+            running,
+            waiting,
             usage,
-            max(0, free),
+            max(0, min(int(pool * (1.0 - usage)), pool - context_tokens)),
             sessions,
-            now - state.metrics_at,
+            age_s,
             state.prefilling,
-            state.context_tokens,
+            context_tokens,
             pool,
         )
         endpoint = state.endpoint
-        if endpoint.ready and self._is_suspect(state, now):
+        if state.suspect_at > -inf and endpoint.ready and self._is_suspect(state, now):
             endpoint = replace(endpoint, ready=False)
         return _new(EndpointView, (endpoint, _new(Load, load), now - state.moved_at, state.links))
 
@@ -250,7 +252,8 @@ class Fleet:
         request = self._requests.get(ticket)
         if request is None:
             return
-        self.progress(ticket, request.tokens)
+        if request.tokens:
+            self.progress(ticket, request.tokens)
         if request.awaited and self._awaited.get((request.address, request.awaited)) == ticket:
             del self._awaited[request.address, request.awaited]
 
@@ -269,16 +272,16 @@ class Fleet:
 
     def finish(self, ticket: int) -> None:
         """The request ended. Raises KeyError when it already had."""
-        request = self._requests[ticket]
         self.prefill_done(ticket)
-        del self._requests[ticket]
+        request = self._requests.pop(ticket)
         state = self._states.get(request.address)
-        if state:
-            self._changed.add(request.address)
-        if state and ticket in state.in_flight:
+        if state is None:
+            return
+        self._changed.add(request.address)
+        if ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
-        if state and not state.in_flight:
+        if not state.in_flight:
             state.pending_s = 0.0  # what rounding left
 
     @property

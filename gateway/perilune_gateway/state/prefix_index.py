@@ -24,7 +24,7 @@ asks for one that is not known: an event, or a look at one block.
    frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
    matched block, which is what Dynamo's frequencies count.)
 
-Memory: at most `max_blocks` of about 110 bytes (docs/benchmarks.md), 10 in a loose run. When it is full, the
+Memory: at most `max_blocks` of about 105 bytes (docs/benchmarks.md), 10 in a loose run. When it is full, the
 coldest go, 1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago,
 from its end. (While less than half full, routing does not renew: nothing is about to go.)
 
@@ -38,7 +38,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import islice, repeat
+from itertools import islice
 from operator import itemgetter
 
 from msgspec import Struct, field
@@ -47,6 +47,7 @@ from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
 from perilune_gateway.state.holders import Holder, Walk, slot_of
 from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits, last
+from perilune_gateway.state.where import Where
 from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
@@ -109,11 +110,13 @@ class PrefixIndex:
         self._ttl_s = speculative_ttl_s
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
-        self._where: dict[int, Run] = {}
+        self._where = Where()
         """By block: of a loose run the first, else all."""
         self._runs: dict[Run, None] = {}
         """Coldest first."""
         self._loose: dict[Run, None] = {}
+        self._parted: list[Run] = []
+        """Whose blocks, but for the first, are still entered as another's."""
         self._heads: set[int] = set()
         """The first blocks of all runs."""
         self._unknown = Run(0.0)
@@ -131,7 +134,8 @@ class PrefixIndex:
         self._store = Holder("", 0, -1)
         self._holders: dict[tuple[str, int], Holder] = {}
         self._slots: list[Holder | None] = []
-        self._sets: dict[int, tuple[str, ...]] = {}
+        self._sets: dict[int, dict[str, None]] = {}
+        """Addresses by device bits."""
         self._everyone = 0
         """The device bits of all holders."""
         self._hosts = 0
@@ -297,11 +301,11 @@ class PrefixIndex:
         on_host = Walk(self._everyone, now, all_count, True, False) if self._hosts else on_device
         anywhere = Walk(self._everyone, now, all_count, True, True) if stores else on_host
         walks = [on_device, *([on_host] if self._hosts else ()), *([anywhere] if stores else ())]
-        at, total, where = 0, len(blocks), self._where.get
+        at, total = 0, len(blocks)
         ends: list[int] = []
         runs: list[Run] = []
         while at < total and anywhere.left:
-            run = where(blocks[at])
+            run = self._met(blocks[at])
             if run is None:
                 break
             first, end = run.path(blocks, at)
@@ -419,13 +423,14 @@ class PrefixIndex:
                 found.update(dict.fromkeys(self._addresses(gone), at))  # grows: the last is the best
         return found
 
-    def _addresses(self, holders: int) -> tuple[str, ...]:
-        """Of these device bits; the same sets come again and again."""
+    def _addresses(self, holders: int) -> dict[str, None]:
+        """Of these device bits; the same sets come again and again. A dict of them is what another is made
+        from in half the time."""
         known = self._sets.get(holders)
         if known is None:
             if len(self._sets) >= _MAX_SETS:
                 self._sets.clear()
-            addresses = tuple(self._by_bit(bit).address for bit in bits(holders & ~STORE))
+            addresses = dict.fromkeys(self._by_bit(bit).address for bit in bits(holders & ~STORE))
             known = self._sets[holders] = addresses
         return known
 
@@ -433,14 +438,24 @@ class PrefixIndex:
 
     def _run_of(self, block: int) -> Run | None:
         """The run of any block. Enters what is loose, the newest first, until it is found."""
+        while self._parted:
+            head = self._parted.pop()
+            self._where.put(head.blocks, head)
         while (run := self._where.get(block)) is None and self._loose:
             self._enter(next(reversed(self._loose)))
+        return run
+
+    def _met(self, block: int) -> Run | None:
+        """The run that a prompt meets at this block: at its first, if events said what follows what."""
+        run = self._where.get(block)
+        if self._parted and run and block not in self._heads:
+            return self._run_of(block)
         return run
 
     def _run_at(self, blocks: Sequence[int], at: int) -> Run | None:
         """The run of `blocks[at]`, followed from the prompt's beginning."""
         begin = 0
-        while run := self._where.get(blocks[begin]):
+        while run := self._met(blocks[begin]):
             first, end = run.path(blocks, begin)
             begin += end - first
             if begin > at:
@@ -458,7 +473,7 @@ class PrefixIndex:
         """The runs of `blocks` with the positions meant, made where they are not known; `loose`: they are a
         prompt from its beginning, and its new runs may stay loose. A new row goes on in the run of the block
         before it, if that one is its last and nobody else's. (No parent: they may be of anywhere.)"""
-        run_of = self._where.get if loose else self._run_of
+        run_of = self._met if loose else self._run_of
         at, total = 0, len(blocks)
         before: Run | None = None
         made: list[Run] = []
@@ -469,7 +484,7 @@ class PrefixIndex:
                 if at and not first and parent is not None and run.follows is not before:
                     self._follow(run, before)
                 if end < len(run.blocks) and at + end - first < total:
-                    run = self._part(run, end)
+                    run = self._part(run, end, loose)
             else:
                 if not at and parent is not None and parent != FIRST:
                     before = self._run_of(parent)
@@ -508,9 +523,9 @@ class PrefixIndex:
             self._heads.add(row[0])
             if loose:
                 self._loose[run] = None
-                self._where[row[0]] = run
+                self._where.put(row[:1], run)
         if run not in self._loose:
-            row = self._noted(run, row)
+            row = self._where.enter(row, run)
         elif self._adrift and not self._heads.isdisjoint(row[1:]):
             row = row[: next(n for n, block in enumerate(row) if n and block in self._heads)]
         run.extend(row)
@@ -519,34 +534,26 @@ class PrefixIndex:
 
     def _enter(self, run: Run) -> None:
         """A loose run is so no longer."""
-        kept = self._noted(run, run.blocks)
+        kept = self._where.enter(run.blocks, run)
         if len(kept) < len(run.blocks):  # an event put blocks into a row that do not follow each other
             self._evict(run, run.every ^ ((1 << len(kept)) - 1))
         del self._loose[run]
 
-    def _noted(self, run: Run, row: Sequence[int]) -> Sequence[int]:
-        """Note that the blocks of `row` are in `run`, up to the first that is in another; the first is in
-        none. One dict access a block, which is what a new row costs."""
-        where = self._where
-        found = list(map(where.setdefault, row, repeat(run)))
-        if found.count(run) == len(found):
-            return row
-        end = next(n for n, other in enumerate(found) if other is not run)
-        for block, other in zip(row[end:], found[end:], strict=True):
-            if other is run:
-                del where[block]
-        return row[:end]
-
-    def _part(self, run: Run, at: int) -> Run:
+    def _part(self, run: Run, at: int, loose: bool) -> Run:
         """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
-        just used is the head: it becomes the newest, the rest stays as cold as it is.)"""
+        just used is the head: it becomes the newest, the rest stays as cold as it is.) `loose`: all of its
+        blocks but the first may be entered later."""
         head = run.cut_off(at)
         self._heads.add(run.blocks[0])
         if run in self._loose:
             self._loose[head] = None
-            self._where[head.blocks[0]], self._where[run.blocks[0]] = head, run
+        elif loose:
+            self._parted.append(head)
+        if loose or run in self._loose:
+            self._where.put(head.blocks[:1], head)
+            self._where.put(run.blocks[:1], run)
         else:
-            self._where.update(dict.fromkeys(head.blocks, head))
+            self._where.put(head.blocks, head)
         self._runs[head] = None
         return head
 
@@ -564,16 +571,16 @@ class PrefixIndex:
 
     def _forget(self, run: Run, dead: Sequence[int]) -> None:
         """These were at its end."""
-        where, uses = self._where, self._uses
+        uses = self._uses
         self._blocks -= len(dead)
         if run.followed and not run.cut:
             run.cut = True
             self._adrift += run.followed
         if run not in self._loose:
-            for block in dead:
-                del where[block]
+            self._where.drop(dead)
         elif not run.blocks:
-            del where[dead[0]], self._loose[run]
+            self._where.drop(dead[:1])
+            del self._loose[run]
         if not run.blocks:
             self._heads.remove(dead[0])
             self._runs.pop(run, None)

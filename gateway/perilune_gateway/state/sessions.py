@@ -17,9 +17,10 @@ length that the tenant's prompts have, at most one per block of the prompt.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
+
+from msgspec import Struct
 
 from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.model import SessionView
@@ -28,8 +29,7 @@ _SORTING = 4
 """Going over a length costs as much as going over so many blocks."""
 
 
-@dataclass(slots=True)
-class Session:
+class Session(Struct, gc=False):
     """One session's state. Times are monotonic seconds."""
 
     key: SessionKey
@@ -145,7 +145,7 @@ class Sessions:
 
     def view(self, session: Session, now: float) -> SessionView:
         """The session as a policy sees it."""
-        parent = self.find(session.parent, now)
+        parent = self.find(session.parent, now) if session.parent else None
         return SessionView(
             session.key.session_id,
             session.host,
@@ -176,12 +176,16 @@ class Sessions:
         if session is None:
             self.free(key)
             session = self._sessions[key] = Session(key, parent=parent)
-        session.seen_at = now
-        self._sessions.move_to_end(key)
-        if session.host:
-            self._at[session.host].move_to_end(key)
-        self._expire(now)
+        self.use(session, now)
         return session
+
+    def use(self, session: Session, now: float) -> None:
+        """A session that was just found, as the most recently used."""
+        session.seen_at = now
+        self._sessions.move_to_end(session.key)
+        if session.host:
+            self._at[session.host].move_to_end(session.key)
+        self._expire(now)
 
     def bind(self, session: Session, host: str, now: float) -> None:
         """Bind to `host`; leaving another one is a move, and what that one held is forgotten."""
@@ -250,6 +254,7 @@ class Sessions:
             self._set_tail(session, 0, 0, fork=True)
             self._drop_prompt(session)
             self._leave(session)
+            session.ticket = -1  # whatever of it is still in flight binds it no more
 
     def _arrive(self, session: Session) -> None:
         if not session.host:
@@ -267,9 +272,10 @@ class Sessions:
 
     def _set_tail(self, session: Session, tail: int, tokens: int, *, fork: bool) -> None:
         """`fork`: a prompt ends there."""
-        for block in (session.tail, session.fork) if fork else (session.tail,):
-            if self._by_tail.get(block) is session and (fork or block != session.fork):
-                del self._by_tail[block]
+        if session.tail or session.fork:
+            for block in (session.tail, session.fork) if fork else (session.tail,):
+                if self._by_tail.get(block) is session and (fork or block != session.fork):
+                    del self._by_tail[block]
         session.tail, session.tail_tokens = tail, tokens
         if fork:
             session.fork, session.fork_tokens = tail, tokens

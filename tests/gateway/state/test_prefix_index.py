@@ -246,6 +246,28 @@ def test_the_coldest_go_first():
     assert it.find_matches(new, 3).device == {"1": 2}
 
 
+def test_prompts_that_part_inside_of_what_does_not_follow():
+    """An event put a prompt's beginning behind other blocks; a claim then parts them after it."""
+    it = index()
+    before, prompt = blocks.chain([1] * 3, 1, 0), blocks.chain([2] * 3, 1, 0)
+    it.stored("1", HOST, [*before, *prompt], 0)
+    it.speculate("2", [*before, prompt[0], 7], 0)
+    assert it.find_matches(prompt, 0).host == {"1": 3, "2": 1}
+    it.speculate("2", [*before, 8], 0)
+    it.speculate("2", prompt, 0)
+    assert it.find_matches(prompt, 0).device == {"2": 3}
+    check_books(it)
+
+
+def test_prompts_that_part_twice():
+    it = index()
+    it.stored("2", DEVICE, blocks.chain([5, 5, 5], 1, 0), 0, parent=FIRST)
+    it.speculate("1", blocks.chain([5, 5, 6], 1, 0), 0)
+    it.speculate("1", blocks.chain([5, 6], 1, 0), 0)
+    check_books(it)
+    assert it.find_matches(blocks.chain([5, 5, 5], 1, 0), 0).device == {"2": 3, "1": 2}
+
+
 def check_books(it: PrefixIndex) -> None:
     """What the index keeps beside its runs says the same as they do."""
     runs = list(it._runs)
@@ -254,7 +276,9 @@ def check_books(it: PrefixIndex) -> None:
     assert it._heads == {run.blocks[0] for run in runs}
     assert set(it._loose) <= set(runs)
     entered = {block: run for run in runs for block in (run.blocks[:1] if run in it._loose else run.blocks)}
-    assert it._where == entered
+    found = {block: it._where.get(block) for block in it._where}
+    assert all(found[run.blocks[0]] is run for run in runs)
+    assert found | {block: run for run in it._parted for block in run.blocks} == entered
     everything = [block for run in runs for block in run.blocks]
     assert len(everything) == len(set(everything)), "a block is in one run"
     assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)

@@ -149,8 +149,10 @@ class Connection:
         stream = self.streams.get(stream_id)
         if stream is None:
             return
-        self._forget(stream, size_bytes + PREFIX_BYTES)
-        self._give_credit(stream_id, stream)
+        stream.unhandled_bytes -= size_bytes + PREFIX_BYTES
+        self.buffered_bytes -= size_bytes + PREFIX_BYTES
+        if stream.window < MESSAGE_BYTES:
+            self._give_credit(stream_id, stream)
 
     def send(self, stream_id: int, payload: bytes) -> None:
         """One gRPC message; nothing where the stream is gone."""
@@ -161,11 +163,8 @@ class Connection:
             stream.answered = True
             self._out.append(frame(Type.HEADERS, END_HEADERS, stream_id, RESPONSE_HEADERS))
         size = len(payload) + PREFIX_BYTES
-        if (
-            stream.pending is None
-            and size <= self._peer_frame_bytes
-            and size <= stream.send_window
-            and size <= self._send_window
+        if stream.pending is None and size <= min(
+            self._peer_frame_bytes, stream.send_window, self._send_window
         ):
             stream.send_window -= size
             self._send_window -= size
@@ -411,8 +410,9 @@ class Connection:
         self._events.append(Reset(stream_id))
 
     def _remove(self, stream_id: int, stream: Stream) -> None:
-        self._unblock(stream_id, stream)
-        self._forget(stream, stream.unhandled_bytes)
+        if stream.pending is not None:
+            self._unblock(stream_id, stream)
+        self.buffered_bytes -= stream.unhandled_bytes
         del self.streams[stream_id]
 
     def _unblock(self, stream_id: int, stream: Stream) -> None:
@@ -420,10 +420,6 @@ class Connection:
             self.pending_bytes -= len(stream.pending)
             stream.pending = None
             del self._blocked[stream_id]
-
-    def _forget(self, stream: Stream, size_bytes: int) -> None:
-        stream.unhandled_bytes -= size_bytes
-        self.buffered_bytes -= size_bytes
 
     def _end(self, code: Code, why: str) -> None:
         self._out.append(frames.goaway(self._last_stream, code, why))

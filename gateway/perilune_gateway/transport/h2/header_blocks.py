@@ -11,6 +11,7 @@ from perilune_gateway.transport.h2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADER_BYTES,
+    PADDED,
     PRIORITY,
     Code,
     FrameError,
@@ -36,14 +37,14 @@ class HeaderBlocks:
 
     def begin(self, flags: int, stream: int, payload: bytes) -> str | None:
         """A HEADERS frame. The path, or None where the block goes on."""
-        block = unpadded(flags, payload)
+        block = unpadded(flags, payload) if flags & PADDED else payload
         if flags & PRIORITY:
             if len(block) < 5:
                 raise FrameError(Code.FRAME_SIZE_ERROR, "HEADERS without its priority")
             block = block[5:]
         self.stream, self.ends_stream = stream, bool(flags & END_STREAM)
         if flags & END_HEADERS:
-            return self._path(block)
+            return self._memo.get(block) or self._path(block)
         self._parts, self._bytes = [block], len(block)
         return None
 

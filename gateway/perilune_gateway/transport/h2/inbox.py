@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from struct import Struct
 
+import msgspec
+
 PREFIX = Struct(">BI")
 """Compressed or not, length."""
 PREFIX_BYTES = PREFIX.size
@@ -28,18 +30,16 @@ class TooLongError(MessageError):
     """A message beyond the limit."""
 
 
-class Inbox:
+class Inbox(msgspec.Struct, gc=False):
     """What has arrived of one stream and is no whole message yet."""
 
-    __slots__ = ("_in_message", "_max_bytes", "_parts", "_wanted_bytes", "missing_bytes")
-
-    def __init__(self, max_message_bytes: int) -> None:
-        self.missing_bytes = PREFIX_BYTES
-        """Until the prefix, or the message, that is arriving is whole."""
-        self._max_bytes = max_message_bytes
-        self._parts: list[bytes] = []
-        self._wanted_bytes = PREFIX_BYTES
-        self._in_message = False  # its prefix has arrived
+    max_message_bytes: int
+    missing_bytes: int = PREFIX_BYTES
+    """Until the prefix, or the message, that is arriving is whole."""
+    _wanted_bytes: int = PREFIX_BYTES
+    _in_message: bool = False
+    """Its prefix has arrived."""
+    _parts: list[bytes] = []
 
     @property
     def empty(self) -> bool:
@@ -58,6 +58,10 @@ class Inbox:
             self.missing_bytes = missing
             self._keep(data[start:stop])
             return ()
+        if not self._parts and not self._in_message:  # mostly one message is one piece
+            compressed, size = PREFIX.unpack_from(data, start)
+            if size == -missing <= self.max_message_bytes and not compressed:
+                return (data[start + PREFIX_BYTES : stop],)
         if self._parts:
             data, self._parts = b"".join((*self._parts, data[start:stop])), []
             start, stop = 0, len(data)
@@ -71,7 +75,7 @@ class Inbox:
             compressed, wanted = PREFIX.unpack_from(data, start)
             if compressed:
                 raise CompressedError("compressed messages are not taken")
-            if wanted > self._max_bytes:
+            if wanted > self.max_message_bytes:
                 raise TooLongError(f"a message of {wanted} bytes")
             self._in_message, start = True, start + PREFIX_BYTES
         self._wanted_bytes, self.missing_bytes = wanted, wanted - (stop - start)

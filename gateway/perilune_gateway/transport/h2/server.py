@@ -108,14 +108,13 @@ class Link(asyncio.Protocol):
     """One connection."""
 
     def __init__(self, server: H2Server) -> None:
-        self._server = server
-        self._connection = Connection()
+        self.server = server
+        self._connection = connection = Connection()
         self._calls: dict[int, Call] = {}
         self._transport: asyncio.Transport | None = None
-
-    @property
-    def server(self) -> H2Server:
-        return self._server
+        # for calls; `flush` comes after them
+        self.send = connection.send
+        self.handled = connection.handled
 
     @property
     def calls(self) -> int:
@@ -129,8 +128,8 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._server.links.add(self)
-        if self._server.draining:
+        self.server.links.add(self)
+        if self.server.draining:
             self.drain()
         self.flush()
 
@@ -154,16 +153,10 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._close_calls()
-        self._server.links.discard(self)
-        self._server.changed.set()
+        self.server.links.discard(self)
+        self.server.changed.set()
 
     # What calls call.
-
-    def send(self, stream: int, raw: bytes) -> None:
-        self._connection.send(stream, raw)
-
-    def handled(self, stream: int, size_bytes: int) -> None:
-        self._connection.handled(stream, size_bytes)
 
     def finish(self, stream: int, status: Status = Status.OK, message: str = "") -> None:
         """End the stream from our side."""
@@ -189,8 +182,8 @@ class Link(asyncio.Protocol):
         elif out and transport.get_write_buffer_size() > UNTAKEN_BYTES:
             log.warning("connection_stuck untaken_bytes=%d", transport.get_write_buffer_size())
             transport.abort()
-        if self._server.draining and connection.quiet:
-            self._server.changed.set()
+        if self.server.draining and connection.quiet:
+            self.server.changed.set()
 
     # What the server calls.
 
@@ -234,7 +227,8 @@ class ExtProc:
 
     def message(self, raw: bytes) -> None:
         if self._waiting is None:
-            self._handle(raw)
+            self._carry_out(self._stream.receive(raw))
+            self._link.handled(self._number, len(raw))
         elif self._inbox is None:
             self._inbox = deque((raw,))
         else:
@@ -249,10 +243,6 @@ class ExtProc:
         if self._waiting is not None:
             self._waiting.cancel()
         self._stream.closed()
-
-    def _handle(self, raw: bytes) -> None:
-        self._carry_out(self._stream.receive(raw))
-        self._link.handled(self._number, len(raw))
 
     def _carry_out(self, step: Step) -> None:
         for message in step.messages:
@@ -270,7 +260,7 @@ class ExtProc:
         self._waiting = None
         self._carry_out(step)
         while self._inbox and self._waiting is None:
-            self._handle(self._inbox.popleft())
+            self.message(self._inbox.popleft())
         if self._ended and self._waiting is None:
             self._link.finish(self._number)
         self._link.flush()
