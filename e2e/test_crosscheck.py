@@ -3,7 +3,8 @@
     .venv/bin/python -m pytest e2e/test_crosscheck.py -m e2e -s
 
 Three minutes of real time. On a machine that is busy with other things a difference proves nothing: skipped,
-with the reason. `dynamo` is not among the policies: its live TTFT p90 differs by a quarter from run to run.
+with the reason. `dynamo` is not among the policies: its TTFT p90 differs by a quarter from play to play, and
+over four it agrees (`perilune crosscheck --policies dynamo --plays 4`; docs/benchmarks.md).
 """
 
 import sys

@@ -5,8 +5,8 @@
 
 The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
 decide which endpoint a turn meets, so no two live runs are equal: simulated figures are means over plays
-whose think times are up to 10 ms longer, with their standard deviation. The live run is one play: of its hit
-rate's difference, two of those count as chance.
+whose think times are up to 10 ms longer, with their standard deviation. The live run is one play, or the few
+of `--plays`: of its hit rate's difference, two standard deviations of such a mean count as chance.
 
 Live times are wall times: a machine that has other things to do makes them longer. How long our processes
 waited for a CPU is measured (Linux's schedstat), and said; a verdict of a busy machine is none.
@@ -39,6 +39,7 @@ _EPILOG = """\
 examples:
   perilune crosscheck
   perilune crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
+  perilune crosscheck --policies dynamo --plays 4
 """
 
 
@@ -98,7 +99,14 @@ def parse(argv: Sequence[str]) -> Options:
         help="sessions/s and endpoint [%(default)s]",
     )
     add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
+    add(
+        "--plays",
+        type=count,
+        default=default.plays,
+        metavar="N",
+        help="live ones of each policy, taken together: single plays differ [%(default)s]",
+    )
     add("--json", type=output, metavar="FILE", help="write both reports of each policy")
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
-    return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.json)
+    return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.plays, args.json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from math import inf
+from math import inf, sqrt
 
 import msgspec
 from rich.table import Table
@@ -15,7 +15,7 @@ from perilune_lab.shares import as_percent
 TTFT_WITHIN = 0.20
 APC_WITHIN = 0.02
 CHANCE = 2.0
-"""Standard deviations of single plays: a live run is one, and may be so far from their mean by chance."""
+"""Standard deviations: a live play, or the mean of some, may be so far from the simulated mean by chance."""
 TIE = 0.10
 """Policies whose TTFT p90 differ by less are not in an order."""
 WAITED = 0.25
@@ -40,6 +40,8 @@ class Pair(msgspec.Struct, frozen=True):
     simulated: Simulated
     waited_s: float
     """Our processes for a CPU, per live request."""
+    plays: int = 1
+    """Live ones, taken together."""
 
     @property
     def policy(self) -> str:
@@ -57,8 +59,8 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def apc_beyond_chance(self) -> float:
-        """What of `apc_off` one live run's chance does not account for, ≥ 0."""
-        return max(0.0, abs(self.apc_off) - CHANCE * self.simulated.apc_spread)
+        """What of `apc_off` the chance of the live plays does not account for, ≥ 0."""
+        return max(0.0, abs(self.apc_off) - CHANCE * self.simulated.apc_spread / sqrt(self.plays))
 
     @property
     def agrees(self) -> bool:
@@ -130,8 +132,8 @@ def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
         ),
         (
             apc.apc_beyond_chance <= APC_WITHIN,
-            f"hit rate within {APC_WITHIN * 100:.0f} points, {CHANCE:.0f} standard deviations of single plays"
-            f" aside: largest difference {apc.apc_off * 100:+.1f} ± {apc.simulated.apc_spread * 100:.1f}"
+            f"hit rate within {APC_WITHIN * 100:.0f} points, {CHANCE:.0f} standard deviations aside:"
+            f" largest difference {apc.apc_off * 100:+.1f} ± {apc.simulated.apc_spread * 100:.1f}"
             f" ({apc.policy})",
         ),
         (not wrong, f"the same order of policies: swapped {order} (closer than {TIE:.0%} is a tie)"),

@@ -1,7 +1,7 @@
 """Plays the workload both ways, policy by policy.
 
 Live: one stack, engines at their own speed; each request names the policy in a header, and sessions and texts
-are renamed, so that no policy finds the caches of the one before. Simulated: the same engine model, beliefs
+are renamed, so that no play finds the caches of the one before. Simulated: the same engine model, beliefs
 that start right; engines do not pull KV from each other, as the live ones cannot.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from perilune_api import names, pool
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import report
-from perilune_lab.client import Load, Words, run_load
+from perilune_lab.client import Load, Result, Words, run_load
 from perilune_lab.crosscheck.compare import Pair, Simulated, p90_s
 from perilune_lab.crosscheck.workload import Options, jittered, renamed
 from perilune_lab.quantiles import mean
@@ -33,11 +33,11 @@ from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.simulation import Fleet, simulate
 from perilune_lab.simulator.workload import prepare
 from perilune_lab.stack import EngineOptions, Stack
-from perilune_lab.traces.model import Mode
+from perilune_lab.traces.model import Mode, Session
 from perilune_lab.vocabulary import Vocabulary
 
-PLAYS = 16
-"""Simulations of each policy."""
+SIMULATED = 16
+"""Plays of each policy."""
 
 
 class Crosscheck:
@@ -54,7 +54,7 @@ class Crosscheck:
         o = self.options
         self.err.print(
             f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
-            f" {len(o.policies)} policies; about {len(o.policies) * (o.seconds + 3) + 20:.0f} s",
+            f" {len(o.policies)} policies; about {len(o.policies) * o.plays * (o.seconds + 3) + 20:.0f} s",
             highlight=False,
         )
         engines = EngineOptions(kv_tokens=o.kv_tokens, context_tokens=o.context_tokens)
@@ -62,7 +62,8 @@ class Crosscheck:
         async with Stack(o.endpoints, engines, pool.Routing(allow_policy_header=True)) as stack:
             for policy in o.policies:
                 live, waited_s = await self._live(stack, policy)
-                pairs.append(Pair(live, await asyncio.to_thread(self._simulated, policy), waited_s))
+                simulated = await asyncio.to_thread(self._simulated, policy)
+                pairs.append(Pair(live, simulated, waited_s, o.plays))
                 self.err.print(
                     f"{policy}: {live.succeeded} of {live.requests} requests live, each waited"
                     f" {waited_s * 1e3:.1f} ms for a CPU",
@@ -71,20 +72,27 @@ class Crosscheck:
         return pairs
 
     async def _live(self, stack: Stack, policy: str) -> tuple[Run, float]:
-        trace = renamed(self.trace, f"{policy}/")
-        load = Load(stack.url, stack.options.model, trace.style, headers=((names.POLICY_HEADER, policy),))
+        named = ((names.POLICY_HEADER, policy),)
+        load = Load(stack.url, stack.options.model, self.trace.style, headers=named)
         pids = [os.getpid(), *(child.pid for child in stack.children.values())]
         before_s = _waited_s(pids)
-        results = await run_load(trace.sessions, load, self.words)
+        sessions: list[Session] = []
+        results: list[Result] = []
+        for play in range(self.options.plays):
+            again = renamed(self.trace, f"{policy}/{play}/").sessions
+            results += await run_load(again, load, self.words)
+            sessions += again
         waited_s = (_waited_s(pids) - before_s) / len(results)
-        measured = report.Measured(policy, results, trace.sessions, Mode.THINKTIME, engine=H20_30B)
+        measured = report.Measured(
+            policy, results, sessions, Mode.THINKTIME, complete=self.options.plays == 1, engine=H20_30B
+        )
         return report.run(measured), waited_s
 
     def _simulated(self, policy: str) -> Simulated:
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
         runs = []
-        for play in range(PLAYS):
+        for play in range(SIMULATED):
             workload = prepare(jittered(self.trace, Random(play)), hardware.engine)
             outcome = simulate(
                 workload,

@@ -29,6 +29,8 @@ class Options:
     rate: float = 0.5
     """Sessions per second and endpoint."""
     seed: int = 1
+    plays: int = 1
+    """Live, of each policy."""
     json: Path | None = None
     kv_tokens: int = 100_000
     context_tokens: int = 32_768

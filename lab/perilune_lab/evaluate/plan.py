@@ -39,6 +39,7 @@ ZIPF_ALPHAS = (0.0, 0.3, 0.6, 0.9)
 KV_TOKENS = (70_400, 140_800, 281_600, 563_200)
 T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+LEAST_GAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 GAPS_S = (0.0, None, 30.0)
 """Of the chatbot control; None: as recorded."""
 GAP_LOADS = ("R/2", "R")
@@ -140,12 +141,20 @@ def t_hot(at_r: World) -> list[Point]:
     return [Point(world(at_r), t_hot_arm(tokens)) for tokens in T_HOT_TOKENS]
 
 
-def t_cool_arm(policy: str, seconds: float) -> Arm:
-    return Arm(policy, PolicyParams(cooldown_seconds=seconds))
+def t_cool_arm(seconds: float) -> Arm:
+    return Arm("ear", PolicyParams(cooldown_seconds=seconds))
 
 
 def t_cool(at_r: World) -> list[Point]:
-    return [Point(world(at_r), t_cool_arm(p, s)) for s in T_COOL_S for p in ("ear", "perilune")]
+    return [Point(world(at_r), t_cool_arm(seconds)) for seconds in T_COOL_S]
+
+
+def least_gain_arm(seconds: float) -> Arm:
+    return Arm("perilune", PolicyParams(least_gain_seconds=seconds))
+
+
+def least_gain(at_r: World) -> list[Point]:
+    return [Point(world(at_r), least_gain_arm(seconds)) for seconds in LEAST_GAIN_S]
 
 
 def coupling(at_r: World) -> list[Point]:
@@ -198,6 +207,7 @@ STUDIES: Mapping[str, Study] = {
     "kv_pool": Study(kv_pool),
     "t_hot": Study(t_hot),
     "t_cool": Study(t_cool),
+    "least_gain": Study(least_gain),
     "coupling": Study(coupling),
     "gaps": Study(gaps),
     "conductor": Study(conductor),
@@ -214,7 +224,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "f6": ("matrix", "overload"),
     "f7": ("ablation", "overload"),
     "f8": ("coupling",),
-    "f9": ("matrix", "overload", "zipf", "kv_pool", "t_hot", "t_cool"),
+    "f9": ("matrix", "overload", "zipf", "kv_pool", "t_hot", "t_cool", "least_gain"),
     "f10": (),
     "bars": ("matrix", "stores", "links", CAPACITY),
     "tables": (
@@ -224,6 +234,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "ablation",
         "t_hot",
         "t_cool",
+        "least_gain",
         "coupling",
         "gaps",
         "conductor",

@@ -1,4 +1,4 @@
-"""Which T_hot and T_cool to take, from sweeps at R: the default unless another is surely better.
+"""Which T_hot, T_cool and least gain to take, from sweeps at R: the default unless another is surely better.
 
 Surely: more than 5 % better on the mean, over at least 8 seeds, and the interval of the paired ratio leaves
 out 1. The best of six values on few seeds is mostly luck.
@@ -51,7 +51,6 @@ class Choice(NamedTuple):
 
 def choices(f: Findings) -> list[Choice]:
     f, w, defaults = f.side, plan.world(f.at_r), PolicyParams()
-    cooldown_s = defaults.cooldown_seconds
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
         (
             "ear: T_hot, tokens",
@@ -59,8 +58,8 @@ def choices(f: Findings) -> list[Choice]:
             plan.T_HOT_TOKENS,
             lambda tokens: plan.t_hot_arm(int(tokens)),
         ),
-        ("ear: T_cool, s", cooldown_s, plan.T_COOL_S, lambda s: plan.t_cool_arm("ear", s)),
-        ("perilune: T_cool, s", cooldown_s, plan.T_COOL_S, lambda s: plan.t_cool_arm("perilune", s)),
+        ("ear: T_cool, s", defaults.cooldown_seconds, plan.T_COOL_S, plan.t_cool_arm),
+        ("perilune: least gain, s", defaults.least_gain_seconds, plan.LEAST_GAIN_S, plan.least_gain_arm),
     ]
     found = []
     for name, default, values, arm in sweeps:
@@ -79,4 +78,4 @@ def thresholds(f: Findings) -> Table:
     for choice in choices(f):
         swept = ", ".join(f"{number(v)}: {seconds(e.value)}" for v, e in choice.values)
         rows.append((choice.name, number(choice.chosen), choice.reason, swept))
-    return Table("T_hot and T_cool", ("parameter", "chosen", "reason", "TTFT p90 at R"), rows)
+    return Table("T_hot, T_cool and least gain", ("parameter", "chosen", "reason", "TTFT p90 at R"), rows)

@@ -23,10 +23,11 @@ def pair(
     off: float = 0.0,
     spread: float = 0.0,
     waited_s: float = 0.0,
+    plays: int = 1,
 ) -> Pair:
     times = Quantiles(live_s, live_s, live_s, live_s, live_s)
     live = Run(policy, 10, 10, 0, 1.0, apc=apc, ttft_s=times)
-    return Pair(live, Simulated(simulated_s, simulated_s, 0.0, apc + off, spread), waited_s)
+    return Pair(live, Simulated(simulated_s, simulated_s, 0.0, apc + off, spread), waited_s, plays)
 
 
 ROBIN = pair("round_robin", 2.0, 2.2)
@@ -44,6 +45,11 @@ ROBIN = pair("round_robin", 2.0, 2.2)
         ),
         pytest.param(
             [ROBIN, pair("ear", 1.0, 1.0, off=0.031, spread=0.005)], [True, False, True], id="no chance"
+        ),
+        pytest.param(
+            [ROBIN, pair("ear", 1.0, 1.0, off=-0.026, spread=0.005, plays=4)],
+            [True, False, True],
+            id="less chance in the mean of four plays",
         ),
         pytest.param([ROBIN, pair("ear", 2.3, 1.95)], [True, True, False], id="other order"),
         pytest.param([ROBIN, pair("ear", 2.1, 1.95)], [True, True, True], id="a tie has no order"),

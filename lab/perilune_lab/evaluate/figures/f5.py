@@ -64,7 +64,7 @@ def parts(arm: Arm, world: World) -> list[tuple[str, list[str]]]:
         ("load and costs in seconds", ["queues, links, learned speeds"]),
         (
             "migration",
-            [f"T_cool {p.cooldown_seconds:g} s, gain > {p.least_gain_seconds:g} s"],
+            [f"gain > {p.least_gain_seconds:g} s and its fetch"],
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""f9: sensitivity of TTFT p90 and APC to rate, skew, KV pool, T_hot and T_cool."""
+"""f9: sensitivity of TTFT p90 and APC to rate, skew, KV pool, T_hot, T_cool and least gain."""
 
 from __future__ import annotations
 
@@ -46,10 +46,16 @@ def _sweeps(f: Findings) -> list[_Sweep]:
             lambda x, arm: Point(w, plan.t_hot_arm(int(x))),
         ),
         _Sweep(
-            "T_cool, s",
+            "T_cool of ear, s",
             {s: f"{s:g}" for s in plan.T_COOL_S},
-            [Arm("ear"), Arm("perilune")],
-            lambda x, arm: Point(w, plan.t_cool_arm(arm.policy, x)),
+            [Arm("ear")],
+            lambda x, arm: Point(w, plan.t_cool_arm(x)),
+        ),
+        _Sweep(
+            "least gain of perilune, s",
+            {s: f"{s:g}" for s in plan.LEAST_GAIN_S},
+            [Arm("perilune")],
+            lambda x, arm: Point(w, plan.least_gain_arm(x)),
         ),
     ]
 
@@ -57,7 +63,7 @@ def _sweeps(f: Findings) -> list[_Sweep]:
 def _draw(context: Context) -> Drawn:
     f = context.findings.side
     sweeps = _sweeps(f)
-    figure = canvas(15, 5.6)
+    figure = canvas(18, 5.6)
     panels = figure.subplots(2, len(sweeps), sharex="col", sharey="row")
     rows = []
     for column, sweep in enumerate(sweeps):
