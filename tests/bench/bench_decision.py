@@ -1,14 +1,17 @@
 """What a decision costs without tokenization: 64 endpoints, an exact index, prompts of 33,600 tokens.
 
-240 sessions with a common system prompt take turns of 600 new tokens; engines announce what they prefill, so
-about 0.5 million blocks are known. A decision is `router.on_tokens`: hash, index, policy, record. CPU time of
-its thread; of some rounds the one with the best median counts. *During ingest* another engine's batches, of
-100 blocks each, are applied between the decisions, so that they find the caches as ingest leaves them. The
-garbage collector looks between decisions, as it does between turns of the gateway's event loop.
+240 sessions with a common system prompt take turns of 600 new tokens; engines announce what they prefill,
+over half a million blocks. A decision is `router.on_tokens`: hash, index, policy, record. CPU time of its
+thread; of some rounds the one with the best median counts. *During ingest*, in later rounds, when prompts are
+longer, another engine's batches, of 100 blocks each, are decoded and applied before every other decision, so
+that it finds the caches as ingest leaves them. Both kinds meet the same machine; the median of the rounds'
+ratios counts. (Making the batches is the engine's work, so they are made before.) The garbage collector looks
+between decisions, as it does between turns of the gateway's event loop.
 """
 
 import gc
 from collections import defaultdict
+from itertools import cycle, islice
 from statistics import median
 from time import thread_time
 
@@ -23,7 +26,7 @@ from perilune_gateway.feeds.kv_events import decode
 from perilune_gateway.model import Outcome, RequestHead, Routed
 from perilune_gateway.state.engine_blocks import EngineBlocks
 
-ROUNDS, TURNS, COLD = 3, 400, 60
+ROUNDS, TURNS, COLD = 5, 400, 60
 BATCHES = 4
 """Applied between two decisions during ingest."""
 
@@ -70,22 +73,24 @@ def turns_by_headers(rig: Rig, count: int) -> list[float]:
     return took
 
 
-def ingest(rig: Rig):
-    """A function that applies some batches of an endpoint that is not asked about."""
-    names = EngineBlocks(rig.index, BLOCK, store=False)
-    ids = iter(range(1, 1 << 40, 1_000))
+def batch(rig: Rig) -> bytes:
+    """An engine's announcement of 100 blocks that begin a prompt."""
+    hashes, tokens = [rig.dice.getrandbits(64) for _ in range(100)], rig._tokens(100 * BLOCK)
+    event = {"type": "BlockStored", "block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK}
+    return msgspec.msgpack.encode([0.0, [event], 0])
 
-    def batches() -> None:
-        for _ in range(BATCHES):
-            first = next(ids)
-            hashes, tokens = list(range(first, first + 100)), rig._tokens(100 * BLOCK)
-            event = {
-                "type": "BlockStored", "block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK
-            }  # fmt: skip
-            for stored in decode(msgspec.msgpack.encode([0.0, [event], 0])).events:
-                names.apply(rig.addresses[0], stored, rig.now)
 
-    return batches
+def ingest(rig: Rig, names: EngineBlocks):
+    """A function that applies some batches of an endpoint that is not asked about before every other turn."""
+    payloads = iter([batch(rig) for _ in range(TURNS * BATCHES)])
+    before = cycle((0, BATCHES))
+
+    def apply() -> None:
+        for payload in islice(payloads, next(before)):
+            for event in decode(payload).events:
+                names.apply(rig.addresses[0], event, rig.now)
+
+    return apply
 
 
 @pytest.mark.bench
@@ -95,13 +100,14 @@ def test_decision(request):
     thresholds = gc.get_threshold()
     collector.calm(collector.UNASKED)
     try:
-        batches = ingest(rig)
+        names = EngineBlocks(rig.index, BLOCK, store=False)
         looked: list[float] = []
-        rounds = [(turns(rig, TURNS), turns(rig, TURNS, batches, looked)) for _ in range(ROUNDS)]
-        steps = defaultdict(list)
+        alone = [turns(rig, TURNS) for _ in range(ROUNDS)]
+        known, steps = len(rig.index), defaultdict(list)
         for record in rig.router.decisions.query(n=TURNS):
             for step, us in record.timings_us.items():
                 steps[str(step)].append(us)
+        mixed = [turns(rig, 2 * TURNS, ingest(rig, names), looked) for _ in range(ROUNDS)]
         headers = min((turns_by_headers(rig, TURNS) for _ in range(ROUNDS)), key=median)
         cold = []
         for n in range(COLD):
@@ -114,14 +120,13 @@ def test_decision(request):
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
-    alone = min((took for took, _ in rounds), key=median)
-    during = min((took for _, took in rounds), key=median)
-    p99 = min(quantile(took, 0.99) for took, _ in rounds)
-    p99_during = min(quantile(took, 0.99) for _, took in rounds)
+    best = min(alone, key=median)
+    during = min((took[1::2] for took in mixed), key=median)
+    slower = median(quantile(took[1::2], 0.99) / quantile(took[::2], 0.99) for took in mixed)
     found = [
-        Bar("decision, p50", quantile(alone, 0.5), 0.2, "ms"),
-        Bar("decision, p99", p99, 1.0, "ms"),
-        Bar("decision's p99 during ingest / without", p99_during / p99, 1.1, "×"),
+        Bar("decision, p50", quantile(best, 0.5), 0.2, "ms"),
+        Bar("decision, p99", min(quantile(took, 0.99) for took in alone), 1.0, "ms"),
+        Bar("decision's p99 during ingest / without", slower, 1.1, "×"),
     ]
     parts = ", ".join(f"{name} {median(us):.0f}" for name, us in steps.items() if name != "tokenize")
     bars.publish(
@@ -129,7 +134,7 @@ def test_decision(request):
         "decision",
         f"""## Decision
 
-{bars.machine()}. 64 endpoints, {len(rig.index):,} blocks known, prompts of 33,600 tokens and more
+{bars.machine()}. 64 endpoints, {known:,} blocks known, prompts of 33,600 tokens and more
 (2,100 blocks of 16), a turn adds 600; without tokenization, CPU time. {ROUNDS} rounds of {TURNS} decisions,
 the best one.
 
@@ -142,4 +147,4 @@ A known session's turn, by its headers alone: p50
 anything: p50 {quantile(cold, 0.5):.2f} ms, p99 {quantile(cold, 0.99):.2f} ms.
 """,
     )
-    assert len(alone) == TURNS
+    assert len(best) == TURNS
