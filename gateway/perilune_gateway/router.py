@@ -157,7 +157,8 @@ class Router:
                     spec.topology.place(e.node),
                     e.events,
                     e.replay,
-                    draining=e.draining,
+                    e.ready,
+                    e.draining,
                 )
                 for e in spec.endpoints
             ],

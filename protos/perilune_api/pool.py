@@ -349,6 +349,8 @@ class EndpointSpec(_Struct, frozen=True):
     """ZMQ addresses that replay missed events, in the order of `events`."""
     draining: bool = False
     """Known sessions finish here, new ones go elsewhere."""
+    ready: bool = True
+    """False: what it holds stays known, and nobody is sent there."""
 
 
 class Spec(_Struct, frozen=True):

@@ -419,6 +419,15 @@ def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other(rig: Rig) -> 
     assert rig.route(range(100, 120)).destinations[0] != host
 
 
+def test_an_endpoint_that_is_not_ready_for_a_while_keeps_what_it_holds(rig: Rig) -> None:
+    rig.stored(A, range(20))
+    rig.router.configure(pool(endpoints=[EndpointSpec(A, events=(f"tcp://{A}",), ready=False), B]))
+    assert rig.route(range(20)).destinations == (B,)
+    rig.router.configure(pool(endpoints=[A, B]))
+    record = rig.record(rig.route(range(20)))
+    assert {c.address: c.overlap.device_tokens for c in record.candidates}[A] == 16
+
+
 def test_prefill_only_endpoints_are_left_out() -> None:
     rig = Rig(pool(endpoints=[EndpointSpec(A, role=Role.PREFILL), EndpointSpec(B)]))
     assert rig.route().destinations == (B,)

@@ -1,12 +1,17 @@
 """The pool from the Kubernetes API: the operator's ConfigMap, and the pool's pods as endpoints.
 
     ConfigMap NAME-gateway, key pool.yaml ─▶ model, engine, routing, topology ─┐
-    pods labelled perilune.dev/pool=NAME ──▶ ready and not terminating ────────┴▶ Pool ─▶ on_pool
+    pods labelled perilune.dev/pool=NAME ──▶ started and not terminating ──────┴▶ Pool ─▶ on_pool
 
 Both are watched, so a change is in force as soon as the API server says it; a mounted ConfigMap would lag by
 up to a minute. A pod leaves the moment that its deletion is asked for: Envoy obeys a pick of a terminating
-pod. While the API server is away the last pool stays. A document that cannot be taken (a bad one, or a change
-that needs a restart) leaves the old one in force, with the pods of now.
+pod. One that is not ready for a while keeps its KV cache, so it stays known and is not chosen. While the API
+server is away the last pool stays. A document that cannot be taken (a bad one, or a change that needs a
+restart) leaves the old one in force, with the pods of now.
+
+When most of those that have started are not ready, all are chosen from: rather than that, whoever says so is
+cut off. (A control plane that comes back late holds every node for lost and every pod for unready.) An engine
+that is really dead is found so by the first connection that fails.
 
 Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods. It writes nothing; what the
 operator is told of draining pods, drained.py writes.
@@ -30,11 +35,13 @@ FIRST_S = 0.5
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """None: not to be chosen: it has no address, is not ready, or is leaving."""
+    """None: it has no address, has not started, or is leaving."""
     meta, status = pod["metadata"], pod.get("status", {})
     ip = status.get("podIP", "")
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
-    if not (ip and ready) or "deletionTimestamp" in meta:
+    containers = status.get("containerStatuses") or ()
+    started = bool(containers) and all(c.get("started") for c in containers)
+    if not (ip and (ready or started)) or "deletionTimestamp" in meta:
         return None
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
@@ -48,12 +55,15 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         (f"tcp://{host}:{port}",) if known else (),
         (f"tcp://{host}:{int(port) + 1}",) if known else (),
         names.DRAINING in annotations,
+        ready,
     )
 
 
 def with_pods(document: Pool, pods: Iterable[Object]) -> Pool:
     """The document with these pods as its endpoints; nodes that it does not know are far from everything."""
     endpoints = tuple(sorted(filter(None, map(endpoint, pods)), key=lambda e: e.address))
+    if 2 * sum(e.ready for e in endpoints) < len(endpoints):
+        endpoints = tuple(msgspec.structs.replace(e, ready=True) for e in endpoints)
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
     spec = msgspec.structs.replace(
@@ -144,7 +154,8 @@ class KubernetesPool:
         except SpecError as error:
             self._refuse(str(error))
             return False
-        log.info("pool taken endpoints=%d", len(pool.spec.endpoints))
+        endpoints = pool.spec.endpoints
+        log.info("pool taken endpoints=%d ready=%d", len(endpoints), sum(e.ready for e in endpoints))
         self.current = pool
         return True
 

@@ -28,11 +28,18 @@ from perilune_gateway.feeds.kubernetes import KubernetesPool, endpoint, with_pod
 Object = dict[str, Any]
 
 
-def pod(name: str = "a", ip: str = "10.0.0.1", ready: bool = True, **meta: object) -> Object:
+def pod(
+    name: str = "a", ip: str = "10.0.0.1", ready: bool = True, started: bool | None = None, **meta: object
+) -> Object:
+    containers = [{"name": "engine", "started": started}] if started is not None else []
     return {
         "metadata": {"name": name, "namespace": "ns", "resourceVersion": "1", **meta},
         "spec": {"nodeName": "n1"},
-        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True" if ready else "False"}]},
+        "status": {
+            "podIP": ip,
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": containers,
+        },
     }
 
 
@@ -47,6 +54,12 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
     [
         pytest.param(pod(), EndpointSpec("10.0.0.1:8000", node="n1"), id="ready"),
         pytest.param(pod(ready=False), None, id="not ready"),
+        pytest.param(pod(ready=False, started=False), None, id="starting"),
+        pytest.param(
+            pod(ready=False, started=True),
+            EndpointSpec("10.0.0.1:8000", node="n1", ready=False),
+            id="not ready any more",
+        ),
         pytest.param(pod(ip=""), None, id="no address yet"),
         pytest.param(pod(deletionTimestamp="2026-01-01T00:00:00Z"), None, id="terminating, though ready"),
         pytest.param(
@@ -71,6 +84,21 @@ def test_a_pod_is_an_endpoint(given: Object, expected: EndpointSpec | None) -> N
 def test_a_node_that_the_document_does_not_know_has_a_place_of_its_own() -> None:
     pool = with_pods(document(nodes={"n2": NodePlace("r1")}), [pod()])
     assert pool.spec.topology.nodes == {"n1": NodePlace(), "n2": NodePlace("r1")}
+
+
+@pytest.mark.parametrize(
+    ("ready", "chosen"),
+    [
+        pytest.param([True, True, True, False], [True, True, True, False], id="one is not"),
+        pytest.param([True, False], [True, False], id="half are"),
+        pytest.param([True, False, False], [True, True, True], id="fewer than half are"),
+        pytest.param([False], [True], id="none is"),
+    ],
+)
+def test_when_most_are_not_ready_all_are_chosen_from(ready: list[bool], chosen: list[bool]) -> None:
+    pods = [pod(f"p{i}", f"10.0.0.{i + 1}", said, started=True) for i, said in enumerate(ready)]
+    starting = pod("new", "10.0.0.9", ready=False, started=False)
+    assert [e.ready for e in with_pods(document(), [*pods, starting]).spec.endpoints] == chosen
 
 
 class Api:
