@@ -1,5 +1,6 @@
 """A pool as a user has it: chart, `kubectl apply`, requests answered; scaled, rolled, robbed, deleted."""
 
+import json
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 
 from testbed import envoy_gateway, perilune
 from testbed.http import Client, eventually, under_load
-from testbed.pool import LivePool, address
+from testbed.pool import LivePool, address, is_ready
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -164,6 +165,22 @@ def test_a_restarted_api_server_disturbs_no_request(pool, cluster):
         pool.becomes(3)
         pool.scale(2)
         pool.becomes(2)
+    assert load.failures == []
+
+
+def test_engines_that_are_all_said_to_be_unready_disturb_no_request(pool, kube, cluster):
+    """As a control plane says that lost sight of its nodes; all of them serve."""
+    unready = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+    with under_load(pool.client, sessions=4) as load:
+        load.goes_on()
+        with cluster.paused("kubelet"):  # or it corrects that at once
+            for pod in pool.pods():
+                names = pod["metadata"]["name"], "-n", pod["metadata"]["namespace"]
+                kube.ctl("patch", "pod", *names, "--subresource=status", "-p", json.dumps(unready))
+            assert not any(map(is_ready, pool.pods()))
+            load.goes_on(50)
+        pool.becomes(2)
+        load.goes_on()
     assert load.failures == []
 
 

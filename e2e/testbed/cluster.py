@@ -119,12 +119,28 @@ class Cluster:
     def kill(self, program: str) -> None:
         """kill -9 of every process of this name, on whatever machine; returns when they have ended. A kubelet
         starts again what it looks after."""
-        pids = [pid for pid in cgroups.processes(self.name) if _program(pid) == program[:15]]
-        if not pids:
-            raise ClusterError(f"no {program} runs in cluster {self.name!r}")
+        pids = self._pids(program)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         until(lambda: not any(map(_runs, pids)), f"{program} has ended", timeout_s=10)
+
+    @contextmanager
+    def paused(self, program: str) -> Iterator[None]:
+        """SIGSTOP of every process of this name, on whatever machine, and SIGCONT at the end."""
+        pids = self._pids(program)
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+    def _pids(self, program: str) -> list[int]:
+        pids = [pid for pid in cgroups.processes(self.name) if _program(pid) == program[:15]]
+        if not pids:
+            raise ClusterError(f"no {program} runs in cluster {self.name!r}")
+        return pids
 
     def load(self, archive: Path) -> None:
         """Imports an image into every node."""

@@ -1,7 +1,7 @@
 """The control plane, in the machine `control`: etcd, API server, controller manager, scheduler, CoreDNS.
 
 Certificates as a real cluster has them: kubelets are `system:node:…`, so the Node authorizer decides what
-they may read. Dead nodes are noticed fast (12 s instead of 40 s), everything else is Kubernetes' default.
+they may read. Dead nodes are noticed fast (20 s instead of 50 s), everything else is Kubernetes' default.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from testbed.shell import ClusterError, until
 
 PORT = 6443
 SERVER = f"https://{network.CONTROL}:{PORT}"
-NODE_GRACE_S = 12
+NODE_GRACE_S = 20
 _ETCD = "http://127.0.0.1:2379"
 _COREFILE = """.:53 {{
   bind {address}

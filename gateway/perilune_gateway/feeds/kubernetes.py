@@ -9,9 +9,12 @@ pod. One that is not ready for a while keeps its KV cache, so it stays known and
 server is away the last pool stays. A document that cannot be taken (a bad one, or a change that needs a
 restart) leaves the old one in force, with the pods of now.
 
-When most of those that have started are not ready, all are chosen from: rather than that, whoever says so is
-cut off. (A control plane that comes back late holds every node for lost and every pod for unready.) An engine
-that is really dead is found so by the first connection that fails.
+Nobody at all is worse than somebody doubtful:
+- When most of those that have started are not ready, all are chosen from: rather than that, whoever says so
+  is cut off. (A control plane that comes back late holds every node for lost and every pod for unready.) An
+  engine that is really dead is found so by the first connection that fails.
+- When all are terminating, those that are still ready are chosen from, as kube-proxy does: until another has
+  started, they answer while they drain.
 
 Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods. It writes nothing; what the
 operator is told of draining pods, drained.py writes.
@@ -19,7 +22,7 @@ operator is told of draining pods, drained.py writes.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -35,13 +38,13 @@ FIRST_S = 0.5
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """None: it has no address, has not started, or is leaving."""
+    """None: it has no address, or has not started."""
     meta, status = pod["metadata"], pod.get("status", {})
     ip = status.get("podIP", "")
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
     containers = status.get("containerStatuses") or ()
     started = bool(containers) and all(c.get("started") for c in containers)
-    if not (ip and (ready or started)) or "deletionTimestamp" in meta:
+    if not (ip and (ready or started)):
         return None
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
@@ -59,11 +62,9 @@ def endpoint(pod: Object) -> EndpointSpec | None:
     )
 
 
-def with_pods(document: Pool, pods: Iterable[Object]) -> Pool:
+def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
     """The document with these pods as its endpoints; nodes that it does not know are far from everything."""
-    endpoints = tuple(sorted(filter(None, map(endpoint, pods)), key=lambda e: e.address))
-    if 2 * sum(e.ready for e in endpoints) < len(endpoints):
-        endpoints = tuple(msgspec.structs.replace(e, ready=True) for e in endpoints)
+    endpoints = tuple(sorted(_chosen_from(pods), key=lambda e: e.address))
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
     spec = msgspec.structs.replace(
@@ -72,6 +73,17 @@ def with_pods(document: Pool, pods: Iterable[Object]) -> Pool:
         topology=msgspec.structs.replace(topology, nodes=nodes) if topology.nodes else topology,
     )
     return msgspec.structs.replace(document, spec=spec)
+
+
+def _chosen_from(pods: Sequence[Object]) -> list[EndpointSpec]:
+    staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
+    if 2 * sum(e.ready for e in staying) < len(staying):
+        return [msgspec.structs.replace(e, ready=True) for e in staying]
+    return staying or [e for pod in pods if _is_leaving(pod) and (e := endpoint(pod)) and e.ready]
+
+
+def _is_leaving(pod: Object) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
 
 
 class KubernetesPool:

@@ -61,7 +61,6 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
             id="not ready any more",
         ),
         pytest.param(pod(ip=""), None, id="no address yet"),
-        pytest.param(pod(deletionTimestamp="2026-01-01T00:00:00Z"), None, id="terminating, though ready"),
         pytest.param(
             pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
             EndpointSpec(
@@ -99,6 +98,31 @@ def test_when_most_are_not_ready_all_are_chosen_from(ready: list[bool], chosen: 
     pods = [pod(f"p{i}", f"10.0.0.{i + 1}", said, started=True) for i, said in enumerate(ready)]
     starting = pod("new", "10.0.0.9", ready=False, started=False)
     assert [e.ready for e in with_pods(document(), [*pods, starting]).spec.endpoints] == chosen
+
+
+LEAVES = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("pods", "chosen"),
+    [
+        pytest.param([pod("a"), pod("b", "10.0.0.2", **LEAVES)], ["10.0.0.1:8000"], id="another stays"),
+        pytest.param(
+            [pod("a", ready=False, started=True), pod("b", "10.0.0.2", **LEAVES)],
+            ["10.0.0.1:8000"],
+            id="another stays, which is not ready",
+        ),
+        pytest.param([pod("a", **LEAVES)], ["10.0.0.1:8000"], id="nobody else"),
+        pytest.param(
+            [pod("a", **LEAVES), pod("b", "10.0.0.2", ready=False, started=False)],
+            ["10.0.0.1:8000"],
+            id="another starts",
+        ),
+        pytest.param([pod("a", ready=False, started=True, **LEAVES)], [], id="nobody else, and it has ended"),
+    ],
+)
+def test_a_terminating_pod_is_chosen_only_when_all_are(pods: list[Object], chosen: list[str]) -> None:
+    assert [e.address for e in with_pods(document(), pods).spec.endpoints if e.ready] == chosen
 
 
 class Api:
