@@ -1,4 +1,5 @@
-"""Hostile clients and engines against the whole stack: a real Envoy, both transports, the real gateway.
+"""Hostile clients and engines against the whole stack: a real Envoy, both transports, bodies buffered and
+in full duplex, the real gateway.
 
 Whatever is sent, the answer is an error that says what is wrong, nothing crashes, and nothing stays behind:
 no open stream, no load. `-m bench` sends ten times as much.
@@ -14,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import zmq.asyncio
 
 from perilune_api import pool as spec
 from perilune_gateway.transport import Transport
+from perilune_lab.envoy import Envoy, Mode, config
 from perilune_lab.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -48,12 +50,14 @@ class Victim:
 
     stack: Stack
     http: aiohttp.ClientSession
+    url: str
+    """Envoy's."""
 
     async def send(self, body: object = FINE, path: str = CHAT, **headers: str) -> tuple[int, str]:
         """(status, code of the error or empty)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {"content-type": "application/json"} | {n.replace("_", "-"): v for n, v in headers.items()}
-        async with self.http.post(self.stack.url + path, data=io.BytesIO(data), headers=named) as answer:
+        async with self.http.post(self.url + path, data=io.BytesIO(data), headers=named) as answer:
             said = await answer.read()
             if answer.status == 200:
                 return 200, ""
@@ -74,7 +78,7 @@ class Victim:
         return int(said.split(b" ", 2)[1]) if said else 0, said
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, _, port = self.stack.url.removeprefix("http://").rpartition(":")
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
         return await asyncio.open_connection(host, int(port))
 
     async def page(self, path: str) -> Any:
@@ -108,14 +112,28 @@ async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -
             await asyncio.sleep(0.05)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=list(Transport), ids=str)
+VICTIMS = [
+    pytest.param((transport, mode), id=f"{transport}, {mode}")
+    for transport in Transport
+    for mode in (Mode.BUFFERED, Mode.FULL_DUPLEX)
+]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=VICTIMS)
 async def victim(request: pytest.FixtureRequest) -> AsyncIterator[Victim]:
+    transport, mode = request.param
     stack = Stack(
-        engines=2, options=OPTIONS, routing=ROUTING, gateway_arguments=("--transport", request.param)
+        engines=2,
+        options=OPTIONS,
+        routing=ROUTING,
+        with_envoy=False,
+        gateway_arguments=("--transport", transport),
     )
-    connector = aiohttp.TCPConnector(limit=0)
-    async with stack, aiohttp.ClientSession(connector=connector) as http:
-        yield Victim(stack, http)
+    async with AsyncExitStack() as parts:
+        await parts.enter_async_context(stack)
+        envoy = await parts.enter_async_context(Envoy(config(stack.endpoints, [stack.ext_proc], mode=mode)))
+        http = await parts.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        yield Victim(stack, http, envoy.url)
 
 
 # -- bodies ----------------------------------------------------------------------------------------
@@ -353,10 +371,10 @@ async def storm(victim: Victim, requests: int, workers: int = 48) -> Counter[str
                 return f"large {(await victim.send(b' ' * 1_500_000))[0]}"
             case "models" | "get":
                 path = "/v1/models" if kind == "models" else "/nowhere"
-                async with victim.http.get(victim.stack.url + path) as answer:
+                async with victim.http.get(victim.url + path) as answer:
                     await answer.read()
                     return f"{kind} {answer.status}"
-        asked = victim.http.post(victim.stack.url + CHAT, json=body, headers={"x-session-id": session})
+        asked = victim.http.post(victim.url + CHAT, json=body, headers={"x-session-id": session})
         if kind == "leave":
             try:
                 async with asyncio.timeout(rng.random() * 0.02), asked as answer:
