@@ -131,6 +131,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status; argparse errors leave by SystemExit(2)."""
+    _open_what_is_closed()
     try:
         try:
             return _dispatch(sys.argv[1:] if argv is None else argv)
@@ -154,6 +155,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"perilune: {error}", file=sys.stderr)
         return WRONG_CALL
+
+
+def _open_what_is_closed() -> None:
+    """Whoever starts us with `>&-` wants to read nothing: what is written there goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
 def _leave_stdout() -> None:

@@ -118,6 +118,14 @@ def test_a_full_disk_is_one_line(how: str):
     assert ended.stderr == "perilune: No space left on device: not everything was written\n"
 
 
+@pytest.mark.parametrize("how", PRINTS)
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams_are_written_to_in_vain(how: str, closed: str):
+    program = ["sh", "-c", f'exec "$0" "$@" {closed}', *printing(PRINTS[how])]
+    ended = subprocess.run(program, capture_output=True)
+    assert (ended.returncode, ended.stderr) == (3 if "exit" in PRINTS[how] else 0, b"")
+
+
 def printing(expression: str) -> list[str]:
     """A process of ours whose command is `expression`."""
     code = (
