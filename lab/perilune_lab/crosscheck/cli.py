@@ -34,6 +34,9 @@ from perilune_lab.policy_arguments import live_policies
 from perilune_lab.stack import StackError
 
 FAILED, WRONG_CALL, TOO_BUSY = 1, 2, 3
+_MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
+"""Each engine is a process here, each session is played in real time. Of fewer turns a single one is more
+than the two points within which hit rates have to agree."""
 
 _EPILOG = """\
 examples:
@@ -48,8 +51,13 @@ def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
     try:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
-    finally:  # the table comes all the same
-        out.print(table(pairs))
+    finally:  # the rest comes all the same
+        status = _tell(pairs, out)
+    return status
+
+
+def _tell(pairs: Sequence[Pair], out: Console) -> int:
+    out.print(table(pairs))
     found = verdicts(pairs)
     for holds, text in found:
         out.print(f"{'met' if holds else 'MISSED'}: {text}", highlight=False)
@@ -68,7 +76,12 @@ def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        pairs = uvloop.run(Crosscheck(options, Console(stderr=True)).run())
+        crosscheck = Crosscheck(options, Console(stderr=True))
+        if (turns := crosscheck.trace.requests) < _LEAST_TURNS:
+            raise SpecError(
+                f"{turns} turns tell too little: {_LEAST_TURNS} at least - at `--seconds`, `--rate`"
+            )
+        pairs = uvloop.run(crosscheck.run())
     except SpecError as error:
         print(f"perilune crosscheck: {error}", file=sys.stderr)
         return WRONG_CALL
@@ -109,4 +122,8 @@ def parse(argv: Sequence[str]) -> Options:
     add("--json", type=output, metavar="FILE", help="write both reports of each policy")
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
+    if args.endpoints > _MOST_ENGINES:
+        raise SpecError(f"{args.endpoints:,} engines: at most {_MOST_ENGINES} - at `--endpoints`")
+    if (sessions := args.rate * args.endpoints * args.seconds) > _MOST_SESSIONS:
+        raise SpecError(f"{sessions:,.0f} sessions: at most {_MOST_SESSIONS:,} - at `--rate`, `--seconds`")
     return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.plays, args.json)

@@ -107,7 +107,29 @@ def test_what_is_simulated_has_a_spread():
     assert found.ttft_p90_spread_s > 0
 
 
-@pytest.mark.parametrize("argv", [["--policies", "static_pd"], ["--policies", "best"]])
+def test_verdicts_are_told_though_the_disk_is_full():
+    out = Console(width=200, file=StringIO(), record=True)
+    with pytest.raises(OSError, match="No space"):
+        cli.conclude(Options(json=Path("/dev/full")), [ROBIN], out)
+    assert "TTFT p90 within 20%" in out.export_text()
+
+
+@pytest.mark.parametrize("argv", [["--seconds", "0.001"], ["--seconds", "0.5"], ["--rate", "0.001"]])
+def test_too_few_turns_are_no_evidence(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(argv) == cli.WRONG_CALL
+    assert "turns tell too little: 50 at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--policies", "static_pd"],
+        ["--policies", "best"],
+        ["--endpoints", "65"],
+        ["--rate", "1e9"],
+        ["--seconds", "1e9"],
+    ],
+)
 def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         cli.parse(argv)
