@@ -148,13 +148,18 @@ def _some(n: int, one: str, more: str = "") -> str:
 
 def describe(options: Options) -> dict[str, object]:
     """The workload and everything that was assumed."""
-    plan = options.plan
+    plan, load = options.plan, options.plan.load
     fleet = plan.fleet
+    generated = {
+        "window_s": load.window_s,
+        "warmup_s": load.warmup_s,
+        "zipf_alpha": load.parameters.zipf_alpha,
+        "context_tokens": load.parameters.context_tokens,
+    }
     return {
-        "name": plan.load.trace,
+        "name": load.trace,
         "rate_unit": _unit(plan),
-        "window_s": plan.load.window_s,
-        "warmup_s": plan.load.warmup_s,
+        **(generated if load.trace == AGENTIC else {}),
         "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
         "kv_tokens": fleet.hardware.kv_pool_tokens,
         "host_tokens": fleet.host_tokens,
@@ -163,8 +168,6 @@ def describe(options: Options) -> dict[str, object]:
         "link": msgspec.to_builtins(fleet.hardware.link),
         "faults": msgspec.to_builtins(plan.faults),
         "params": msgspec.to_builtins(plan.params),
-        "zipf_alpha": plan.load.parameters.zipf_alpha,
-        "context_tokens": plan.load.parameters.context_tokens,
     }
 
 
@@ -226,8 +229,21 @@ def parse(argv: Sequence[str]) -> Options:
     add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
-    add("--window", type=positive, default=1800.0, metavar="S", help="of generated traffic [%(default)s]")
-    add("--warmup", type=not_negative, default=600.0, metavar="S", help="of it, not measured [%(default)s]")
+    default = Load()
+    add(
+        "--window",
+        type=positive,
+        default=default.window_s,
+        metavar="S",
+        help="of generated traffic [%(default)s]",
+    )
+    add(
+        "--warmup",
+        type=not_negative,
+        default=default.warmup_s,
+        metavar="S",
+        help="of it, not measured [%(default)s]",
+    )
     add("--limit", type=count, metavar="N", help="of a file, the first N requests")
     add(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]"
@@ -273,7 +289,12 @@ def parse(argv: Sequence[str]) -> Options:
         raise SpecError(f"{load.trace}: {what} - at `--trace`")
     if load.trace == AGENTIC and load.mode is not Mode.THINKTIME:
         raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
-    for option, given in (("--zipf", args.zipf), ("--context-tokens", args.context_tokens)):
+    for option, given in (
+        ("--zipf", args.zipf),
+        ("--context-tokens", args.context_tokens),
+        ("--window", load.window_s != default.window_s),
+        ("--warmup", load.warmup_s != default.warmup_s),
+    ):
         if given and load.trace != AGENTIC:
             raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
     if load.trace == AGENTIC and load.limit:

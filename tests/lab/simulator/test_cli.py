@@ -10,6 +10,7 @@ from perilune_lab import report
 from perilune_lab.cli import PIPE_CLOSED
 from perilune_lab.simulator.cli import main, parse
 
+GENERATED = {"window_s", "warmup_s", "zipf_alpha", "context_tokens"}
 QUICK = ["--window", "60", "--warmup", "0", "--jobs", "1", "--seeds", "2"]
 
 
@@ -30,6 +31,7 @@ def test_a_table_a_report_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFix
         (1.0, "round_robin", (1, 2)),
     ]
     assert document.trace["faults"]["engine_belief"] == 1.3
+    assert document.trace.keys() > GENERATED
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -41,8 +43,10 @@ def test_a_recorded_trace_open_loop(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "mooncake.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
     argv = ["--trace", str(path), "--policies", "sticky", "--rates", "1,4", "--mode", "timestamps"]
-    assert main([*argv, "--seeds", "1", "--jobs", "1"]) == 0
+    assert main([*argv, "--seeds", "1", "--jobs", "1", "--json", str(tmp_path / "r.json")]) == 0
     assert "4 × recorded speed" in capsys.readouterr().out
+    trace = report.decode((tmp_path / "r.json").read_bytes()).trace
+    assert trace.keys().isdisjoint(GENERATED)
 
 
 @pytest.mark.parametrize(("kv_tokens", "status"), [(1032, 2), (1033, 0)])
@@ -90,6 +94,8 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
         (["--trace", "/dev/null"], "/dev/null: no regular file - at `--trace`"),
         (["--trace", __file__, "--zipf", "1"], "is played as it was recorded - at `--zipf`"),
         (["--trace", __file__, "--context-tokens", "9"], "recorded - at `--context-tokens`"),
+        (["--trace", __file__, "--window", "60"], "recorded - at `--window`"),
+        (["--trace", __file__, "--warmup", "0"], "recorded - at `--warmup`"),
         (["--limit", "5"], "no end but that of `--window` - at `--limit`"),
         (["--endpoints", "10001"], "10,001 endpoints: at most 10,000 - at `--endpoints`"),
         (["--rates", "1,1000000"], "1,800,000,000 sessions: at most 1,000,000 - at `--rates`, `--window`"),
