@@ -78,8 +78,8 @@ def replay(options: Options, err: Console) -> WhatIf:
                         return found
                     if time.monotonic() - told_at >= _TELL_EVERY_S:
                         told_at = time.monotonic()
-                        share = (before + raw.tell()) / max(total, 1)
-                        err.print(f"{share:.0%}: {found.decisions:,} decisions", highlight=False)
+                        share = f"{(before + raw.tell()) / total:.0%}: " if total and raw.seekable() else ""
+                        err.print(f"{share}{found.decisions:,} decisions", highlight=False)
         except (OSError, EOFError) as error:
             cause = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise SpecError(f"{path}: {cause}") from None
@@ -89,10 +89,9 @@ def replay(options: Options, err: Console) -> WhatIf:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """A log, plain or gzip: the file on the disk, for progress, and its lines."""
+    """A log, plain or gzip, also from a pipe: what is read, for progress, and its lines."""
     with path.open("rb") as raw:
-        packed = raw.read(2) == _GZIP_MAGIC
-        raw.seek(0)
+        packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
         yield raw, gzip.GzipFile(fileobj=raw) if packed else raw
 
 
@@ -111,15 +110,25 @@ def main(argv: Sequence[str]) -> int:
         if not found.decisions:
             print("perilune whatif: no decision of a policy in there", file=sys.stderr)
             return NOTHING
-        if options.json:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document(found))) + b"\n")
-    except (SpecError, OSError) as error:
+        status = _write(found, options.json, err)
+    except SpecError as error:
         print(f"perilune whatif: {error}", file=sys.stderr)
         return WRONG_CALL
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     Console(highlight=False, markup=False, emoji=False, width=width).print(render(found))
-    if options.json:
-        err.print(f"report: {options.json}", highlight=False)
+    return status
+
+
+def _write(found: WhatIf, path: Path | None, err: Console) -> int:
+    """As JSON, where asked for; the exit status, since the table is told all the same."""
+    if path is None:
+        return 0
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(document(found))) + b"\n")
+    except OSError as error:
+        print(f"perilune whatif: not written: {error} - at `--json`", file=sys.stderr)
+        return WRONG_CALL
+    err.print(f"report: {path}", highlight=False)
     return 0
 
 

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import os
+from io import StringIO
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import pytest
 from msgspec.structs import replace
+from rich.console import Console
 
 from perilune_api.pool import Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
 from perilune_gateway.decision_log import Logged, Writer
@@ -153,6 +157,35 @@ class TestCommand:
         packed.write_bytes(gzip.compress(log.read_bytes()))
         assert cli.main(["--decisions", str(packed), str(log), "--policies", "sticky"]) == 0
         assert "4 decisions" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_a_pipe_is_read_too(self, log, tmp_path, packed, capsys):
+        content = gzip.compress(log.read_bytes()) if packed else log.read_bytes()
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        writer = Thread(target=pipe.write_bytes, args=(content,))
+        writer.start()
+        assert cli.main(["--decisions", str(pipe), "--policy", "sticky"]) == 0
+        writer.join()
+        assert "2 decisions" in capsys.readouterr().out
+
+    def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
+        monkeypatch.setattr(cli, "_TELL_EVERY_S", 0.0)
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()
+        told = []
+        for path in (log, pipe):
+            err = Console(file=StringIO(), record=True)
+            cli.replay(cli.parse(["--decisions", str(path), "--policy", "sticky"]), err)
+            told.append(err.export_text().splitlines()[-1])
+        assert told == ["100%: 2 decisions", "2 decisions"]
+
+    def test_the_table_comes_though_the_disk_is_full(self, log, capsys):
+        assert cli.main(["--decisions", str(log), "--json", "/dev/full"]) == 2
+        said = capsys.readouterr()
+        assert said.err.splitlines()[-1].endswith("No space left on device - at `--json`")
+        assert "2 decisions" in said.out
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
