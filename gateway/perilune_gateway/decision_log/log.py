@@ -106,7 +106,8 @@ class DecisionLog:
 
     async def _wait(self) -> None:
         try:
-            await asyncio.wait_for(self._stopping.wait(), EVERY_S)
+            async with asyncio.timeout(EVERY_S):
+                await self._stopping.wait()
         except TimeoutError:
             pass
 

@@ -492,7 +492,8 @@ class _Feed:
             socket.connect(self._replay_url)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while True:
-                frames = await asyncio.wait_for(socket.recv_multipart(), self._replay_timeout_s)
+                async with asyncio.timeout(self._replay_timeout_s):  # not wait_for: 3.11's may lose a cancel
+                    frames = await socket.recv_multipart()
                 seq, payload = replay_frames(frames)
                 if payload is None:
                     return replayed

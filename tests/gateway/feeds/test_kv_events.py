@@ -380,6 +380,40 @@ async def feeding(context, engine, *, replay=True, counters=None, timeout_s=2.0)
         await engine.stop()
 
 
+class EndlessReplay:
+    """A context whose replay goes on and on; after so many messages the feed is cancelled."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+        self.feed: asyncio.Task[object] | None = None
+
+    def socket(self, kind: int) -> "EndlessReplay":
+        return self
+
+    def set(self, option: int, value: int) -> None: ...
+    def connect(self, url: str) -> None: ...
+    def close(self, linger: int) -> None: ...
+    async def send_multipart(self, frames: list[bytes]) -> None: ...
+
+    async def recv_multipart(self) -> list[bytes]:
+        self.left -= 1
+        if self.left == 0:
+            assert self.feed
+            self.feed.cancel()
+        if self.left < -100:
+            return [b"", b"topic", kv_events.END, b""]
+        return [b"", b"topic", bytes(8), at(1.0)]
+
+
+async def test_a_feed_that_is_cancelled_amid_a_replay_ends():
+    """Else a gateway that is stopped then would never end."""
+    context = EndlessReplay(after=20)
+    feed = kv_events._Feed(ENGINE, "tcp://there", 0, Recorder(), lambda: 1.0, context, Counters(), 2.0)
+    context.feed = asyncio.create_task(feed.catch_up())
+    with pytest.raises(asyncio.CancelledError):
+        await context.feed
+
+
 async def test_a_whole_capture(context, captures):
     engine, counters = Engine(context), Counters()
     async with feeding(context, engine, counters=counters) as sink:
