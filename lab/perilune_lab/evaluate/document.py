@@ -18,6 +18,7 @@ from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.bars import Bar
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import Point
+from perilune_lab.evaluate.work import fingerprint
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
@@ -27,7 +28,7 @@ RESULTS, REPORT = "results.json", "report.json"
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """The evaluation on other seeds that was there before."""
+    """The evaluation on other seeds that was there before, by the same code."""
 
     size: str
     seeds: tuple[int, ...]
@@ -57,6 +58,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     bars: tuple[Bar, ...]
     verdicts: dict[str, str]
     capacities: dict[str, Estimate]
+    code: str = ""
+    """Fingerprint of what computed it; empty: an older version, which did not say."""
     compared: Compared | UnsetType = UNSET
 
 
@@ -69,13 +72,15 @@ def document(findings: Findings, judged: tuple[Bar, ...], before: Document | Non
         bars=judged,
         verdicts={bar.name: bar.verdict for bar in judged},
         capacities=dict(findings.capacities),
+        code=fingerprint(),
         compared=_compared(findings, before),
     )
 
 
 def _compared(findings: Findings, before: Document | None) -> Compared | UnsetType:
-    """With seeds of both nothing is proved: then what was compared before is kept."""
-    if before is None:
+    """Of other code nothing is compared: seeds are not all that differs. With seeds of both nothing is
+    proved: then what was compared before is kept."""
+    if before is None or before.code != fingerprint():
         return UNSET
     if set(before.seeds) & set(findings.size.seeds):
         return before.compared

@@ -58,8 +58,9 @@ def _head(f: Findings, document: Document) -> str:
         f"Everything on this page is **simulated**: no number is a measurement of hardware. Made by"
         f" `{command}`; R = {f.r:g} sessions/s, the rate at which raw lmetric has TTFT p90 = 5 × the floor;"
         f" seeds {size.seeds[0]}–{size.seeds[-1]}, the same for all policies ({len(size.side_seeds)} of them"
-        " for sensitivities); intervals are 95 %, by bootstrap over seeds. For machines: `results.json`,"
-        " `report.json` (docs/report.md), and a data file beside each figure.",
+        " for P3, P4, 1.6 R, Conductor's arms, the chatbot control and sensitivities);"
+        " intervals are 95 %, by bootstrap over seeds. For machines: `results.json`, `report.json`"
+        " (docs/report.md), and a data file beside each figure.",
     ]
     if document.compared:
         lines += ["", document.compared.agreement(document.verdicts)]

@@ -78,4 +78,9 @@ def thresholds(f: Findings) -> Table:
     for choice in choices(f):
         swept = ", ".join(f"{number(v)}: {seconds(e.value)}" for v, e in choice.values)
         rows.append((choice.name, number(choice.chosen), choice.reason, swept))
-    return Table("T_hot, T_cool and least gain", ("parameter", "chosen", "reason", "TTFT p90 at R"), rows)
+    return Table(
+        "T_hot, T_cool and least gain",
+        ("parameter", "chosen", "reason", "TTFT p90 at R"),
+        rows,
+        "Everywhere else on this page ear has its published T_hot and T_cool, perilune its default.",
+    )

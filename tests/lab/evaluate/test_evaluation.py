@@ -157,10 +157,33 @@ def test_other_seeds_say_whether_verdicts_agree(written: Written, findings: Find
     assert again.compared == made.compared  # equal seeds prove nothing: what was compared is kept
 
 
+@pytest.mark.parametrize("seeds", [(11, 12), None], ids=["other seeds", "the same seeds"])
+def test_what_other_code_found_is_not_compared(
+    written: Written, findings: Findings, seeds: tuple[int, ...] | None
+):
+    before = document.read(written.out)
+    assert before is not None
+    assert before.code
+    compared = document.Compared("quick", (11, 12), 1.0, before.verdicts)
+    other = msgspec.structs.replace(before, seeds=seeds or before.seeds, code="other", compared=compared)
+    assert document.document(findings, before.bars, other).compared is UNSET
+
+
 def test_the_text_names_the_thresholds_that_were_chosen(findings: Findings, written: Written):
     page = (written.out / readme.README).read_text()
     for choice in thresholds.choices(findings):
         assert f"- {choice.name}: {table.number(choice.chosen)}, {choice.reason}." in page
+
+
+def test_the_text_says_at_every_load_where_others_are_better(findings: Findings, written: Written):
+    page = (written.out / readme.README).read_text()
+    for load in plan.LOADS:
+        (line,) = (row for row in page.splitlines() if row.startswith((f"- At {load}, o", f"- At {load}, n")))
+        for rival in rivals(findings, load):
+            assert (f"{rival.metric.name} ({rival.best}, " in line) == (rival.worse.value > 0)
+        unsure = sum(rival.worse.value > 0 >= rival.worse.low for rival in rivals(findings, load))
+        assert line.count("within the interval") == unsure
+    assert "- With a store of 3 GB/s at R, its TTFT p90 (" in page
 
 
 def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
