@@ -174,18 +174,8 @@ class Seconds(NamedTuple):
         return self.queue_s + self.fetch_s + self.prefill_s
 
     @property
-    def arriving_s(self) -> float:
-        """What depends on where the prompt's KV is: paid once by a session that stays then."""
-        return self.fetch_s + self.prefill_s + self.interference_s
-
-    @property
-    def standing_s(self) -> float:
-        """What depends on the endpoint's load: paid again by the next turn, as far as the load lasts."""
-        return self.queue_s + self.decode_s
-
-    @property
     def total_s(self) -> float:
-        return self.arriving_s + self.standing_s
+        return self.fetch_s + self.prefill_s + self.interference_s + (self.queue_s + self.decode_s)
 
     @property
     def terms(self) -> dict[str, float]:
