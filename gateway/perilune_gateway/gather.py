@@ -136,12 +136,15 @@ class Gatherer:
         self._rows.configure(self.engine)
 
     def eligible(self, asked: Asked) -> None:
-        """Who may be chosen, and who not."""
+        """Who may be chosen, and who not; rather than nobody, those that are merely silent."""
         views = self._fleet.recent(asked.now, self._sessions.bound)
         if asked.head.subset is None and self._fleet.all_serve:
             asked.eligible = views
         else:
             asked.eligible, asked.excluded = admission.split(views, asked.wanted)
+            if not asked.eligible:
+                views = self._fleet.with_silent(views, asked.now)
+                asked.eligible, asked.excluded = admission.split(views, asked.wanted)
 
     def by_tail(self, asked: Asked, session: Session, size_bytes: int) -> None:
         """The prompt is not read: its tokens are estimated from the body's length, and the session's host is

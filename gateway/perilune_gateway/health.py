@@ -82,7 +82,8 @@ def report(
     """`block_size`: the pool's; `pool_error`: why the newest pool document is not in force."""
     problems = diagnose(nodes, block_size, pool_error) + _decision_log(decision_log)
     ready = sum(node.endpoint.ready for node in nodes)
-    status = Status.UNREADY if not ready else Status.DEGRADED if problems else Status.OK
+    usable = ready or any(node.silent for node in nodes)
+    status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
     return Health(status, pool, policy, version, uptime_s, len(nodes), ready, problems)
 
 
@@ -106,7 +107,9 @@ def diagnose(nodes: Sequence[NodeStats], block_size: int, pool_error: str = "") 
                 ProblemKind.NO_ENDPOINT,
                 "",
                 f"none of {len(nodes)} endpoints is ready" if nodes else "the pool has no endpoints",
-                "every request is refused with 503",
+                "requests go to those of which only the metrics fail"
+                if any(node.silent for node in nodes)
+                else "every request is refused with 503",
                 "the engines are down or still loading" if nodes else "`spec.endpoints` is empty",
                 "see each endpoint below" if nodes else "list the engines in the pool document",
             )
@@ -141,8 +144,10 @@ def _not_ready(node: NodeStats, block_size: int) -> Iterator[Problem]:
         ProblemKind.NOT_READY,
         address,
         "not ready",
-        "it gets no requests",
-        "it is down, still loading, or answered with errors",
+        "it gets requests only where no endpoint is ready" if node.silent else "it gets no requests",
+        "its /metrics does not answer: it is down, or far too busy"
+        if node.silent
+        else "it is down, still loading, or answered with errors",
         f"see its log and curl http://{address}/metrics; with its next good answer it is taken back",
     )
 

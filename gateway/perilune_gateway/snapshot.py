@@ -52,7 +52,7 @@ class Snapshots:
 
     def nodes(self) -> tuple[NodeStats, ...]:
         now, router = self._clock(), self._router
-        held = router.index.stats(now).endpoints
+        held, silent = router.index.stats(now).endpoints, router.fleet.silent(now)
         rows = []
         for view in router.fleet.view(now, router.sessions.bound):
             address = view.endpoint.address
@@ -72,6 +72,7 @@ class Snapshots:
                     said.block_size if said else 0,
                     view.seconds_since_move,
                     router.calibration.of(address, now),
+                    address in silent,
                 )
             )
         return tuple(rows)

@@ -93,6 +93,8 @@ class NodeStats:
     """As the engine says; 0: it did not."""
     seconds_since_move: float = inf
     calibration: EndpointCalibration = EndpointCalibration()
+    silent: bool = False
+    """Not ready because its metrics fail, and for nothing else."""
 
     @property
     def engine_hit_ratio(self) -> float:

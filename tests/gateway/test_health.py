@@ -71,6 +71,13 @@ def test_parity_says_its_own_cause_and_cure():
         pytest.param([node(age_s=99)], "", Status.DEGRADED, ProblemKind.STALE_METRICS, id="degraded"),
         pytest.param([node()], "at `$.spec`", Status.DEGRADED, ProblemKind.POOL_FILE, id="bad edit"),
         pytest.param([node(ready=False)], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="all down"),
+        pytest.param(
+            [node(ready=False), node("b", ready=False, silent=True)],
+            "",
+            Status.DEGRADED,
+            ProblemKind.NO_ENDPOINT,
+            id="one is merely silent",
+        ),
         pytest.param([], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="empty pool"),
     ],
 )

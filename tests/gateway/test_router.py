@@ -26,6 +26,7 @@ from perilune_gateway import blocks
 from perilune_gateway.deciding import decide
 from perilune_gateway.dice import Dice
 from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.gather import Prompt
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import (
@@ -46,7 +47,7 @@ from perilune_gateway.model import (
 from perilune_gateway.openai import ParsedRequest
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import Applied
-from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.fleet import DEAD_SCRAPES, Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.testing import head
@@ -426,6 +427,21 @@ def test_an_endpoint_that_is_not_ready_for_a_while_keeps_what_it_holds(rig: Rig)
     rig.router.configure(pool(endpoints=[A, B]))
     record = rig.record(rig.route(range(20)))
     assert {c.address: c.overlap.device_tokens for c in record.candidates}[A] == 16
+
+
+def test_engines_too_busy_to_tell_their_metrics_are_chosen_from_rather_than_nobody(rig: Rig) -> None:
+    fleet = rig.router.fleet
+    for address in (A, B):
+        fleet.metrics(address, EngineMetrics(), rig.now)
+        for _ in range(DEAD_SCRAPES):
+            fleet.metrics(address, None, rig.now)
+    routed = rig.route()
+    assert rig.record(routed).excluded == {}
+    rig.router.finished(routed.ticket, Outcome.FAILED)  # nobody could reach it
+    assert rig.route().destinations == tuple({A, B} - {routed.destinations[0]})
+    fleet.metrics(A, EngineMetrics(), rig.now)
+    record = rig.record(rig.route())
+    assert (record.target, record.excluded) == (A, {B: "not_ready"})
 
 
 def test_prefill_only_endpoints_are_left_out() -> None:

@@ -7,7 +7,8 @@ cover the prompt's last block (`blocks_stored`), step by step where only a sessi
 
 Readiness: an endpoint is ready until somebody finds it dead (`suspect`: Envoy served elsewhere, a
 connection failed, two scrapes in a row failed) and then again from its next good scrape on; without
-scrapes, after SUSPECT_S.
+scrapes, after SUSPECT_S. Where nobody is left, those that are merely silent are tried (`with_silent`):
+engines that are all too busy to tell their metrics still serve.
 
 Reading (`view`, `recent`) changes nothing and costs O(endpoints), for `recent` of what has changed.
 """
@@ -72,6 +73,8 @@ class _State:
     context_tokens: int = 0
     moved_at: float = -inf
     suspect_at: float = -inf
+    unreached_at: float = -inf
+    """When somebody failed to reach it; a scrape that fails is none."""
     metrics: EngineMetrics | None = None
     metrics_at: float = -inf
     failed_scrapes: int = 0
@@ -159,6 +162,27 @@ class Fleet:
         """Nothing speaks against any endpoint of the last `recent`: each is ready, none drains, all serve
         whole requests."""
         return not self._excluded
+
+    def silent(self, now: float) -> set[str]:
+        """Endpoints that are not ready for one reason: their metrics, which were read before, fail."""
+        return {
+            address
+            for address, state in self._states.items()
+            if state.failed_scrapes >= DEAD_SCRAPES
+            and state.metrics_at > -inf
+            and state.endpoint.ready
+            and now - state.unreached_at >= SUSPECT_S
+        }
+
+    def with_silent(self, views: Sequence[EndpointView], now: float) -> list[EndpointView]:
+        """`views`, the silent ones ready."""
+        silent = self.silent(now)
+        return [
+            view._replace(endpoint=replace(view.endpoint, ready=True))
+            if view.endpoint.address in silent
+            else view
+            for view in views
+        ]
 
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
         view = self._view(state, now, sessions)
@@ -308,12 +332,13 @@ class Fleet:
                 state.suspect_at = now
         else:
             state.metrics, state.metrics_at = metrics, now
-            state.suspect_at, state.failed_scrapes = -inf, 0
+            state.suspect_at = state.unreached_at = -inf
+            state.failed_scrapes = 0
 
     def suspect(self, address: str, now: float) -> None:
         """Somebody failed to reach it."""
         if state := self._states.get(address):
-            state.suspect_at = now
+            state.suspect_at = state.unreached_at = now
             self._changed.add(address)
 
     def moved(self, source: str, target: str, now: float) -> None:

@@ -133,6 +133,24 @@ def test_a_scraped_suspect_comes_back_with_a_good_scrape(fleet: Fleet) -> None:
     assert ready(fleet, 101.0) == ["a", "b"]
 
 
+def test_silent_is_whose_metrics_fail_and_nothing_else(fleet: Fleet) -> None:
+    for at in (0.0, 1.0):
+        fleet.metrics("a", None, at)
+    assert fleet.silent(1.0) == set(), "never read: it may still be loading"
+    fleet.metrics("a", EngineMetrics(), 2.0)
+    fleet.metrics("a", None, 3.0)
+    assert fleet.silent(3.0) == set(), "ready all the same"
+    fleet.metrics("a", None, 4.0)
+    assert fleet.silent(4.0) == {"a"}
+    fleet.suspect("a", 5.0)
+    assert fleet.silent(5.0) == set(), "found dead"
+    assert fleet.silent(5.0 + SUSPECT_S) == {"a"}
+    views = fleet.with_silent(fleet.view(20.0), 20.0)
+    assert [v.endpoint.ready for v in views] == [True, True]
+    fleet.metrics("a", EngineMetrics(), 21.0)
+    assert fleet.silent(21.0) == set()
+
+
 def test_endpoints_come_and_go_under_load(fleet: Fleet) -> None:
     start(fleet, 1, "a")
     start(fleet, 2, "b")
