@@ -10,7 +10,8 @@ chat template. Store keys and engines that share a pool depend on all of them.
 2. Where they differ, the likely cause is what makes them agree: the same computation with other extra keys,
    seeds, algorithms, in this order, one change before two.
 3. `request_blocks_seen` is the router's side: hashes may agree while a prompt's own blocks never show up in
-   the engine's stores. Then the prompt was tokenized differently here: the template.
+   the engine's stores. Then the prompt was tokenized differently here: the template. Where events come late
+   (`heard`: a gateway that has just started, an engine that has too much to do) it says nothing.
 4. `report` gives an endpoint's state from its last results, with a sentence for people.
 
 Costs: about 3 µs per compared block, nothing for a store that is not sampled; the search for a cause is done
@@ -32,6 +33,8 @@ from perilune_gateway.state.engine_blocks import mm_of, salt_of
 
 _RECENT = 32
 _ENOUGH_REQUESTS = 8
+LATE_S = 1.0
+"""Events that lag more may be missing when `request_blocks_seen` is asked, which is so long after an end."""
 
 
 class Parity(StrEnum):
@@ -71,6 +74,8 @@ class _Endpoint:
     digests: dict[int, bytes] = field(default_factory=dict)
     results: Counter[Parity] = field(default_factory=Counter)
     recent: deque[tuple[Parity, str]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    late: bool = True
+    """Its last batch was, or none has come yet."""
     requests: int = 0
     requests_seen: int = 0
     recent_requests: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -115,10 +120,19 @@ class ParityCheck:
             return result[0]
         return None
 
+    def heard(self, endpoint: str, lag_s: float) -> None:
+        """A batch of events came, so long after it was published; NaN: out of a replay."""
+        state = self._endpoints.get(endpoint)
+        if state is None:
+            state = self._endpoints[endpoint] = _Endpoint()
+        state.late = not lag_s <= LATE_S
+
     def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
         """A prompt that was routed there has ended: did its last full block show up in the engine's stores?
         Only for prompts tokenized here, with at least one full block that was not cached before."""
-        state = self._endpoints.setdefault(endpoint, _Endpoint())
+        state = self._endpoints.get(endpoint)
+        if state is None or (state.late and not seen):
+            return
         state.requests += 1
         state.requests_seen += seen
         state.recent_requests.append(seen)

@@ -161,6 +161,7 @@ def test_endpoints_are_judged_apart_and_forgotten():
 )
 def test_prompts_that_never_show_up_mean_another_template(seen, parity):
     it = check()
+    it.heard(ENGINE, 0.1)
     it.observe(ENGINE, announced())
     for one in seen:
         it.request_blocks_seen(ENGINE, one)
@@ -171,10 +172,29 @@ def test_prompts_that_never_show_up_mean_another_template(seen, parity):
 
 def test_a_hash_disagreement_outranks_the_template():
     it = check()
+    it.heard(ENGINE, 0.1)
     it.observe(ENGINE, announced(Hashing(seed="0")))
     for _ in range(20):
         it.request_blocks_seen(ENGINE, False)
     assert it.report(ENGINE).parity is Parity.SEED
+
+
+@pytest.mark.parametrize("lags_s", [[], [float("nan")], [0.1, 1.5], [0.1, float("nan")]], ids=str)
+def test_where_events_come_late_missing_ones_say_nothing(lags_s):
+    """No batch yet, out of a replay, long after it was published."""
+    it = check()
+    it.observe(ENGINE, announced())
+    for lag_s in lags_s:
+        it.heard(ENGINE, lag_s)
+    for _ in range(20):
+        it.request_blocks_seen(ENGINE, False)
+    assert it.report(ENGINE).parity is Parity.OK
+    it.request_blocks_seen(ENGINE, True)
+    it.heard(ENGINE, 0.1)
+    for _ in range(20):
+        it.request_blocks_seen(ENGINE, False)
+    report = it.report(ENGINE)
+    assert (report.parity, report.requests, report.requests_seen) == (Parity.TEMPLATE, 21, 1)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ class EventSink:
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
         now = self._clock()
+        self._parity.heard(endpoint, lag_s)
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
                 self._say(endpoint)

@@ -6,7 +6,7 @@ from perilune_api.pool import Hashing
 from perilune_gateway import blocks
 from perilune_gateway.feeds.events import EventSink
 from perilune_gateway.feeds.kv_events import Batch, BlockStored, ResetCause
-from perilune_gateway.parity import ParityCheck
+from perilune_gateway.parity import Parity, ParityCheck
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
 
@@ -59,3 +59,13 @@ def test_parity_is_logged_when_it_changes(sink: EventSink, caplog: pytest.LogCap
     sink.batch("f", 0, stored(0, OURS), 0.0)
     sink.batch("f", 0, stored(4, OURS), 0.0)
     assert caplog.messages == ["block hashes equal the engine's endpoint=f"]
+
+
+@pytest.mark.parametrize(("lag_s", "said"), [(0.1, Parity.TEMPLATE), (5.0, Parity.OK)])
+def test_parity_is_told_how_late_events_come(router: Router, lag_s: float, said: Parity) -> None:
+    parity = ParityCheck(OURS, 4)
+    sink = EventSink(EngineBlocks(PrefixIndex(100, 30.0), 4, store=False), parity, router, lambda: 0.0)
+    sink.batch("e", 0, stored(0, OURS), lag_s)
+    for _ in range(20):
+        parity.request_blocks_seen("e", False)
+    assert parity.report("e").parity is said
