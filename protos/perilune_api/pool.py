@@ -145,6 +145,8 @@ class ConductorArm(StrEnum):
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Weight = Annotated[float, Meta(ge=0)]
+Factor = Annotated[float, Meta(ge=0, le=1e6)]
+"""What costs are multiplied by: however large those are, the product is a number."""
 
 
 class PolicyParams(_Struct, frozen=True):
@@ -170,15 +172,15 @@ class PolicyParams(_Struct, frozen=True):
 
     dynamo_temperature: Weight = 0.0
     """dynamo: 0: lowest cost; above: softmax over the normalised costs. Dynamo's router_temperature."""
-    dynamo_prefill_load_scale: Weight = 1.0
+    dynamo_prefill_load_scale: Factor = 1.0
     """dynamo: weight of prefill against decode blocks. Dynamo's prefill_load_scale."""
-    dynamo_device_credit: Weight = 1.0
+    dynamo_device_credit: Factor = 1.0
     """dynamo: blocks credited for each block on the device. Dynamo's overlap_score_credit."""
-    dynamo_host_credit: Weight = 0.75
+    dynamo_host_credit: Factor = 0.75
     """dynamo: the same for blocks that only the host's memory holds. Dynamo's host_cache_hit_weight."""
-    dynamo_disk_credit: Weight = 0.25
+    dynamo_disk_credit: Factor = 0.25
     """dynamo: the same for blocks that only the store holds. Dynamo's disk_cache_hit_weight."""
-    dynamo_v1_overlap_weight: Weight = 2.0
+    dynamo_v1_overlap_weight: Factor = 2.0
     """dynamo_v1: weight of the overlap against usage and waiting."""
     max_local_prefill_tokens: Positive = 1_000
     """dynamo_disagg (simulations only): a prompt with more uncached tokens is prefilled remotely. Dynamo's
@@ -187,9 +189,9 @@ class PolicyParams(_Struct, frozen=True):
     """dynamo_disagg (simulations only): unless so many prompts wait there. Dynamo's
     max_prefill_queue_size."""
 
-    kv_linear_hit_weight: Weight = 1.0
+    kv_linear_hit_weight: Factor = 1.0
     """kv_linear: weight of the hit ratio, which counts for an endpoint."""
-    kv_linear_load_weight: Weight = 1.0
+    kv_linear_load_weight: Factor = 1.0
     """kv_linear: weight of the normalised load, which counts against it."""
 
     migration_worth: Annotated[float, Meta(ge=1)] = 1.5
@@ -208,13 +210,13 @@ class PolicyParams(_Struct, frozen=True):
     """migration: most bytes on their way between two endpoints."""
     expected_output_tokens: Positive = 128
     """perilune: tokens that an answer is expected to have, or fewer where the request allows no more."""
-    interference_weight: Weight = 1.0
+    interference_weight: Factor = 1.0
     """perilune: seconds that a second of prefill costs each request in flight beside it. Above 1 it counts as
     well that KV is held meanwhile, for which that of idle sessions is evicted."""
     least_gain_seconds: Weight = 4.0
     """perilune: a move that brings fewer seconds is not made, those of its fetch counted once more. Lower
     where turns take less than a second."""
-    ageing_weight: Weight = 0.0
+    ageing_weight: Factor = 0.0
     """Engine priority: seconds of waiting that a second of uncached prefill weighs; 0: first come first
     served. Above 0 the engines run with `--scheduling-policy priority` and the gateway writes `priority` into
     every body, which it must then read: no decision is taken from headers alone."""

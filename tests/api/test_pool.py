@@ -77,6 +77,14 @@ def test_the_smallest_document() -> None:
             id="bandwidth grows with distance",
         ),
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
+        *(
+            pytest.param(
+                document(routing={"params": {"interferenceWeight": weight}}),
+                "at `$.spec.routing.params.interferenceWeight`",
+                id=f"weight {weight}",
+            )
+            for weight in (-1.0, float("inf"), float("nan"), 1e308)
+        ),
     ],
 )
 def test_errors_name_the_field(text: str, message: str) -> None:

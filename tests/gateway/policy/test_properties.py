@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isnan
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from msgspec import structs
 
 from perilune_api.pool import ConductorArm, PolicyParams, Role
 from perilune_api.topology import Level
+from perilune_gateway.admission import engine_priority
 from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
 from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
 from perilune_gateway.testing import candidate, link, prefix, request, session
@@ -129,6 +132,31 @@ def test_renaming_endpoints_renames_the_result(
             assert getattr(after, field) == new(getattr(before, field))
         assert after.reason == before.reason
         assert [cost.total for cost in after.costs] == [cost.total for cost in before.costs]
+
+
+def largest(name: str) -> PolicyParams:
+    """The parameter at the largest value that a pool document may give it."""
+    for value in (float("inf"), 1e6):
+        try:
+            return msgspec.convert({name: value}, PolicyParams)
+        except msgspec.ValidationError:
+            continue
+    return PolicyParams()
+
+
+@pytest.mark.parametrize(
+    "name", [f.encode_name for f in structs.fields(PolicyParams) if isinstance(f.default, float)]
+)
+@pytest.mark.parametrize("busy", [{}, {"pending_s": 60.0, "in_flight": 9, "waiting": 3, "kv_usage": 1.0}])
+def test_with_the_largest_parameters_costs_are_numbers_still(name: str, busy: dict) -> None:
+    params = largest(name)
+    r = request(tokens=4_000, of=session("a"), prefix=prefix(a=400))
+    fleet = [candidate("a", cached=400, **busy), candidate("b", **busy), candidate("c", links={"a": link()})]
+    for policy in POLICIES.values():
+        verdict = policy(r, fleet, params, Random(1))
+        assert isinstance(verdict, Decision)
+        assert not any(isnan(cost.total) for cost in verdict.costs)
+    assert 0 <= engine_priority(1.8e9, 60.0, params.ageing_weight) < 2**31
 
 
 def test_what_only_the_simulator_runs_is_said_with_its_reason() -> None:
