@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import aiohttp
 import msgspec
@@ -138,6 +139,6 @@ ENGINE_NAMES = (
 
 def _of_histogram(grown: Scrape, names: Sequence[str]) -> Quantiles | UnsetType:
     found = next((grown.histograms[name] for name in names if name in grown.histograms), None)
-    if found is None or not found.count:
+    if found is None or not 0 < found.count < inf:  # an engine that began anew meanwhile counts backwards
         return UNSET
     return Quantiles(found.sum / found.count, *(found.quantile(q) for q in (0.5, 0.9, 0.95, 0.99)))

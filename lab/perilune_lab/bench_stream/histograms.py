@@ -84,7 +84,7 @@ def parse(text: str) -> Scrape:
         total = count = 0.0
         for sample in family.samples:
             if sample.name.endswith("_bucket"):
-                bound = float(sample.labels["le"])
+                bound = float(sample.labels.get("le", ""))
                 buckets[bound] = buckets.get(bound, 0.0) + sample.value
             elif sample.name.endswith("_sum"):
                 total += sample.value

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import LIVE
-from perilune_lab.arguments import count, positive
+from perilune_lab.arguments import count, not_negative, positive
 from perilune_lab.fastpath.compare import Tally
 from perilune_lab.fastpath.traffic import Conversation, Habits, conversations
 from perilune_lab.fastpath.world import Setting, World
@@ -116,7 +116,10 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--seed", type=int, default=default.seed, help="(default %(default)s)")
     parser.add_argument(
-        "--bar", type=float, default=default.bar, help="least share of same decisions (default %(default)s)"
+        "--bar",
+        type=not_negative,
+        default=default.bar,
+        help="least share of same decisions (default %(default)s)",
     )
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")

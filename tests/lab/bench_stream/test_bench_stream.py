@@ -56,6 +56,11 @@ class TestSummary:
         assert found.engine.tpot_s is UNSET
         assert found.engine_said
 
+    @pytest.mark.parametrize("count", [-3.0, 0.0, float("nan"), float("inf")])
+    def test_an_engine_that_began_anew_meanwhile_says_nothing(self, count):
+        grown = Scrape({"vllm:time_to_first_token_seconds": Histogram({1.0: count}, count, count)})
+        assert not summarize("x", [result(error="no")], grown, 1.0).engine_said
+
     def test_nothing_succeeded(self):
         found = summarize("x", [result(error="no")], Scrape(), 1.0)
         assert not found.engine_said

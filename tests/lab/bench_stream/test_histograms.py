@@ -60,6 +60,15 @@ def test_empty_buckets_are_stepped_over():
     assert Histogram({0.1: 0.0, 0.2: 0.0, 0.4: 4.0, inf: 4.0}, 1.0, 4.0).quantile(0.5) == pytest.approx(0.3)
 
 
-def test_another_text_is_no_page():
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello, world {\n",
+        PAGE.replace('le="0.1"', 'le="some"'),
+        PAGE.replace(',le="0.1"', ""),
+    ],
+    ids=["prose", "a bound that is no number", "a bucket without a bound"],
+)
+def test_another_text_is_no_page(text):
     with pytest.raises(ValueError, match=r"[Ii]nvalid|could not|line"):
-        parse("hello, world {\n")
+        parse(text)

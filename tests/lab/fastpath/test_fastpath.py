@@ -167,6 +167,7 @@ def test_an_unknown_policy(capsys):
         pytest.param(["--turns", "0"], id="no turns"),
         pytest.param(["--sessions-per-s", "-1"], id="negative rate"),
         pytest.param(["--sessions-per-s", "nan"], id="no rate"),
+        pytest.param(["--bar", "nan"], id="no bar"),
     ],
 )
 def test_wrong_calls(argv):
