@@ -37,7 +37,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from operator import itemgetter
 
@@ -52,6 +52,7 @@ from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
 _MAX_SETS = 4096
+_MOST_DUE = 1024
 FIRST = -1
 """As parent: they begin a prompt."""
 
@@ -142,6 +143,7 @@ class PrefixIndex:
         """The device bits of those that ever announced something in their host's memory."""
         self._due: list[tuple[float, int, Holder, Claim]] = []
         """A heap: claims by when they end, then in the order in which they were made."""
+        self._most_due = _MOST_DUE
         self._made = 0
         self._evicted = 0
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
@@ -642,17 +644,27 @@ class PrefixIndex:
             holder.claims.append(claim)
             self._made += 1
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
+            if len(self._due) > self._most_due:
+                self._forget_renewed()
         if 2 * self._blocks > self._max_blocks:
             for run, _ in reversed(laid):
                 self._runs.pop(run, None)
                 self._runs[run] = None
 
+    def _forget_renewed(self) -> None:
+        """Claims of which nothing is left: a prompt that comes again and again is claimed anew each time. As
+        often as the others have doubled."""
+        self._due = [entry for entry in self._due if entry[-1].runs]
+        heapify(self._due)
+        for holder in (self._store, *self._holders.values()):
+            holder.claims = deque(claim for claim in holder.claims if claim.runs)
+        self._most_due = max(_MOST_DUE, 2 * len(self._due))
+
     def _drop(self, holder: Holder, claim: Claim) -> None:
         bit = holder.claim_bit
-        for run in claim.runs:
-            if taken := run.unclaim(bit, run.every, claim):
-                holder.claimed -= taken
-                self._prune(run)
+        for run in list(claim.runs):
+            holder.claimed -= run.unclaim(bit, run.every, claim)
+            self._prune(run)
 
     def _drop_oldest(self, holder: Holder, surplus: int) -> None:
         """That many blocks of the oldest claims, tails first."""
@@ -667,8 +679,6 @@ class PrefixIndex:
             taken = run.unclaim(holder.device, cut, claim)
             surplus -= taken
             holder.claimed -= taken
-            if cut == positions:
-                claim.runs.pop()
             self._prune(run)
 
     # -- more questions ----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Claim:
     def __init__(self, expiry_s: float) -> None:
         self.expiry_s = expiry_s
         self.runs: list[Run] = []
-        """In prompt order."""
+        """Those where something is left of it, in prompt order."""
 
 
 class Run:
@@ -158,9 +158,12 @@ class Run:
                 if left := [(claim, mine) for claim, had in entries if (mine := had >> shift & every)]:
                     run.claims[bit] = left
                     run.some |= bit
-        for entries in head.claims.values():
-            for claim, _ in entries:
-                claim.runs.insert(claim.runs.index(self), head)
+        for entries in claims.values():
+            for claim, had in entries:
+                of = claim.runs.index(self)
+                claim.runs[of : of + 1] = [
+                    run for run, positions in ((head, low), (self, ~low)) if had & positions
+                ]
         if self.hits:
             gone = self.hits.keys() - set(self.blocks)
             head.hits = {block: self.hits.pop(block) for block in gone}
@@ -222,6 +225,8 @@ class Run:
             taken += gone.bit_count()
             if had != gone:
                 left.append((claim, had ^ gone))
+            else:
+                claim.runs.remove(self)
         if left:
             self.claims[bit] = left
         else:

@@ -173,6 +173,17 @@ def test_a_repeated_prompt_renews_its_claim():
     assert len(it) == 1
 
 
+def test_a_prompt_that_comes_again_and_again_takes_no_more_memory():
+    it = index(ttl_s=600)
+    for n in range(10_000):
+        it.speculate("12"[n % 2], [A, B], n / 1000)
+    check_books(it)
+    assert len(it._due) <= 1024
+    assert sum(len(holder.claims) for holder in it._holders.values()) <= 1024
+    it.expire(610)
+    assert (len(it), it._due) == (0, [])
+
+
 def test_an_endpoint_without_events_keeps_its_latest_prompts():
     it = index(claims_per_endpoint=3)
     other = blocks.chain([9, 9], 1, 0)
@@ -283,6 +294,10 @@ def check_books(it: PrefixIndex) -> None:
     assert len(everything) == len(set(everything)), "a block is in one run"
     assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)
     assert it._adrift == sum(run.follows.cut for run in runs if run.follows)
+    parts = Counter((claim, run) for run in runs for claims in run.claims.values() for claim, _ in claims)
+    live = {claim for claim, _ in parts}
+    assert parts == Counter((claim, run) for claim in live for run in claim.runs)
+    assert live <= {claim for *_, claim in it._due}
     for run in runs:
         assert run.whole == sum(
             bit for bit, claims in run.claims.items() if bit & run.whole and claims[0][1] == run.every
@@ -469,6 +484,11 @@ class AgainstSets(RuleBasedStateMachine):
         assert self.it.announced(endpoint, block) == ((endpoint, block) in self.device)
         held = {e for e in "123" if self._device(e, block)}
         assert self.it.find_block(block, self.now).device == dict.fromkeys(held, 1)
+
+    @rule()
+    def forget_renewed(self):
+        self.it._forget_renewed()
+        assert all(claim.runs for *_, claim in self.it._due)
 
     @rule(prompt=PROMPTS)
     def record(self, prompt):
