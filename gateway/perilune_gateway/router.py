@@ -186,7 +186,9 @@ class Router:
             size_bytes = head.content_length
             if size_bytes > self._routing.limits.max_body_bytes:
                 return self._recorder.refused(head, self._too_large(size_bytes), laps)
-            if session is None or not session.host or self._routing.params.ageing_weight:
+            if session is None or not session.host or not size_bytes:
+                return NEED_BODY  # a body of no told length may be too long
+            if self._routing.params.ageing_weight:
                 return NEED_BODY  # where the engine is told a priority, every body is rewritten
         asked = Asked(head, now, laps, identity, session)
         self._gatherer.eligible(asked)

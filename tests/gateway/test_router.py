@@ -139,7 +139,7 @@ def rig() -> Rig:
 
 
 def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None:
-    h = head("/v1/completions", x_session_id="s")
+    h = head("/v1/completions", x_session_id="s", content_length="200")
     assert isinstance(rig.router.on_headers(h), NeedBody)
     first = rig.route(h=h)
     rig.router.finished(first.ticket, Outcome.COMPLETED)
@@ -151,7 +151,7 @@ def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None
 
 
 def test_a_hot_host_needs_the_body_and_the_session_moves(rig: Rig) -> None:
-    h = head("/v1/completions", x_session_id="s")
+    h = head("/v1/completions", x_session_id="s", content_length="200")
     host = rig.route(h=h).destinations[0]
     other = B if host == A else A
     rig.router.fleet.start(99, host, uncached_tokens=20_000, prefill_s=1.0, context_tokens=0)
@@ -253,11 +253,19 @@ def test_no_inference_where_the_pool_says_so() -> None:
     assert rig.record(rig.route(range(60))).session_id == ""
 
 
+def test_a_known_sessions_body_is_read_where_its_length_is_not_told(rig: Rig) -> None:
+    """Else it could be longer than any is allowed to be."""
+    rig.route(h=head("/v1/completions", x_session_id="s"))
+    assert isinstance(rig.router.on_headers(head("/v1/completions", x_session_id="s")), NeedBody)
+    told = head("/v1/completions", x_session_id="s", content_length="200")
+    assert isinstance(rig.router.on_headers(told), Routed)
+
+
 def test_another_tenant_cannot_steer_a_session(rig: Rig) -> None:
-    h = head("/v1/completions", x_session_id="s", authorization="a")
+    h = head("/v1/completions", x_session_id="s", content_length="200", authorization="a")
     rig.route(h=h)
     assert isinstance(rig.router.on_headers(h), Routed)
-    stranger = head("/v1/completions", x_session_id="s", authorization="b")
+    stranger = head("/v1/completions", x_session_id="s", content_length="200", authorization="b")
     assert isinstance(rig.router.on_headers(stranger), NeedBody)
 
 
@@ -278,7 +286,7 @@ def test_a_new_session_prefers_among_equals(headers: dict[str, str], body: dict[
 
 
 def test_the_last_turn_frees_the_binding(rig: Rig) -> None:
-    h = head("/v1/completions", x_session_id="s")
+    h = head("/v1/completions", x_session_id="s", content_length="200")
     rig.route(h=h)
     last = rig.route(h=head("/v1/completions", x_session_id="s", x_dynamo_session_final="true"))
     assert isinstance(rig.router.on_headers(h), Routed)

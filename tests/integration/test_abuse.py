@@ -194,6 +194,19 @@ async def test_a_body_that_is_none_is_refused_in_openais_form(
     assert await victim.send(body, path) in expected
 
 
+async def test_a_body_that_tells_no_length_is_refused_when_it_is_too_long(victim: Victim) -> None:
+    """Also of a session that is known, whose turns are mostly decided without it."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(30):
+            yield b" " * 100_000
+
+    assert await victim.send(x_session_id="chunked") == (200, "")
+    headers = {"content-type": "application/json", "x-session-id": "chunked"}
+    async with victim.http.post(victim.url + CHAT, data=pieces(), headers=headers) as answer:
+        assert answer.status == 413
+
+
 ODD_BUT_HARMLESS = [
     pytest.param(chat(max_tokens=10**400), id="max_tokens of 400 digits"),
     pytest.param(chat(priority=10**300), id="priority of 300 digits"),
