@@ -46,6 +46,8 @@ RECEIVE_HWM = 100_000
 """Messages that may wait here; ZMQ drops what is above, which is then a gap."""
 REPLAY_TIMEOUT_S = 2.0
 """For each message of a replay. The publisher answers within 0.1 s."""
+REPLAYED_MESSAGES = 100_000
+"""In one replay at most; vLLM keeps 10,000 by default."""
 END = b"\xff" * 8
 _YIELD_EVERY = 32
 SLICE_S = 0.0005
@@ -497,6 +499,8 @@ class _Feed:
                 seq, payload = replay_frames(frames)
                 if payload is None:
                     return replayed
+                if len(replayed) == REPLAYED_MESSAGES or (replayed and seq <= replayed[-1][0]):
+                    raise ProtocolError(f"a replay that does not end, at message {seq}")
                 replayed.append((seq, decode(payload)))
         except zmq.ZMQError as error:
             raise SpecError(f"{self._replay_url!r} of {self._endpoint} is no ZMQ address: {error}") from None

@@ -381,10 +381,11 @@ async def feeding(context, engine, *, replay=True, counters=None, timeout_s=2.0)
 
 
 class EndlessReplay:
-    """A context whose replay goes on and on; after so many messages the feed is cancelled."""
+    """A context whose replay goes on and on, by `step` in its sequence numbers. After `patience` messages the
+    feed, if it is known here, is cancelled."""
 
-    def __init__(self, after: int) -> None:
-        self.left = after
+    def __init__(self, step: int = 1, patience: int = 0) -> None:
+        self.step, self.patience, self.sent = step, patience, 0
         self.feed: asyncio.Task[object] | None = None
 
     def socket(self, kind: int) -> "EndlessReplay":
@@ -396,22 +397,33 @@ class EndlessReplay:
     async def send_multipart(self, frames: list[bytes]) -> None: ...
 
     async def recv_multipart(self) -> list[bytes]:
-        self.left -= 1
-        if self.left == 0:
-            assert self.feed
+        await asyncio.sleep(0)
+        self.sent += 1
+        if self.feed and self.sent == self.patience:
             self.feed.cancel()
-        if self.left < -100:
-            return [b"", b"topic", kv_events.END, b""]
-        return [b"", b"topic", bytes(8), at(1.0)]
+        assert self.sent < 1_000, "nobody else ends it"
+        return [b"", b"topic", (self.sent * self.step).to_bytes(8, "big"), at(1.0)]
+
+    def catch_up(self, counters: Counters) -> asyncio.Task[bool]:
+        feed = kv_events._Feed(ENGINE, "tcp://there", 0, Recorder(), lambda: 1.0, self, counters, 2.0)
+        return asyncio.create_task(feed.catch_up())
 
 
 async def test_a_feed_that_is_cancelled_amid_a_replay_ends():
     """Else a gateway that is stopped then would never end."""
-    context = EndlessReplay(after=20)
-    feed = kv_events._Feed(ENGINE, "tcp://there", 0, Recorder(), lambda: 1.0, context, Counters(), 2.0)
-    context.feed = asyncio.create_task(feed.catch_up())
+    replay = EndlessReplay(patience=20)
+    replay.feed = replay.catch_up(Counters())
     with pytest.raises(asyncio.CancelledError):
-        await context.feed
+        await replay.feed
+    assert replay.sent == 20
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["the same message again and again", "ever new ones"])
+async def test_a_replay_without_an_end_is_no_answer(monkeypatch, step):
+    monkeypatch.setattr(kv_events, "REPLAYED_MESSAGES", 50)
+    counters = Counters()
+    assert not await EndlessReplay(step).catch_up(counters)
+    assert (counters.malformed, counters.replayed) == (1, 0)
 
 
 async def test_a_whole_capture(context, captures):
