@@ -47,7 +47,6 @@ ON_A_SECOND_CLUSTER = (
     "test_inference_extension.py",
     "test_killed_operators.py",
     "test_operators.py",
-    "test_store.py",
 )
 """About half of all cluster scenarios, by time; none of them has the pool of the others."""
 
