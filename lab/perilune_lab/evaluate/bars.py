@@ -8,7 +8,7 @@ is. Nothing is rounded before it is judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import StrEnum
 from itertools import product
 from typing import NamedTuple
@@ -69,8 +69,8 @@ class Bar(msgspec.Struct, frozen=True):
         return all(check.clear for check in self.checks)
 
 
-def judge(findings: Findings) -> tuple[Bar, ...]:
-    """P1–P8."""
+def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar, ...]:
+    """P1–P8, or those of `names`, whose studies were simulated."""
     return tuple(
         Bar(name, goal, tuple(checks(findings)))
         for name, (goal, checks) in {
@@ -97,6 +97,7 @@ def judge(findings: Findings) -> tuple[Bar, ...]:
                 _simulator,
             ),
         }.items()
+        if names is None or name in names
     )
 
 

@@ -30,7 +30,7 @@ from perilune_lab.evaluate.bars import Bar, judge
 from perilune_lab.evaluate.cells import World
 from perilune_lab.evaluate.evaluation import evaluate
 from perilune_lab.evaluate.figures import FIGURES, Context
-from perilune_lab.evaluate.plan import NEEDS, Size
+from perilune_lab.evaluate.plan import EVERYTHING, NEEDS, Size
 from perilune_lab.evaluate.table import Table
 from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Progress, Work, default_folder
@@ -45,6 +45,7 @@ examples:
   perilune evaluate --seeds-from 1001 && perilune evaluate
                                             other seeds first: the second says whether verdicts agree
   perilune evaluate --only bars,f8 --out /tmp/look
+  perilune evaluate --only P1,P3 --seeds 64 two bars with more seeds: only printed
 
 parts (--only): {", ".join(NEEDS)}
 R: sessions per second at which lmetric has TTFT p90 = 5 × the floor (every turn alone, its session's prefix
@@ -100,6 +101,8 @@ def run(options: Options, err: Console) -> list[Grid | str]:
         err.print(f"{name}: {options.out / name}.svg", highlight=False)
     if "bars" in options.parts:
         shown += _conclude(options, context)
+    elif judged := judge(findings, options.parts):
+        shown += [_grid(tables.bars(judged)), *map(_line, judged)]
     err.print(
         f"{work.computed} simulations and searches, {time.perf_counter() - began:.0f} s in all",
         highlight=False,
@@ -123,12 +126,12 @@ def _conclude(options: Options, context: Context) -> list[Grid | str]:
     judged = judge(findings)
     made = document.document(findings, judged, document.read(options.out))
     (options.out / document.RESULTS).write_bytes(document.encode(made))
-    if set(options.parts) >= set(NEEDS):
+    if set(options.parts) >= set(EVERYTHING):
         (options.out / document.REPORT).write_bytes(report.encode(document.full_report(findings)))
         notes = readme.notes_of(options.out)
         page = readme.readme(findings, judged, made, context.traffic.stats, notes)
         (options.out / readme.README).write_text(page)
-    agreement = [made.compared.agreement(made.verdicts)] if made.compared else []
+    agreement = [made.compared.agreement(made.bars)] if made.compared else []
     return [_grid(tables.bars(judged)), *agreement, *map(_line, judged)]
 
 
@@ -198,7 +201,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 def _parts(text: str | None) -> tuple[str, ...]:
     if text is None:
-        return tuple(NEEDS)
+        return EVERYTHING
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in NEEDS:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -34,15 +34,25 @@ class Compared(msgspec.Struct, frozen=True):
     seeds: tuple[int, ...]
     r: float
     verdicts: dict[str, str]
+    close: tuple[str, ...] = ()
+    """Bars whose limit lies within the interval that decides them: other seeds may well say otherwise."""
 
-    def agreement(self, verdicts: Mapping[str, str]) -> str:
-        """One sentence."""
+    def agreement(self, bars: Iterable[Bar]) -> str:
+        """A sentence or two."""
         seeds = f"seeds {self.seeds[0]}–{self.seeds[-1]} ({self.size}, R = {self.r:g})"
-        names = dict.fromkeys((*verdicts, *self.verdicts))
-        differing = [name for name in names if verdicts.get(name) != self.verdicts.get(name)]
+        differing = [bar for bar in bars if bar.verdict != self.verdicts.get(bar.name)]
         if not differing:
             return f"All verdicts agree with those of {seeds}."
-        return f"Verdicts differ from those of {seeds} for {', '.join(differing)}; all others agree."
+        close = [bar.name for bar in differing if bar.name in self.close or not bar.clear]
+        clear = [bar.name for bar in differing if bar.name not in close]
+        said = [f"Verdicts contradict those of {seeds} for {', '.join(clear)}."] if clear else []
+        if close:
+            other = "" if clear else f" from those of {seeds}"
+            said += [
+                f"Verdicts differ{other} for {', '.join(close)}, where the limit lies within an interval:"
+                " these seeds do not tell."
+            ]
+        return " ".join((*said, "All others agree."))
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +94,8 @@ def _compared(findings: Findings, before: Document | None) -> Compared | UnsetTy
         return UNSET
     if set(before.seeds) & set(findings.size.seeds):
         return before.compared
-    return Compared(before.size, before.seeds, before.r, before.verdicts)
+    close = tuple(bar.name for bar in before.bars if not bar.clear)
+    return Compared(before.size, before.seeds, before.r, before.verdicts, close)
 
 
 def read(folder: Path) -> Document | None:

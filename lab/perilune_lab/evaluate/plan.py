@@ -79,6 +79,11 @@ def matrix(at_r: World) -> list[Point]:
     return [Point(world(at_r, load), arm) for load in BAR_LOADS for arm in EVERY]
 
 
+def own(at_r: World) -> list[Point]:
+    """Ours at every load that bars look at, and the baseline whose wall-clock factor P6 names."""
+    return [*(Point(world(at_r, load), OURS) for load in BAR_LOADS), Point(world(at_r), Arm("lmetric"))]
+
+
 def overload(at_r: World) -> list[Point]:
     """Where nothing dominates and simulations take longest."""
     return [Point(world(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
@@ -199,6 +204,7 @@ class Study:
 
 STUDIES: Mapping[str, Study] = {
     "matrix": Study(matrix, side=False),
+    "own": Study(own, side=False),
     "overload": Study(overload),
     "stores": Study(stores, side=False),
     "links": Study(links),
@@ -227,6 +233,14 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "f9": ("matrix", "overload", "zipf", "kv_pool", "t_hot", "t_cool", "least_gain"),
     "f10": (),
     "bars": ("matrix", "stores", "links", CAPACITY),
+    "P1": ("own", "stores"),
+    "P2": ("matrix",),
+    "P3": (CAPACITY,),
+    "P4": ("links",),
+    "P5": ("own",),
+    "P6": ("own",),
+    "P7": ("own",),
+    "P8": ("matrix",),
     "tables": (
         "matrix",
         "overload",
@@ -241,7 +255,9 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         CAPACITY,
     ),
 }
-"""Studies behind each part of the evaluation."""
+"""Studies behind each part of the evaluation; a bar is a part, too: for a look with more seeds."""
+EVERYTHING = tuple(name for name in NEEDS if not name.startswith("P"))
+"""All of it: `bars` are all bars."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _head(f: Findings, document: Document) -> str:
         " (docs/report.md), and a data file beside each figure.",
     ]
     if document.compared:
-        lines += ["", document.compared.agreement(document.verdicts)]
+        lines += ["", document.compared.agreement(document.bars)]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from perilune_lab import report
 from perilune_lab.evaluate import cli, document, plan, readme, table, tables, thresholds
-from perilune_lab.evaluate.bars import METRICS, judge, rivals
+from perilune_lab.evaluate.bars import METRICS, Bar, Check, judge, rivals
 from perilune_lab.evaluate.cells import World
 from perilune_lab.evaluate.evaluation import evaluate
 from perilune_lab.evaluate.figures import FIGURES
@@ -152,7 +152,8 @@ def test_other_seeds_say_whether_verdicts_agree(written: Written, findings: Find
     assert before.compared is UNSET
     other = msgspec.structs.replace(before, seeds=(11, 12))
     made = document.document(findings, before.bars, other)
-    assert made.compared == document.Compared("quick", (11, 12), other.r, other.verdicts)
+    close = tuple(bar.name for bar in before.bars if not bar.clear)
+    assert made.compared == document.Compared("quick", (11, 12), other.r, other.verdicts, close)
     again = document.document(findings, before.bars, made)
     assert again.compared == made.compared  # equal seeds prove nothing: what was compared is kept
 
@@ -191,19 +192,51 @@ def test_a_part_alone_writes_that_part_alone(folder: Path, tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"f5.svg", "f5.png", "f5.json"}
 
 
+def bar(name: str, value: float, low: float, high: float) -> Bar:
+    return Bar(name, "at most 1", (Check("it", value, low, high, 1.0, at_most=True),))
+
+
+MET, CLOSE, MISSED = (0.5, 0.4, 0.6), (0.9, 0.8, 1.1), (1.5, 1.4, 1.6)
+
+
 @pytest.mark.parametrize(
     ("mine", "says"),
     [
-        pytest.param({"P1": "met", "P2": "missed"}, "All verdicts agree with those of seeds 1–8", id="all"),
+        pytest.param({"P1": MET, "P2": MISSED, "P3": MET}, "All verdicts agree with those of", id="all"),
         pytest.param(
-            {"P1": "met", "P2": "met"}, "differ from those of seeds 1–8 (full, R = 1.2) for P2", id="one"
+            {"P1": MET, "P2": MET}, "contradict those of seeds 1–8 (full, R = 1.2) for P2.", id="one"
         ),
-        pytest.param({"P1": "met"}, "for P2; all others agree", id="one is not there"),
+        pytest.param(
+            {"P1": MET, "P2": CLOSE},
+            "differ from those of seeds 1–8 (full, R = 1.2) for P2, where the limit lies within an interval",
+            id="within the interval here",
+        ),
+        pytest.param(
+            {"P2": MISSED, "P3": MISSED},
+            "differ from those of seeds 1–8 (full, R = 1.2) for P3, where the limit lies within an interval",
+            id="within the interval there",
+        ),
+        pytest.param(
+            {"P1": MISSED, "P2": CLOSE}, "for P1. Verdicts differ for P2, where the limit", id="one of each"
+        ),
     ],
 )
-def test_agreement_in_words(mine: dict[str, str], says: str):
-    before = document.Compared("full", tuple(range(1, 9)), 1.2, {"P1": "met", "P2": "missed"})
-    assert says in before.agreement(mine)
+def test_agreement_in_words(mine: dict[str, tuple[float, float, float]], says: str):
+    verdicts = {"P1": "met", "P2": "missed", "P3": "met"}
+    before = document.Compared("full", tuple(range(1, 9)), 1.2, verdicts, close=("P3",))
+    assert says in before.agreement(bar(name, *values) for name, values in mine.items())
+
+
+def test_bars_alone_are_judged_as_with_all_others_and_written_nowhere(
+    folder: Path, tmp_path: Path, findings: Findings
+):
+    shown = play(folder, tmp_path, "--only", "P6,P1")
+    assert not list(tmp_path.iterdir())
+    p1, p6 = judge(findings, ("P1", "P6"))
+    assert (p1.name, p6.name) == ("P1", "P6")
+    assert p6.checks == next(bar for bar in judge(findings) if bar.name == "P6").checks
+    assert all(f"\n{bar.name} {bar.verdict}" in shown for bar in (p1, p6))
+    assert "\nP2 " not in shown
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]):
