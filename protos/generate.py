@@ -1,7 +1,7 @@
 """Make what is generated: `python -m protos.generate [--check]`, from the repository root.
 
 Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, and the CustomResourceDefinition
-from perilune_api/crd.py, once for kubectl (`crds/`) and once for the chart. With --check nothing is written;
+(`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart. With --check nothing is written;
 the exit status is 1 and a line names the file when a committed file differs from what would be written. Takes
 about a second. No gRPC stubs are made: the server registers its one method by name.
 """

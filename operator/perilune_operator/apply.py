@@ -28,7 +28,8 @@ from typing import Protocol
 import msgspec
 
 from perilune_api import kube, names
-from perilune_api.crd import KIND, PLURAL, VERSION, InferencePoolStatus, StatusCondition
+from perilune_api.crd import KIND, PLURAL, VERSION
+from perilune_api.inference_pool.status import InferencePoolStatus, StatusCondition
 from perilune_operator.observe import MANAGER, Key, Object, key
 from perilune_operator.refusal import Refusal, causes
 from perilune_operator.rollout import Mark

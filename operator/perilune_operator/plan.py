@@ -11,7 +11,8 @@ from math import inf
 import msgspec
 
 from perilune_api import names
-from perilune_api.crd import InferencePoolSpec, InferencePoolStatus
+from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
 from perilune_operator.observe import Key, Object, Observed, PodFacts, key

@@ -29,8 +29,9 @@ from typing import Any
 
 import aiohttp
 
-from perilune_api import crd, kube
-from perilune_api.crd import InferencePoolSpec
+from perilune_api import kube
+from perilune_api.inference_pool.checks import convert
+from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator import observe, refusal, status
 from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
@@ -314,6 +315,6 @@ def _serves(pod: Object) -> bool:
 
 def _spec(body: Any) -> InferencePoolSpec | SpecError:
     try:
-        return crd.convert(body.get("spec"))
+        return convert(body.get("spec"))
     except SpecError as error:
         return error

@@ -13,7 +13,8 @@ import msgspec
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_api.crd import FabricStatus, GatewayMode, InferencePoolStatus, ParentRef, StatusCondition
+from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
+from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
 from perilune_api.pool import Role
 from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
 from perilune_operator.render import mooncake, network, vllm

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from perilune_api import names, pool
-from perilune_api.crd import DEFAULT_LEVELS, LevelName, LevelSpec, Placement, TopologySpec
+from perilune_api.inference_pool.topology import DEFAULT_LEVELS, LevelName, LevelSpec, Placement, TopologySpec
 from perilune_operator.observe import NodeFacts, Object, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"

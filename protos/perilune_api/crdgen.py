@@ -1,4 +1,4 @@
-"""`crds/inferencepools.perilune.dev.yaml` from the structs of `perilune_api.crd`.
+"""`crds/inferencepools.perilune.dev.yaml` from the structs of `perilune_api.inference_pool`.
 
 Steps: walk the struct types (msgspec.inspect) → a structural OpenAPI v3 schema: no references, types, ranges,
 enums, defaults; texts from docstrings and the strings under attributes; the CEL rules of `crd.RULES` where
@@ -25,14 +25,16 @@ from msgspec import inspect as mi
 
 from perilune_api import crd, names
 from perilune_api.conditions import Condition
+from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.status import InferencePoolStatus
 
 Schema = dict[str, Any]
 
 
 def custom_resource_definition() -> Schema:
     """The whole object."""
-    spec = _struct(crd.InferencePoolSpec, top=True)
-    status = _struct(crd.InferencePoolStatus, top=False)
+    spec = _struct(InferencePoolSpec, top=True)
+    status = _struct(InferencePoolStatus, top=False)
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

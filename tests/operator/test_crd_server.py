@@ -10,7 +10,7 @@ import pytest
 import yaml
 from api_server import binaries
 
-from perilune_api import crd
+from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import MERGE, ApiError, Client
 
 Object = dict[str, Any]
@@ -44,14 +44,14 @@ EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml") if fi
 async def test_an_example_is_taken(client: Client, namespace: str, name: str) -> None:
     body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
     made = await create(client, namespace, body)
-    assert crd.convert(made["spec"]) == crd.convert(body["spec"])
+    assert convert(made["spec"]) == convert(body["spec"])
 
 
 async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace: str) -> None:
     made = await create(client, namespace, pool())
     spec = made["spec"]
     assert (spec["replicas"], spec["engine"]["blockSize"], spec["routing"]["policy"]) == (1, 16, "ear")
-    assert crd.convert(spec) == crd.convert({"model": {"name": "m"}})
+    assert convert(spec) == convert({"model": {"name": "m"}})
 
 
 @pytest.mark.parametrize(

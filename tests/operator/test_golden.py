@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from perilune_api import crd
+from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, Client
 from perilune_api.pool import SpecError
 from perilune_operator import apply, observe
@@ -54,7 +54,7 @@ def _named(obj: Object) -> Object:
 def made(name: str) -> Plan:
     body, observed = load(name)
     try:
-        spec: Any = crd.convert(body["spec"])
+        spec: Any = convert(body["spec"])
     except SpecError as error:
         spec = error
     return plan(body["metadata"]["name"], "ns", spec, observed, NOW, DEFAULTS)

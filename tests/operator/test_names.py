@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perilune_api import crd
+from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, Client
 from perilune_operator import apply
 from perilune_operator.cluster import KINDS, OPTIONAL
@@ -30,7 +30,7 @@ def objects(gateway: str, mode: str) -> tuple[Object, ...]:
         "mooncake": {"transfer": "connector", "store": {"enabled": True}},
         "gateway": {"mode": mode, "parent": {"name": gateway}, "minReplicas": 1, "maxReplicas": 2},
     }
-    made = plan(POOL, "n" * 63, crd.convert(spec), Observed("u", 1, kinds=KNOWN), 0.0, Defaults()).objects
+    made = plan(POOL, "n" * 63, convert(spec), Observed("u", 1, kinds=KNOWN), 0.0, Defaults()).objects
     assert made is not None
     return made
 

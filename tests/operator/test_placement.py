@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from perilune_api import crd, kube
+from perilune_api import kube
+from perilune_api.conditions import Condition
+from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import MERGE, ApiError, Client
 from perilune_operator import apply, observe
 from perilune_operator.observe import Observed
@@ -78,7 +80,7 @@ class Racks:
             **spec,
         }
         seen = Observed("uid-1", 1, nodes=tuple(observe.node(n) for n in self.nodes))
-        return plan("p", self.namespace, crd.convert(body), seen, 1.0, Defaults())
+        return plan("p", self.namespace, convert(body), seen, 1.0, Defaults())
 
     async def place(self, made: Plan) -> None:
         """Make the plan's engines, with nothing but what concerns the scheduler."""
@@ -193,7 +195,7 @@ async def test_nodes_without_labels_work_and_are_named(cluster: Racks) -> None:
     await cluster.begin(*[node(name, {}) for name, _, _ in PLACES[:2]])
     made = cluster.plan(4, [by("rack", "pack"), by("spine", "spread")], replicas=4)
     told = {c.type: (c.status, c.reason, c.message) for c in made.status.conditions}
-    assert told[crd.Condition.TOPOLOGY_RESOLVED][:2] == ("False", "UnlabelledNodes")
-    assert "n0, n1" in told[crd.Condition.TOPOLOGY_RESOLVED][2]
+    assert told[Condition.TOPOLOGY_RESOLVED][:2] == ("False", "UnlabelledNodes")
+    assert "n0, n1" in told[Condition.TOPOLOGY_RESOLVED][2]
     await cluster.place(made)
     assert Counter(await cluster.bound(4)) == {"n0": 2, "n1": 2}

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune_api import crd, names
+from perilune_api import names
+from perilune_api.inference_pool.arguments import FORBIDDEN_ARGS, GATEWAY_ARGS, SIMULATED_ARGS, VLLM_ARGS
+from perilune_api.inference_pool.checks import convert
+from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError, parse
 from perilune_gateway.main import arguments
 from perilune_operator import apply, observe
@@ -49,7 +52,7 @@ NODES = st.lists(
 
 
 def made(spec: Object, observed: Observed, now: float = NOW) -> Plan:
-    return plan("p", "ns", crd.convert(spec), observed, now, Defaults())
+    return plan("p", "ns", convert(spec), observed, now, Defaults())
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -98,7 +101,7 @@ def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> Non
     document = parse(found["data"][names.POOL_DOCUMENT])
     assert document.spec.model.name == "m"
     assert document.spec.endpoints == ()
-    assert document.spec.engine.store == crd.convert(spec).mooncake.store.enabled
+    assert document.spec.engine.store == convert(spec).mooncake.store.enabled
 
 
 def test_a_refused_spec_plans_no_objects() -> None:
@@ -177,7 +180,7 @@ def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words
     ],
 )
 def test_memory_that_an_engine_lends(mooncake: Object, gpus: int, of: int, gib: int) -> None:
-    made = crd.convert({"model": {"name": "m"}, "mooncake": mooncake}).mooncake
+    made = convert({"model": {"name": "m"}, "mooncake": mooncake}).mooncake
     assert host_bytes(made, gpus, of) == gib * 2**30
 
 
@@ -205,9 +208,9 @@ def test_memory_that_an_engine_lends(mooncake: Object, gpus: int, of: int, gib: 
 def test_lent_memory_is_added_to_what_the_engine_needs(
     given: Object, requests: Object, limits: Object
 ) -> None:
-    made = with_memory(crd.Resources(**given), 84 * 2**30)
+    made = with_memory(Resources(**given), 84 * 2**30)
     assert (made.requests, made.limits) == (requests, limits)
-    assert with_memory(crd.Resources(**given), 0) == crd.Resources(**given)
+    assert with_memory(Resources(**given), 0) == Resources(**given)
 
 
 def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:
@@ -249,7 +252,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert (read.kubernetes, read.listen, read.admin) == (("ns", "p"), "0.0.0.0:9002", "0.0.0.0:9003")
     assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
     ours = {arg.split("=")[0] for arg in args} - {"--transport", "--decision-log"}
-    assert ours | {"--pool", "--drain-seconds"} == crd.GATEWAY_ARGS
+    assert ours | {"--pool", "--drain-seconds"} == GATEWAY_ARGS
 
 
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
@@ -259,8 +262,8 @@ def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -
     wide = {"tensorParallel": 8, "pipelineParallel": 2}
     store = {"transfer": "connector", "store": {"enabled": True}}
     for change, known in (
-        ({"engine": {"kind": "simulated"} | seed}, crd.SIMULATED_ARGS),
-        ({"engine": wide | seed, "mooncake": store}, crd.OPERATOR_ARGS | crd.FORBIDDEN_ARGS.keys()),
+        ({"engine": {"kind": "simulated"} | seed}, SIMULATED_ARGS),
+        ({"engine": wide | seed, "mooncake": store}, VLLM_ARGS | FORBIDDEN_ARGS.keys()),
     ):
         objects = made(spec | change, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
         (engine,) = (
@@ -373,7 +376,7 @@ def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
 )
 def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, roles: Object, words: str | None) -> None:
     observed = Observed("u", 1, kinds=frozenset({LWS}))
-    planned = plan("p" * letters, "ns", crd.convert(SPANS | roles), observed, NOW, Defaults())
+    planned = plan("p" * letters, "ns", convert(SPANS | roles), observed, NOW, Defaults())
     accepted = planned.status.conditions[0]
     assert (planned.objects is None, accepted.status) == ((True, "False") if words else (False, "True"))
     assert accepted.message.endswith(words or "")
@@ -505,7 +508,7 @@ def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:
     """Never in the place of ours."""
     kinds = frozenset({network.POD_MONITOR, network.SERVICE_MONITOR})
     defaults = Defaults(monitor_labels={"release": "kps", names.POOL_LABEL: "other"})
-    spec = crd.convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})
+    spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})
     objects = plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, defaults).objects or ()
     monitors = {o["metadata"]["name"]: o for o in objects if o["kind"].endswith("Monitor")}
     assert sorted(monitors) == ["p-engine", "p-gateway", "p-master"]

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from perilune_api import crd, kube
+from perilune_api import kube
+from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, ApiError
 from perilune_operator import apply, refusal
 from perilune_operator.apply import Applier, Pool
@@ -22,7 +23,7 @@ class _Leader:
 
 
 def rendered(namespace: str, spec: Object) -> list[Object]:
-    made = plan("p", namespace, crd.convert(MODEL | spec), Observed("u", 1), 0.0, Defaults())
+    made = plan("p", namespace, convert(MODEL | spec), Observed("u", 1), 0.0, Defaults())
     assert made.objects is not None, made.status.conditions[0].message
     return list(made.objects)
 

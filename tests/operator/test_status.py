@@ -4,8 +4,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from perilune_api import crd
 from perilune_api.conditions import Condition, Reason
+from perilune_api.inference_pool.checks import convert
+from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_operator import observe, status
 from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts, Rival
 from perilune_operator.plan import plan
@@ -76,11 +77,11 @@ def seen(
     return Observed("u", 3, pods=pods, children=dict([*WHOLE, *children]), **facts)
 
 
-def of(observed: Observed, spec: Object = SPEC, now: float = NOW) -> crd.InferencePoolStatus:
-    return plan("p", "ns", crd.convert(spec), observed, now, Defaults()).status
+def of(observed: Observed, spec: Object = SPEC, now: float = NOW) -> InferencePoolStatus:
+    return plan("p", "ns", convert(spec), observed, now, Defaults()).status
 
 
-def conditions(made: crd.InferencePoolStatus) -> dict[str, tuple[str, str]]:
+def conditions(made: InferencePoolStatus) -> dict[str, tuple[str, str]]:
     return {c.type.value: (c.status, c.reason) for c in made.conditions}
 
 
@@ -422,7 +423,7 @@ def test_pods_that_are_not_made_say_why() -> None:
 
 def test_an_endpoint_that_spans_nodes_needs_leader_worker_set() -> None:
     spec = SPEC | {"engine": {"tensorParallel": 16}}
-    made = plan("p", "ns", crd.convert(spec), seen(), NOW, Defaults())
+    made = plan("p", "ns", convert(spec), seen(), NOW, Defaults())
     assert conditions(made.status)["EnginesReady"] == ("False", "NoWorkloadApi")
     assert "LeaderWorkerSet" not in {o["kind"] for o in made.objects or ()}
 

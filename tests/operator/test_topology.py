@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_api.crd import LevelName, LevelSpec, Placement, TopologySpec
+from perilune_api.inference_pool.topology import LevelName, LevelSpec, Placement, TopologySpec
 from perilune_api.pool import Bandwidth, NodePlace
 from perilune_api.topology import Level
 from perilune_operator.observe import NodeFacts, PodFacts

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import msgspec
 
 from perilune_api import crd, names
+from perilune_api.inference_pool.document import pool_document
+from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_operator.observe import MANAGER, Object
 from perilune_operator.render.objects import (
@@ -39,7 +41,7 @@ def gateway(pool: Context) -> Iterator[Object]:
     """All objects of the gateway itself; how requests come to it is network.py's."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     labels = pool.labels("gateway")
-    document = crd.pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
+    document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
     yield pool.object("v1", "ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
     yield pool.object("v1", "ServiceAccount", name, "gateway", automountServiceAccountToken=False)
     watch = ["get", "list", "watch"]
@@ -135,7 +137,7 @@ def gateway(pool: Context) -> Iterator[Object]:
         )
 
 
-def replicas(spec: crd.GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
+def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
     """What to claim of the Deployment's replicas (None: nothing, they belong to the autoscaler), and the
     version of it that this was read from, if it holds for no other.
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 
-from perilune_api.crd import Mooncake, Transfer
+from perilune_api.inference_pool.mooncake import Mooncake, Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe import Object
 from perilune_operator.render.objects import (

@@ -11,7 +11,7 @@ Service.
 from collections.abc import Iterator
 
 from perilune_api import names
-from perilune_api.crd import GatewayMode, ParentRef
+from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.observe import Object
 from perilune_operator.render import mooncake, vllm
 from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perilune_api import names
-from perilune_api.crd import KIND, VERSION, InferencePoolSpec, Resources
+from perilune_api.crd import KIND, VERSION
+from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError
 from perilune_api.quantities import quantity
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object

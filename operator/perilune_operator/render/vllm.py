@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterator
 
 from perilune_api import names
-from perilune_api.crd import EngineKind, RoleSpec, Transfer
+from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.pool import Role, SpecError
 from perilune_api.quantities import quantity
 from perilune_operator import topology

@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 import yaml
 
-from perilune_api import crd, pool
-from perilune_api.crd import Policy, SpecError, Transfer
+from perilune_api import pool
+from perilune_api.inference_pool.checks import convert
+from perilune_api.inference_pool.document import pool_document
+from perilune_api.inference_pool.mooncake import Transfer
+from perilune_api.inference_pool.routing import Policy
+from perilune_api.pool import SpecError
 from perilune_gateway.policy import LIVE
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +29,7 @@ def test_the_smallest_pool_is_ten_lines() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_accepted(name: str) -> None:
     body = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
-    made = crd.convert(body["spec"])
+    made = convert(body["spec"])
     assert made.gateway.parent is not None
 
 
@@ -48,14 +52,14 @@ def test_every_policy_that_a_gateway_can_carry_out_may_be_named() -> None:
 
 
 def test_the_gateways_document_says_what_the_spec_says() -> None:
-    made = crd.convert(
+    made = convert(
         spec(
             engine={"blockSize": 32, "tensorParallel": 2},
             routing={"policy": "sticky"},
             mooncake={"store": {"enabled": True}},
         )
     )
-    document = crd.pool_document("p", "ns", made, pool.Topology(nodes={"a": pool.NodePlace("r1")}))
+    document = pool_document("p", "ns", made, pool.Topology(nodes={"a": pool.NodePlace("r1")}))
     assert pool.parse(pool.dump(document)) == document
     assert document.metadata == pool.Metadata("p", "ns")
     assert (document.spec.engine.block_size, document.spec.engine.store) == (32, True)
@@ -307,7 +311,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
 )
 def test_errors_name_the_field(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as error:
-        crd.convert(given)
+        convert(given)
     assert message in str(error.value)
 
 
@@ -323,11 +327,11 @@ def test_other_arguments_of_vllm_are_its_own_business() -> None:
         "--no-async-scheduling",
         "--disable-cascade-attn",
     ]
-    assert list(crd.convert(spec(engine={"args": args})).engine.args) == args
+    assert list(convert(spec(engine={"args": args})).engine.args) == args
 
 
 def test_a_simulated_engine_has_flags_of_its_own() -> None:
     args = ["--time-scale=4", "--disable-log-stats"]
-    assert crd.convert(spec(engine={"kind": "simulated", "args": args})).mooncake.transfer is Transfer.NONE
+    assert convert(spec(engine={"kind": "simulated", "args": args})).mooncake.transfer is Transfer.NONE
     with pytest.raises(SpecError, match="The operator sets --block-size itself"):
-        crd.convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]}))
+        convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]}))

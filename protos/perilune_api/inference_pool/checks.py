@@ -1,0 +1,133 @@
+"""An object's `spec` → checked structs, or a SpecError that names the field.
+
+1. *Shape*: types, ranges, unknown fields, as the API server has checked them already.
+2. *What the schema and its rules cannot know*: flags that the operator sets itself, what vLLM would not start
+   with, quantities and labels inside free-form fields.
+3. *The pool document* that the gateway would get has to be one that it takes.
+
+Only what can be told from the spec alone: what an API server would refuse in the objects made of it, the
+operator asks one (`perilune_operator.apply`).
+"""
+
+import msgspec
+
+from perilune_api import names, pool, quantities
+from perilune_api.inference_pool import arguments
+from perilune_api.inference_pool.document import pool_document
+from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.gateway import GatewayMode
+from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.types import Arguments, EnvVar, Resources
+from perilune_api.pool import SpecError
+
+OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
+"""By which pods are known: no podTemplate may set them."""
+
+
+def convert(spec: object) -> InferencePoolSpec:
+    """An object's `spec` as the API server gives it → checked structs. Raises SpecError with the path."""
+    try:
+        made = msgspec.convert(spec, InferencePoolSpec)
+    except msgspec.ValidationError as error:
+        raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
+    check(made)
+    return made
+
+
+def check(spec: InferencePoolSpec) -> None:
+    """What the schema and its rules cannot know. Raises SpecError with the field's path."""
+    if spec.roles is not None:
+        for name, role in (("prefill", spec.roles.prefill), ("decode", spec.roles.decode)):
+            if role is None:
+                raise SpecError(f"Roles need prefill and decode - at `$.spec.roles.{name}`")
+    if spec.engine.kind is EngineKind.VLLM:
+        for args, path in _engine_args(spec):
+            arguments.check_vllm(args, path)
+        _check_vllm(spec)
+    else:
+        for args, path in _engine_args(spec):
+            arguments.check_simulated(args, path)
+    arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
+    if spec.gateway.mode in attached and spec.gateway.parent is None:
+        raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
+    _check_env(spec.engine.env)
+    _check_pods(spec)
+    pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+
+
+def _check_env(given: tuple[EnvVar, ...]) -> None:
+    for i, variable in enumerate(given):
+        at = f"at `$.spec.engine.env[{i}]`"
+        if variable.value and variable.value_from is not None:
+            raise SpecError(f"Either value or valueFrom - {at}")
+        if variable.name in {earlier.name for earlier in given[:i]}:
+            raise SpecError(f"{variable.name} is given twice - {at}")
+        if variable.name == "PYTHONHASHSEED":
+            raise SpecError(f"Give engine.hashing.seed instead - {at}")
+
+
+def _check_vllm(spec: InferencePoolSpec) -> None:
+    """What its engines would not start with."""
+    engine, seed = spec.engine, spec.engine.hashing.seed
+    if seed and not (seed.isascii() and seed.isdigit() and int(seed) < 2**32):
+        raise SpecError(
+            f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
+        )
+    if engine.tensor_parallel * engine.pipeline_parallel > engine.gpus_per_node:
+        for args, path in _engine_args(spec):
+            arguments.check_vllm_group(args, path)
+    named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
+    named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]
+    for name, path in named:
+        if name.startswith("-"):
+            raise SpecError(f"vLLM would take {name!r} for a flag - at `$.spec.model{path}`")
+    for i, lora in enumerate(spec.model.loras):
+        if "=" in lora.name or lora.name.startswith("-"):
+            raise SpecError(f"vLLM cannot tell {lora.name!r} from a path - at `$.spec.model.loras[{i}].name`")
+        if not lora.path:
+            raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
+    for resources, path in _engine_resources(spec):
+        for part, amounts in (("requests", resources.requests), ("limits", resources.limits)):
+            if engine.gpu_resource in amounts:
+                words = "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
+                raise SpecError(f"{words} - at `{path}.{part}.{engine.gpu_resource}`")
+
+
+def _roles(spec: InferencePoolSpec) -> list[tuple[RoleSpec, str]]:
+    """Each with its path."""
+    both = (spec.roles.prefill, spec.roles.decode) if spec.roles else ()
+    paths = ("$.spec.roles.prefill", "$.spec.roles.decode")
+    return [(role, path) for role, path in zip(both, paths, strict=False) if role is not None]
+
+
+def _engine_args(spec: InferencePoolSpec) -> list[tuple[Arguments, str]]:
+    """Each with its path."""
+    of_roles = [(role.args, f"{path}.args") for role, path in _roles(spec)]
+    return [(spec.engine.args, "$.spec.engine.args"), *of_roles]
+
+
+def _engine_resources(spec: InferencePoolSpec) -> list[tuple[Resources, str]]:
+    """Each with its path."""
+    of_roles = [
+        (role.resources, f"{path}.resources") for role, path in _roles(spec) if role.resources is not None
+    ]
+    return [(spec.engine.resources, "$.spec.engine.resources"), *of_roles]
+
+
+def _check_pods(spec: InferencePoolSpec) -> None:
+    """What goes into pods as it is."""
+    given = [
+        *_engine_resources(spec),
+        (spec.gateway.resources, "$.spec.gateway.resources"),
+        (spec.mooncake.master.resources, "$.spec.mooncake.master.resources"),
+    ]
+    for resources, path in given:
+        quantities.check_resources(resources.requests, f"{path}.requests")
+        quantities.check_resources(resources.limits, f"{path}.limits")
+    for template, path in (
+        (spec.engine.pod_template, "$.spec.engine.podTemplate"),
+        (spec.gateway.pod_template, "$.spec.gateway.podTemplate"),
+        (spec.mooncake.master.pod_template, "$.spec.mooncake.master.podTemplate"),
+    ):
+        quantities.check_template(template, path, OPERATOR_LABELS)
