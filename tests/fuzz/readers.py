@@ -2,7 +2,8 @@
 
     python -m venv /tmp/fuzz && /tmp/fuzz/bin/pip install atheris
     echo "$PWD"/.venv/lib/python3*/site-packages > $(echo /tmp/fuzz/lib/python3*/site-packages)/ours.pth
-    PYTHONPATH=gateway:lab:protos /tmp/fuzz/bin/python tests/fuzz/readers.py bodies -max_total_time=60
+    export PYTHONPATH=gateway:protos:tests/support
+    /tmp/fuzz/bin/python tests/fuzz/readers.py bodies -max_total_time=60
 
 A reader may raise what its docstring names. Anything else ends the run, and the input that did it is kept in
 the working folder.
@@ -18,6 +19,8 @@ import msgspec
 from msgspec.structs import replace
 
 with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
+    from envoy_doubles import PHASE, ROUTE, ScriptedRouter
+
     from perilune_api import extproc_pb2 as pb
     from perilune_api.pool import Hashing, Limits, Model, SpecError
     from perilune_gateway import decision_log, envelope, wire
@@ -43,7 +46,6 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     )
     from perilune_gateway.transport.h2.hpack import Decoder
     from perilune_gateway.transport.service import Service
-    from perilune_lab.doubles import PHASE, ROUTE, ScriptedRouter
 
 
 class Nobody:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 import pytest
+from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from perilune_api import extproc_pb2 as pb
@@ -14,7 +15,6 @@ from perilune_api.pool import Limits
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
 from perilune_gateway.transport import SERVERS, Server, Transport, grpc_server
 from perilune_gateway.transport.service import Service
-from perilune_lab.doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
 METHOD = f"/{EXT_PROC_SERVICE}/Process"

@@ -1,4 +1,4 @@
-"""One event loop for the folder, one Envoy per configuration; see perilune_lab.doubles for the stand-ins.
+"""One event loop for the folder, one Envoy per configuration; the stand-ins around it are in `envoy_doubles`.
 
 Tests that take `rig` run over both transports; those about Envoy alone take `stub_rig`.
 """
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import envoy_doubles as doubles
 import pytest
 import pytest_asyncio
+from envoy_doubles import ScriptedRouter, StubEndpoint, StubProcessor
 
 from perilune_api.pool import Limits
 from perilune_gateway.model import Tokens
 from perilune_gateway.openai import ParsedRequest
 from perilune_gateway.transport import SERVERS, Server, Transport
 from perilune_gateway.transport.service import Service
-from perilune_lab import doubles
-from perilune_lab.doubles import ScriptedRouter, StubEndpoint, StubProcessor
 from perilune_lab.envoy import Envoy, Mode, config
 
 

@@ -5,6 +5,7 @@ import io
 import random
 
 import pytest
+from envoy_doubles import PRIORITY
 
 from perilune_api.names import (
     CONFORMANCE_SERVED_HEADER,
@@ -15,7 +16,6 @@ from perilune_api.names import (
     SUBSET_NAMESPACE,
 )
 from perilune_gateway.model import Outcome, RefuseReason, Tokens, TokenSource
-from perilune_lab.doubles import PRIORITY
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

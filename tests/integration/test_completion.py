@@ -5,9 +5,9 @@ import time
 
 import aiohttp
 import pytest
+from envoy_doubles import ILL, until
 
 from perilune_gateway.model import Outcome
-from perilune_lab.doubles import ILL, until
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -7,19 +7,21 @@ says; the others go through the gateway's own server.
 import asyncio
 import hashlib
 import io
+import os
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
+import envoy_doubles as doubles
 import pytest
+from envoy_doubles import Call, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import REFUSE_REASON_HEADER
 from perilune_gateway import wire
 from perilune_gateway.messages import BodyMode, Continue, Echo, Kind, Override, Pick
 from perilune_gateway.model import RefuseReason
-from perilune_lab import doubles
-from perilune_lab.doubles import Call, until
 from perilune_lab.envoy import Cluster, Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -454,7 +456,7 @@ import asyncio, signal, sys
 from perilune_api.pool import Limits
 from perilune_gateway.transport import SERVERS
 from perilune_gateway.transport.service import Service
-from perilune_lab.doubles import ScriptedRouter
+from envoy_doubles import ScriptedRouter
 
 async def main():
     print("loaded", flush=True)
@@ -490,6 +492,7 @@ class Gateway:
             *(sys.executable, "-c", GATEWAY, self.transport, "drains" if self.drains else "goes"),
             stdin=pipe,
             stdout=pipe,
+            env={**os.environ, "PYTHONPATH": str(Path(doubles.__file__).parent)},
         )
         assert await self.process.stdout.readline() == b"loaded\n"
         return self

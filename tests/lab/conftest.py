@@ -1,8 +1,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
-
-from perilune_lab.testing import Server
+from openai_server import Server
 
 
 @pytest.fixture

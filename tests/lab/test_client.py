@@ -3,10 +3,10 @@ from dataclasses import replace
 from itertools import count, pairwise
 
 import pytest
+from openai_server import DONE, Server, delta, sse, usage
 
 from perilune_api.pool import SpecError
 from perilune_lab.client import Bodies, Load, Result, TargetError, models, run_load
-from perilune_lab.testing import DONE, Server, delta, sse, usage
 from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn
 
 SYSTEM = Segment("system", 2, Role.SYSTEM)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from openai_server import Server, sse, usage, words
 
 from perilune_lab import replay
-from perilune_lab.testing import Server, sse, usage, words
 
 
 class Thread:

@@ -5,6 +5,7 @@ import random
 import struct
 
 import pytest
+from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
@@ -26,7 +27,6 @@ from perilune_gateway.transport.h2.frames import (
     settings,
 )
 from perilune_gateway.transport.service import Service
-from perilune_lab.doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 
 BLOCK = b"\x83\x86" + b"".join(
     literal(name, value)

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from msgspec import UNSET
+from stepped_engine import SteppedEngine
 
 from perilune_lab.bench_stream import cli
 from perilune_lab.bench_stream.burst import Burst, measure, summarize
@@ -12,7 +13,6 @@ from perilune_lab.bench_stream.histograms import Histogram, Scrape
 from perilune_lab.bench_stream.text import PUBLISHED
 from perilune_lab.client import Result, TargetError
 from perilune_lab.engine.scheduler import Limits
-from perilune_lab.engine.testing import Engine
 from perilune_lab.report import Quantiles
 from perilune_lab.stack import EngineOptions, Stack
 
@@ -140,7 +140,7 @@ class TestOverHttp:
 def answers(prompts: list[list[int]], *, serial: bool) -> tuple[int, list[tuple[object, ...]]]:
     """Prompts that arrive together, run to their ends → (prefill forwards, what each answered and when in the
     order)."""
-    engine = Engine(limits=Limits(serial_misses=serial))
+    engine = SteppedEngine(limits=Limits(serial_misses=serial))
     requests = [engine.add(ids, [sum(ids) % 1000 + k for k in range(4)]) for ids in prompts]
     first, *_ = engine.run()
     assert len(first.admitted) == len(prompts)

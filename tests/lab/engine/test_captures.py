@@ -15,12 +15,13 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from stepped_engine import SteppedEngine
+from vllm_captures import Message, namespace_of, read_messages, read_requests, replay
 
 from perilune_lab.engine.events import END_OF_REPLAY, Publisher, to_event
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, low64
 from perilune_lab.engine.kv_cache import Stored
 from perilune_lab.engine.store import FileStore
-from perilune_lab.engine.testing import Engine, Message, namespace_of, read_messages, read_requests, replay
 
 CAPTURES = Path(__file__).parents[2] / "fixtures" / "vllm-kv-events"
 BLOCK = 32
@@ -47,7 +48,7 @@ def replay_all(requests, engine):
 def main_run():
     messages = read_messages(CAPTURES / "kv_events_capture.bin")[:RECORDED_MESSAGES]
     requests = read_requests(CAPTURES / "kv_events_requests.jsonl")
-    engine = Engine(blocks=BLOCKS, block_size=BLOCK, algorithm=Algorithm.SHA256_CBOR)
+    engine = SteppedEngine(blocks=BLOCKS, block_size=BLOCK, algorithm=Algorithm.SHA256_CBOR)
     return messages, requests, replay_all(requests, engine)
 
 
@@ -145,7 +146,7 @@ def test_engines_on_one_store_pool_answer_and_announce_as_vllm_with_mooncake(tmp
     """H ran with an empty pool, T on the same pool with the same prompts."""
     stores = []
     for name in ("H", "T"):
-        engine = Engine(blocks=BLOCKS, block_size=BLOCK, store=FileStore(tmp_path / "pool", 10**6))
+        engine = SteppedEngine(blocks=BLOCKS, block_size=BLOCK, store=FileStore(tmp_path / "pool", 10**6))
         requests = read_requests(CAPTURES / f"kv_events_requests_mooncake_{name}.jsonl")
         outcomes = replay_all(requests, engine)
         assert [cached for cached, _ in outcomes] == [r["cached_tokens"] for r in requests]

@@ -1,8 +1,8 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from stepped_engine import SteppedEngine
 
 from perilune_lab.engine.metrics import Metrics
-from perilune_lab.engine.testing import Engine
 
 COUNTERS = {
     "prefix_cache_queries",
@@ -44,7 +44,7 @@ HISTOGRAMS = {
 @pytest.fixture
 def page():
     """Families of an engine that served three requests, one of them aborted."""
-    engine = Engine()
+    engine = SteppedEngine()
     metrics = Metrics("sim", 131_072, {"block_size": "16"}, ["tuned"], started=1.5)
     first = engine.add([1] * 100, 10)
     engine.run()

@@ -6,11 +6,11 @@ from math import inf
 from statistics import median
 
 import pytest
+from stepped_engine import SteppedEngine
 
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab.engine.kv_cache import Stored
 from perilune_lab.engine.scheduler import Finish, Limits
-from perilune_lab.engine.testing import Engine
 
 OVERHEAD = H20_30B.request_overhead_s
 
@@ -34,7 +34,7 @@ def gaps(steps, request):
 
 
 def test_one_prompt_takes_what_the_engine_model_says():
-    engine = Engine()
+    engine = SteppedEngine()
     request = engine.add(prompt(1, 20_000), 3)
     steps = engine.run()
     chunks = [(8192, 0), (8192, 8192), (3616, 16_384)]
@@ -47,7 +47,7 @@ def test_one_prompt_takes_what_the_engine_model_says():
 
 
 def test_decode_goes_on_beside_the_chunks_of_another_prompt():
-    engine = Engine()
+    engine = SteppedEngine()
     talking = engine.add(prompt(1, 100), 200)
     engine.run(0.1)
     reading = engine.add(prompt(2, 16_384), 1)
@@ -64,7 +64,7 @@ def test_decode_goes_on_beside_the_chunks_of_another_prompt():
 
 
 def test_nothing_happens_before_its_time_and_a_late_look_shifts_nothing():
-    often, late = Engine(), Engine()
+    often, late = SteppedEngine(), SteppedEngine()
     requests = [engine.add(prompt(1, 5000), 50) for engine in (often, late)]
     for _ in range(1000):
         often.run(0.002)
@@ -75,7 +75,7 @@ def test_nothing_happens_before_its_time_and_a_late_look_shifts_nothing():
 
 
 def test_idle_engine_has_nothing_due():
-    engine = Engine()
+    engine = SteppedEngine()
     assert engine.scheduler.next_s() == inf
     engine.add(prompt(1, 10))
     assert engine.scheduler.next_s() == pytest.approx(OVERHEAD(10))
@@ -88,7 +88,7 @@ def test_idle_engine_has_nothing_due():
 
 
 def test_three_equal_prompts_in_one_admission_are_prefilled_once():
-    engine = Engine()
+    engine = SteppedEngine()
     requests = [engine.add(prompt(1, 1600)) for _ in range(3)]
     (step,) = engine.run()
     assert step.prefill_forwards == 1
@@ -97,14 +97,14 @@ def test_three_equal_prompts_in_one_admission_are_prefilled_once():
     assert [request.cached_tokens for request in requests] == [0, 1584, 1584]
     stored = [change for change in step.changes if isinstance(change, Stored)]
     assert [len(change.digests) for change in stored] == [100, 1, 1]
-    alone = Engine()
+    alone = SteppedEngine()
     alone.add(prompt(1, 1600))
     (solo,) = alone.run()
     assert step.ends_s - step.started_s < 1.1 * (solo.ends_s - solo.started_s)
 
 
 def test_misses_of_one_admission_share_one_forward_and_sampling_keeps_their_order():
-    engine = Engine()
+    engine = SteppedEngine()
     engine.add(prompt(9, 400))
     engine.run()
     requests = [engine.add(prompt(key, 400)) for key in (1, 9, 2, 3)]
@@ -114,7 +114,7 @@ def test_misses_of_one_admission_share_one_forward_and_sampling_keeps_their_orde
 
 
 def test_next_turn_finds_prompt_and_answer():
-    engine = Engine()
+    engine = SteppedEngine()
     first = engine.add(prompt(1, 100), prompt(7, 60))
     engine.run()
     second = engine.add(prompt(1, 100) + prompt(7, 60) + prompt(8, 40), 1)
@@ -126,7 +126,7 @@ def test_next_turn_finds_prompt_and_answer():
 
 def unique_prompts(serial: bool):
     """32 unique prompts at once, 16 fit into a step."""
-    engine = Engine(limits=Limits(serial_misses=serial, tokens_per_step=16 * 256 + 16))
+    engine = SteppedEngine(limits=Limits(serial_misses=serial, tokens_per_step=16 * 256 + 16))
     requests = [engine.add(prompt(key, 256), 32) for key in range(32)]
     steps = engine.run()
     ttft = [r.first_token_s - r.arrived_s for r in requests]
@@ -163,7 +163,7 @@ def test_batched_misses_beat_serial_ones_as_published():
 def test_serial_misses_stall_decode_and_batched_ones_do_not():
     stalls = {}
     for serial in (True, False):
-        engine = Engine(limits=Limits(serial_misses=serial))
+        engine = SteppedEngine(limits=Limits(serial_misses=serial))
         talking = engine.add(prompt(99, 64), 400)
         engine.run(0.5)
         for key in range(16):
@@ -178,7 +178,7 @@ def test_serial_misses_stall_decode_and_batched_ones_do_not():
 
 
 def test_a_full_pool_preempts_the_last_and_recomputes_it_to_the_same_tokens():
-    engine = Engine(blocks=21, block_size=16)  # 320 tokens
+    engine = SteppedEngine(blocks=21, block_size=16)  # 320 tokens
     first, second = engine.add(prompt(1, 100), 120), engine.add(prompt(2, 100), 120)
     steps = engine.run()
     assert (first.preemptions, second.preemptions) == (0, 1)
@@ -191,7 +191,7 @@ def test_a_full_pool_preempts_the_last_and_recomputes_it_to_the_same_tokens():
 
 
 def test_admission_waits_until_the_whole_prompt_fits():
-    engine = Engine(blocks=21, block_size=16)
+    engine = SteppedEngine(blocks=21, block_size=16)
     first, second = engine.add(prompt(1, 200), 10), engine.add(prompt(2, 200), 1)
     engine.run(OVERHEAD(200) + 0.02)
     assert first in engine.scheduler.running
@@ -201,7 +201,7 @@ def test_admission_waits_until_the_whole_prompt_fits():
 
 
 def test_at_most_max_sequences_run():
-    engine = Engine(limits=Limits(max_sequences=2))
+    engine = SteppedEngine(limits=Limits(max_sequences=2))
     for key in range(5):
         engine.add(prompt(key, 20), 3)
     steps = engine.run()
@@ -210,14 +210,14 @@ def test_at_most_max_sequences_run():
 
 
 def test_priority_orders_the_queue_and_chooses_the_victim():
-    engine = Engine(limits=Limits(max_sequences=1, by_priority=True))
+    engine = SteppedEngine(limits=Limits(max_sequences=1, by_priority=True))
     busy = engine.add(prompt(0, 20), 5)
     engine.run(OVERHEAD(20) + 0.001)
     late, urgent = engine.add(prompt(1, 20), priority=5), engine.add(prompt(2, 20), priority=-1)
     engine.run()
     assert [busy.ordinal, urgent.ordinal, late.ordinal] == [0, 1, 2]
 
-    engine = Engine(blocks=21, block_size=16, limits=Limits(by_priority=True))
+    engine = SteppedEngine(blocks=21, block_size=16, limits=Limits(by_priority=True))
     humble, proud = engine.add(prompt(1, 100), 120, priority=1), engine.add(prompt(2, 100), 120)
     engine.run()
     assert (humble.preemptions, proud.preemptions) == (1, 0)
@@ -228,7 +228,7 @@ def test_priority_orders_the_queue_and_chooses_the_victim():
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.3, 2.0], ids=["queued", "arriving", "prefill", "decode"])
 def test_abort_frees_everything_at_once(after_s):
-    engine = Engine()
+    engine = SteppedEngine()
     request = engine.add(prompt(1, 20_000), 1000)
     engine.run(after_s)
     engine.scheduler.abort(request, engine.now)
@@ -241,7 +241,7 @@ def test_abort_frees_everything_at_once(after_s):
 
 
 def test_abort_amid_a_step_leaves_its_neighbours_tokens_alone():
-    engine = Engine()
+    engine = SteppedEngine()
     one, two = engine.add(prompt(1, 100), 50), engine.add(prompt(2, 100), 50)
     engine.run(0.1)
     before = one.produced
@@ -272,7 +272,7 @@ class Pool:
 
 def test_a_prefix_in_the_store_is_loaded_instead_of_computed():
     pool = Pool()
-    one, two = Engine(store=pool), Engine(store=pool)
+    one, two = SteppedEngine(store=pool), SteppedEngine(store=pool)
     cold = one.add(prompt(1, 32_000), 1)
     one.run()
     warm = two.add(prompt(1, 32_000), 1)
@@ -290,7 +290,7 @@ def test_a_prefix_in_the_store_is_loaded_instead_of_computed():
 
 def test_only_prompt_blocks_are_put_and_announced_one_by_one():
     pool = Pool()
-    engine = Engine(store=pool)
+    engine = SteppedEngine(store=pool)
     request = engine.add(prompt(1, 40), prompt(7, 100))
     steps = engine.run()
     shared = [c for step in steps for c in step.changes if isinstance(c, Stored) and c.shared]
@@ -300,7 +300,7 @@ def test_only_prompt_blocks_are_put_and_announced_one_by_one():
 
 def test_a_loading_request_that_leaves_frees_its_blocks():
     pool = Pool()
-    one, two = Engine(store=pool), Engine(store=pool)
+    one, two = SteppedEngine(store=pool), SteppedEngine(store=pool)
     one.add(prompt(1, 32_000))
     one.run()
     request = two.add(prompt(1, 32_000))
@@ -319,7 +319,7 @@ def test_admission_order_suffices_to_recompute_the_hit_rate():
     """Growing sessions, many at once, a pool that evicts: replayed one by one in admission order, the hit
     rate differs by less than two points."""
     rng = random.Random(1)
-    engine = Engine(blocks=2500)
+    engine = SteppedEngine(blocks=2500)
     history = {session: prompt(session, rng.randrange(500, 4000)) for session in range(40)}
     requests = []
     for _ in range(200):
@@ -333,7 +333,7 @@ def test_admission_order_suffices_to_recompute_the_hit_rate():
     engine.run()
     assert sum(step.preempted for step in engine.steps) == 0
 
-    offline = Engine(blocks=2500)
+    offline = SteppedEngine(blocks=2500)
     again = []
     for request in sorted(requests, key=lambda request: request.ordinal):
         tokens = request.table.tokens

@@ -1,4 +1,4 @@
-"""For tests: engines whose clock the test turns, and captures of a real vLLM as values.
+"""Captures of a real vLLM as values.
 
 Capture files hold records back to back: `u8 stream, u8 frames, frames × (u32 big-endian length, bytes)`;
 requests are one JSON object per line.
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from stepped_engine import SteppedEngine
 
-from perilune_gateway.engine_model import H20_30B, EngineModel
-from perilune_lab.engine.hashing import BASE, Algorithm, BlockHasher, Namespace
-from perilune_lab.engine.kv_cache import KvCache
-from perilune_lab.engine.scheduler import Limits, Request, Scheduler, Step
-from perilune_lab.engine.store import Store
+from perilune_lab.engine.hashing import Namespace
+from perilune_lab.engine.scheduler import Request, Step
 
 
 @dataclass(frozen=True)
@@ -69,51 +67,7 @@ def namespace_of(recorded: dict[str, Any]) -> Namespace:
     return Namespace(salt=recorded["cache_salt"] or "")
 
 
-class Engine:
-    """A scheduler whose clock the test turns; keeps its batches as events were announced."""
-
-    def __init__(
-        self,
-        *,
-        blocks: int = 17_601,
-        block_size: int = 16,
-        algorithm: Algorithm = Algorithm.SHA256,
-        model: EngineModel = H20_30B,
-        limits: Limits | None = None,
-        store: Store | None = None,
-    ) -> None:
-        self.cache = KvCache(BlockHasher(algorithm, block_size), blocks)
-        self.scheduler = Scheduler(self.cache, model, limits, store)
-        self.steps: list[Step] = []
-        self.now = 0.0
-        self._ids = 0
-
-    def add(
-        self,
-        prompt: list[int],
-        output: list[int] | int = 1,
-        *,
-        namespace: Namespace = BASE,
-        session_id: str = "",
-        priority: int = 0,
-        report_full: bool = False,
-    ) -> Request:
-        """Arrives now. `output`: tokens, or how many."""
-        tokens = list(range(1, output + 1)) if isinstance(output, int) else output
-        table = self.cache.open(prompt[:], namespace, session_id)
-        self._ids += 1
-        request = Request(f"r{self._ids}", table, tokens, priority=priority, report_full=report_full)
-        self.scheduler.add(request, self.now)
-        return request
-
-    def run(self, seconds: float = 1e6) -> list[Step]:
-        self.now += seconds
-        ended = self.scheduler.advance(self.now)
-        self.steps += ended
-        return ended
-
-
-def replay(engine: Engine, recorded: dict[str, Any]) -> tuple[Request, list[Step]]:
+def replay(engine: SteppedEngine, recorded: dict[str, Any]) -> tuple[Request, list[Step]]:
     """The recorded request, alone on the engine."""
     request = engine.add(
         recorded["prompt_token_ids"],
