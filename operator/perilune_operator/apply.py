@@ -27,9 +27,10 @@ from typing import Protocol
 
 import msgspec
 
-from perilune_api import kube, names
-from perilune_api.crd import KIND, PLURAL, VERSION
+from perilune_api import kube
+from perilune_api.crd import API_VERSION, KIND, PLURAL
 from perilune_api.inference_pool.status import InferencePoolStatus, StatusCondition
+from perilune_operator.kinds import collection, path
 from perilune_operator.observe import MANAGER, Key, Object, key
 from perilune_operator.refusal import Refusal, causes
 from perilune_operator.rollout import Mark
@@ -45,27 +46,6 @@ SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "Horizo
 
 REHEARSED = frozenset({"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute"})
 """They have words of the user in them that no schema of ours can check."""
-
-PLURALS: Mapping[str, str] = {
-    "ConfigMap": "configmaps",
-    "Service": "services",
-    "ServiceAccount": "serviceaccounts",
-    "Deployment": "deployments",
-    "LeaderWorkerSet": "leaderworkersets",
-    "Role": "roles",
-    "RoleBinding": "rolebindings",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "HorizontalPodAutoscaler": "horizontalpodautoscalers",
-    "NetworkPolicy": "networkpolicies",
-    "HTTPRoute": "httproutes",
-    "BackendTrafficPolicy": "backendtrafficpolicies",
-    "EnvoyExtensionPolicy": "envoyextensionpolicies",
-    "ClientTrafficPolicy": "clienttrafficpolicies",
-    "InferencePool": "inferencepools",
-    "PodMonitor": "podmonitors",
-    "ServiceMonitor": "servicemonitors",
-}
-"""Every kind that we render."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +76,6 @@ class Pool:
     namespace: str
     name: str
     uid: str
-
-
-def path(obj: Object) -> str:
-    """Where the API server keeps it."""
-    api, meta = obj["apiVersion"], obj["metadata"]
-    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-    return f"{root}/namespaces/{meta['namespace']}/{PLURALS[obj['kind']]}/{meta['name']}"
 
 
 def digest(obj: Object) -> str:
@@ -213,7 +186,7 @@ class Applier:
         """Annotate a pod. Through its status, which is all that the right to do so then covers. Returns what
         the API server refused, in words; empty: nothing."""
         body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
-        where = f"/api/v1/namespaces/{pool.namespace}/pods/{mark.pod}/status"
+        where = f"{collection('v1', pool.namespace, 'pods')}/{mark.pod}/status"
         try:
             await self._send("PATCH", where, "Pod", body, content_type=kube.MERGE)
         except kube.ApiError as error:
@@ -223,7 +196,7 @@ class Applier:
 
     async def scale(self, pool: Pool, replicas: int) -> None:
         """Write the pool's own replicas: once, when an autoscaler takes over."""
-        where = f"/apis/{names.GROUP}/{VERSION}/namespaces/{pool.namespace}/{PLURAL}/{pool.name}/scale"
+        where = f"{collection(API_VERSION, pool.namespace, PLURAL)}/{pool.name}/scale"
         await self._send("PATCH", where, KIND, {"spec": {"replicas": replicas}}, content_type=kube.MERGE)
 
     async def status(self, pool: Pool, old: Object, new: InferencePoolStatus) -> Object | None:
@@ -231,7 +204,7 @@ class Applier:
         wanted = msgspec.json.decode(msgspec.json.encode(new))
         if {k: v for k, v in wanted.items() if v is not None} == old:
             return None
-        where = f"/apis/{names.GROUP}/{VERSION}/namespaces/{pool.namespace}/{PLURAL}/{pool.name}/status"
+        where = f"{collection(API_VERSION, pool.namespace, PLURAL)}/{pool.name}/status"
         body = {"metadata": {"uid": pool.uid}, "status": wanted}
         try:
             return await self._send("PATCH", where, KIND, body, content_type=kube.MERGE)
@@ -246,7 +219,7 @@ class Applier:
         body = {
             "metadata": {"name": f"{pool.name}.{number:x}", "namespace": pool.namespace},
             "involvedObject": {
-                "apiVersion": f"{names.GROUP}/{VERSION}",
+                "apiVersion": API_VERSION,
                 "kind": KIND,
                 "namespace": pool.namespace,
                 "name": pool.name,
@@ -262,7 +235,7 @@ class Applier:
             "count": 1,
         }
         try:
-            await self._send("POST", f"/api/v1/namespaces/{pool.namespace}/events", "Event", body)
+            await self._send("POST", collection("v1", pool.namespace, "events"), "Event", body)
         except kube.ApiError as error:
             log.warning("event not written pool=%s error=%s", pool.name, error)
 

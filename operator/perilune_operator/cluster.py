@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from perilune_api import kube, names
-from perilune_api.crd import PLURAL, VERSION
+from perilune_api.crd import API_VERSION, PLURAL
 from perilune_operator import observe
-from perilune_operator.apply import PLURALS
+from perilune_operator.kinds import EVERYWHERE, KINDS, OPTIONAL, collection, full_name
 from perilune_operator.observe import (
     MANAGED_BY,
     MANAGER,
@@ -32,7 +32,6 @@ from perilune_operator.observe import (
     key,
     parent,
 )
-from perilune_operator.render import network
 from perilune_operator.routes import rivals
 
 log = logging.getLogger(__name__)
@@ -42,32 +41,6 @@ GONE_AFTER = 3
 """Discoveries in a row without a kind that was there, until it counts as gone: an API server that starts does
 not know its CRDs for a while, and what we made of a kind that is gone is not wanted any more."""
 SETTLE_S = 0.05
-KINDS: dict[str, str] = {
-    "ConfigMap": "v1",
-    "Service": "v1",
-    "ServiceAccount": "v1",
-    "Deployment": "apps/v1",
-    "Role": "rbac.authorization.k8s.io/v1",
-    "RoleBinding": "rbac.authorization.k8s.io/v1",
-    "PodDisruptionBudget": "policy/v1",
-    "HorizontalPodAutoscaler": "autoscaling/v2",
-    "NetworkPolicy": "networking.k8s.io/v1",
-}
-"""In every cluster; kind → API."""
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    f"{network.GATEWAY_API}/v1": ("HTTPRoute",),
-    f"{network.ENVOY_GATEWAY}/v1alpha1": (
-        "BackendTrafficPolicy",
-        "EnvoyExtensionPolicy",
-        "ClientTrafficPolicy",
-    ),
-    f"{network.INFERENCE}/v1": ("InferencePool",),
-    f"{network.MONITORING}/v1": ("PodMonitor", "ServiceMonitor"),
-    "leaderworkerset.x-k8s.io/v1": ("LeaderWorkerSet",),
-}
-"""API → kinds of it that we make."""
-
-# A PoolName without a name: what the namespace's pools share.
 
 
 class Cluster:
@@ -109,8 +82,8 @@ class Cluster:
     @property
     def synced(self) -> bool:
         """Every watch has delivered once."""
-        wanted = {"Pod", *KINDS, *(kind.partition("/")[2] for kind in self.kinds)}
-        routed = network.HTTP_ROUTE not in self.kinds or self._parents is not None
+        wanted = {"Pod", *EVERYWHERE, *(kind.partition("/")[2] for kind in self.kinds)}
+        routed = full_name("HTTPRoute") not in self.kinds or self._parents is not None
         known = self._discovered and routed and self._nodes is not None
         return known and wanted <= self._objects.keys()
 
@@ -136,20 +109,21 @@ class Cluster:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(kube.follow(self._client, "/api/v1/nodes", self._take_nodes))
-            where = f"/apis/{names.GROUP}/{VERSION}{self._scope}/{PLURAL}"
-            tasks.create_task(kube.follow(self._client, where, self._take_pools))
+            nodes = collection("v1", "", "nodes")
+            tasks.create_task(kube.follow(self._client, nodes, self._take_nodes))
+            pools = collection(API_VERSION, self._namespace, PLURAL)
+            tasks.create_task(kube.follow(self._client, pools, self._take_pools))
             tasks.create_task(self._follow("v1", "Pod", "pods", names.POOL_LABEL))
-            for kind, api in KINDS.items():
-                tasks.create_task(self._follow_ours(api, kind))
+            for kind in EVERYWHERE:
+                tasks.create_task(self._follow_ours(kind))
             followed: set[str] = set()
             while True:
                 await self._discover()
                 for api, kinds in OPTIONAL.items():
                     for kind in kinds:
-                        if f"{api.partition('/')[0]}/{kind}" in self.kinds and kind not in followed:
+                        if full_name(kind) in self.kinds and kind not in followed:
                             followed.add(kind)
-                            tasks.create_task(self._follow_ours(api, kind))
+                            tasks.create_task(self._follow_ours(kind))
                             if kind == "HTTPRoute":
                                 tasks.create_task(self._follow_parents(api))
                 await asyncio.sleep(DISCOVER_S)
@@ -157,7 +131,6 @@ class Cluster:
     async def _discover(self) -> None:
         found: set[str] = set()
         for api, kinds in OPTIONAL.items():
-            group = api.partition("/")[0]
             try:
                 said = await self._client.request("GET", f"/apis/{api}")
             except kube.ApiError as error:
@@ -170,7 +143,7 @@ class Cluster:
                 log.warning("discovery failed api=%s error=%s", api, error)
                 return
             has = {resource["kind"] for resource in said.get("resources") or ()}
-            found.update(f"{group}/{kind}" for kind in kinds if kind in has)
+            found.update(full_name(kind) for kind in kinds if kind in has)
         self._missed = Counter({kind: self._missed[kind] + 1 for kind in self.kinds - found})
         found.update(kind for kind, times in self._missed.items() if times < GONE_AFTER)
         if not self._discovered or found != self.kinds:
@@ -205,18 +178,12 @@ class Cluster:
                 self._compare_routes()
                 self._on_change(None)
 
-        await kube.follow(self._client, f"/apis/{api}{self._scope}/gateways", take)
+        await kube.follow(self._client, collection(api, self._namespace, "gateways"), take)
 
-    @property
-    def _scope(self) -> str:
-        return f"/namespaces/{self._namespace}" if self._namespace else ""
-
-    async def _follow_ours(self, api: str, kind: str) -> None:
-        await self._follow(api, kind, PLURALS[kind], f"{MANAGED_BY}={MANAGER}")
+    async def _follow_ours(self, kind: str) -> None:
+        await self._follow(KINDS[kind].api, kind, KINDS[kind].plural, f"{MANAGED_BY}={MANAGER}")
 
     async def _follow(self, api: str, kind: str, plural: str, selector: str) -> None:
-        root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-
         def take(objects: dict[str, Object]) -> None:
             if kind not in self._objects:
                 self._take(api, kind, objects)
@@ -225,7 +192,8 @@ class Cluster:
                 asyncio.get_running_loop().call_later(SETTLE_S, self._take_due, api, kind)
             self._due[kind] = objects
 
-        await kube.follow(self._client, f"{root}{self._scope}/{plural}", take, {"labelSelector": selector})
+        where = collection(api, self._namespace, plural)
+        await kube.follow(self._client, where, take, {"labelSelector": selector})
 
     def _take_due(self, api: str, kind: str) -> None:
         self._take(api, kind, self._due.pop(kind))

@@ -113,7 +113,7 @@ class ParentFacts:
 
 
 PoolName = tuple[str, str]
-"""Namespace, name."""
+"""Namespace, name; without a name: what the namespace's pools share."""
 
 
 @dataclass(frozen=True, slots=True)

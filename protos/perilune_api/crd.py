@@ -8,6 +8,7 @@ server (kubernetes.io/docs/reference/using-api/cel), which is why lists and text
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from perilune_api import names
 from perilune_api.inference_pool.engine import EngineSpec, Roles
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
@@ -16,6 +17,7 @@ from perilune_api.inference_pool.topology import TopologySpec
 PLURAL = "inferencepools"
 KIND = "InferencePool"
 VERSION = "v1alpha1"
+API_VERSION = f"{names.GROUP}/{VERSION}"
 SHORT_NAME = "ipool"
 
 

@@ -1,5 +1,7 @@
 """Strings that two processes agree on, each with where it comes from."""
 
+from typing import Literal
+
 GROUP = "perilune.dev"
 
 # Endpoint picker protocol v1 (gateway-api-inference-extension, docs/proposals/004).
@@ -59,7 +61,10 @@ OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objecti
 POOL_LABEL = "perilune.dev/pool"
 """On everything that belongs to a pool: its name."""
 COMPONENT_LABEL = "perilune.dev/component"
-"""engine (pods that are endpoints), engine-worker, gateway, master."""
+"""On the same: a Component."""
+Component = Literal["engine", "engine-worker", "gateway", "master"]
+"""engine: pods that are endpoints, and what goes with them. engine-worker: further pods of an endpoint that
+spans nodes. master: Mooncake's."""
 ROLE_LABEL = "perilune.dev/role"
 """Of an engine pod: prefill, decode, both."""
 EVENTS_PORT = "perilune.dev/kv-events-port"

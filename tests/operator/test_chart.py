@@ -12,7 +12,7 @@ import pytest
 import yaml
 from api_server import ApiServer
 
-from perilune_operator import apply, cluster
+from perilune_operator.kinds import KINDS
 from perilune_operator.main import LEASE, arguments
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
@@ -30,9 +30,7 @@ def may(group: str, resource: str) -> set[str]:
 
 
 def test_the_operator_may_make_every_kind_that_it_renders_and_no_more() -> None:
-    apis = {kind: api for api, kinds in cluster.OPTIONAL.items() for kind in kinds} | cluster.KINDS
-    assert apis.keys() == apply.PLURALS.keys()
-    made = {(apis[kind].rpartition("/")[0], plural) for kind, plural in apply.PLURALS.items()}
+    made = {(kind.api.rpartition("/")[0], kind.plural) for kind in KINDS.values()}
     for group, plural in made:
         assert may(group, plural) == {"get", "list", "watch", "create", "patch", "delete"}, plural
     granted = {

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from perilune_api import kube
-from perilune_operator.cluster import GONE_AFTER, OPTIONAL, Cluster
+from perilune_operator.cluster import GONE_AFTER, Cluster
+from perilune_operator.kinds import OPTIONAL
 from perilune_operator.observe import Key, PoolName, Rival
 
 Object = dict[str, Any]

@@ -15,8 +15,8 @@ import yaml
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, Client
 from perilune_api.pool import SpecError
-from perilune_operator import apply, observe
-from perilune_operator.cluster import KINDS
+from perilune_operator import observe
+from perilune_operator.kinds import EVERYWHERE, path
 from perilune_operator.observe import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
@@ -106,7 +106,7 @@ def test_there_are_cases() -> None:
 async def test_a_real_api_server_takes_every_object(client: Client, namespace: str, name: str) -> None:
     """Kinds that every cluster has, strictly: an unknown or wrong field is an error."""
     for obj in made(name).objects or ():
-        if obj["kind"] in KINDS:
+        if obj["kind"] in EVERYWHERE:
             here = {**obj, "metadata": {**obj["metadata"], "namespace": namespace}}
             params = {"fieldManager": "test", "dryRun": "All", "fieldValidation": "Strict"}
-            await client.request("PATCH", apply.path(here), here, params=params, content_type=APPLY)
+            await client.request("PATCH", path(here), here, params=params, content_type=APPLY)

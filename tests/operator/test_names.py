@@ -8,19 +8,25 @@ import pytest
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, Client
-from perilune_operator import apply
-from perilune_operator.cluster import KINDS, OPTIONAL
+from perilune_operator.kinds import (
+    ENVOY_GATEWAY,
+    EVERYWHERE,
+    GATEWAY_API,
+    INFERENCE,
+    OPTIONAL,
+    full_name,
+    path,
+)
 from perilune_operator.observe import Observed
 from perilune_operator.plan import plan
-from perilune_operator.render import network
 from perilune_operator.render.objects import Defaults
 
 Object = dict[str, Any]
 POOL = "p" * 45
 LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-SERVED = {network.GATEWAY_API, network.ENVOY_GATEWAY, network.INFERENCE}
+SERVED = {GATEWAY_API, ENVOY_GATEWAY, INFERENCE}
 """Groups of the server's CRDs."""
-KNOWN = frozenset(f"{api.partition('/')[0]}/{kind}" for api, kinds in OPTIONAL.items() for kind in kinds)
+KNOWN = frozenset(full_name(kind) for kinds in OPTIONAL.values() for kind in kinds)
 
 
 def objects(gateway: str, mode: str) -> tuple[Object, ...]:
@@ -68,7 +74,7 @@ def test_every_name_fits(gateway: str, mode: str) -> None:
 async def test_a_real_api_server_takes_them(routed: tuple[Client, str], gateway: str, mode: str) -> None:
     client, namespace = routed
     for obj in objects(gateway, mode):
-        if obj["kind"] in KINDS or obj["apiVersion"].partition("/")[0] in SERVED:
+        if obj["kind"] in EVERYWHERE or obj["apiVersion"].partition("/")[0] in SERVED:
             here = {**obj, "metadata": {**obj["metadata"], "namespace": namespace}}
             params = {"fieldManager": "test", "dryRun": "All", "fieldValidation": "Strict"}
-            await client.request("PATCH", apply.path(here), here, params=params, content_type=APPLY)
+            await client.request("PATCH", path(here), here, params=params, content_type=APPLY)

@@ -15,10 +15,10 @@ from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError, parse
 from perilune_gateway.main import arguments
-from perilune_operator import apply, observe
+from perilune_operator import observe
+from perilune_operator.kinds import OPTIONAL, full_name, path
 from perilune_operator.observe import NodeFacts, Observed, PodFacts
 from perilune_operator.plan import Plan, plan
-from perilune_operator.render import network
 from perilune_operator.render.mooncake import host_bytes
 from perilune_operator.render.objects import Defaults, overlaid, with_memory
 
@@ -38,7 +38,7 @@ SPECS = st.builds(
     st.sampled_from([{}, {"topology": {"placement": [{"level": "rack", "mode": "pack"}]}}]),
     st.fixed_dictionaries({"replicas": st.integers(0, 9)}),
 )
-KINDS = st.frozensets(st.sampled_from(network.OPTIONAL_KINDS))
+KINDS = st.frozensets(st.sampled_from([full_name(kind) for kinds in OPTIONAL.values() for kind in kinds]))
 NODES = st.lists(
     st.builds(
         NodeFacts,
@@ -79,7 +79,7 @@ def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) 
     keys = [observe.key(o) for o in objects]
     assert len(keys) == len(set(keys))
     for obj in objects:
-        assert apply.path(obj).startswith("/api")
+        assert path(obj).startswith("/api")
         assert json.loads(msgspec.json.encode(obj)) == json.loads(json.dumps(obj))
         template = obj.get("spec", {}).get("template")
         if obj["kind"] == "Deployment":
@@ -506,7 +506,7 @@ def test_an_endpoint_leaves_with_the_first_of_its_nodes() -> None:
 
 def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:
     """Never in the place of ours."""
-    kinds = frozenset({network.POD_MONITOR, network.SERVICE_MONITOR})
+    kinds = frozenset({full_name("PodMonitor"), full_name("ServiceMonitor")})
     defaults = Defaults(monitor_labels={"release": "kps", names.POOL_LABEL: "other"})
     spec = convert({"model": {"name": "m"}, "mooncake": {"store": {"enabled": True}}})
     objects = plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, defaults).objects or ()

@@ -42,11 +42,10 @@ def gateway(pool: Context) -> Iterator[Object]:
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     labels = pool.labels("gateway")
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
-    yield pool.object("v1", "ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
-    yield pool.object("v1", "ServiceAccount", name, "gateway", automountServiceAccountToken=False)
+    yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
+    yield pool.object("ServiceAccount", name, "gateway", automountServiceAccountToken=False)
     watch = ["get", "list", "watch"]
     yield pool.object(
-        "rbac.authorization.k8s.io/v1",
         "Role",
         name,
         "gateway",
@@ -63,7 +62,6 @@ def gateway(pool: Context) -> Iterator[Object]:
         ],
     )
     yield pool.object(
-        "rbac.authorization.k8s.io/v1",
         "RoleBinding",
         name,
         "gateway",
@@ -74,7 +72,6 @@ def gateway(pool: Context) -> Iterator[Object]:
     stated = (document.spec.model, document.spec.engine)
     digest = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()[:16]
     deployment = pool.object(
-        "apps/v1",
         "Deployment",
         name,
         "gateway",
@@ -96,7 +93,6 @@ def gateway(pool: Context) -> Iterator[Object]:
         deployment["metadata"]["resourceVersion"] = pool.gateways_read_at
     yield deployment
     yield pool.object(
-        "v1",
         "Service",
         name,
         "gateway",
@@ -115,7 +111,6 @@ def gateway(pool: Context) -> Iterator[Object]:
     )
     if scaled or spec.replicas > 1:
         yield pool.object(
-            "policy/v1",
             "PodDisruptionBudget",
             name,
             "gateway",
@@ -124,7 +119,6 @@ def gateway(pool: Context) -> Iterator[Object]:
     if scaled:
         cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
         yield pool.object(
-            "autoscaling/v2",
             "HorizontalPodAutoscaler",
             name,
             "gateway",

@@ -64,14 +64,12 @@ def store(pool: Context) -> Iterator[Object]:
     made, name = pool.spec.mooncake, master_name(pool.name)
     labels = pool.labels("master")
     yield pool.object(
-        "v1",
         "ConfigMap",
         f"{pool.name}-mooncake",
         "master",
         data={"mooncake.json": client(pool)},
     )
     yield pool.object(
-        "v1",
         "Service",
         name,
         "master",
@@ -84,7 +82,6 @@ def store(pool: Context) -> Iterator[Object]:
         },
     )
     yield pool.object(
-        "apps/v1",
         "Deployment",
         name,
         "master",

@@ -12,30 +12,11 @@ from collections.abc import Iterator
 
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
+from perilune_operator.kinds import ENVOY_GATEWAY, GATEWAY_API, INFERENCE
 from perilune_operator.observe import Object
 from perilune_operator.render import mooncake, vllm
 from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
 from perilune_operator.render.objects import Context
-
-GATEWAY_API = "gateway.networking.k8s.io"
-ENVOY_GATEWAY = "gateway.envoyproxy.io"
-INFERENCE = "inference.networking.k8s.io"
-MONITORING = "monitoring.coreos.com"
-
-HTTP_ROUTE = f"{GATEWAY_API}/HTTPRoute"
-EXTENSION_POLICY = f"{ENVOY_GATEWAY}/EnvoyExtensionPolicy"
-INFERENCE_POOL = f"{INFERENCE}/InferencePool"
-POD_MONITOR = f"{MONITORING}/PodMonitor"
-SERVICE_MONITOR = f"{MONITORING}/ServiceMonitor"
-OPTIONAL_KINDS = (
-    HTTP_ROUTE,
-    EXTENSION_POLICY,
-    INFERENCE_POOL,
-    POD_MONITOR,
-    SERVICE_MONITOR,
-    "leaderworkerset.x-k8s.io/LeaderWorkerSet",
-)
-"""APIs that a cluster may have or lack."""
 
 BUFFER = "32Mi"
 AT_ONCE = 65_536
@@ -61,11 +42,11 @@ def mode(pool: Context) -> GatewayMode:
     given = pool.spec.gateway.mode
     if given is not GatewayMode.AUTO:
         return given
-    if not pool.has(HTTP_ROUTE):
+    if not pool.has("HTTPRoute"):
         return GatewayMode.NONE
-    if pool.has(EXTENSION_POLICY):
+    if pool.has("EnvoyExtensionPolicy"):
         return GatewayMode.ENVOY_GATEWAY
-    return GatewayMode.INFERENCE_EXTENSION if pool.has(INFERENCE_POOL) else GatewayMode.NONE
+    return GatewayMode.INFERENCE_EXTENSION if pool.has("InferencePool") else GatewayMode.NONE
 
 
 def network(pool: Context) -> Iterator[Object]:
@@ -79,22 +60,21 @@ def network(pool: Context) -> Iterator[Object]:
         if parent is not None:
             yield _route(pool, parent, {"group": INFERENCE, "kind": "InferencePool", "name": pool.name})
     yield from _policies(pool)
-    if pool.has(POD_MONITOR):
-        yield _monitor(pool, "engine", "http", POD_MONITOR)
+    if pool.has("PodMonitor"):
+        yield _monitor(pool, "engine", "http", "PodMonitor")
         if pool.spec.mooncake.store.enabled:
-            yield _monitor(pool, "master", "http", POD_MONITOR)
-    if pool.has(SERVICE_MONITOR):
-        yield _monitor(pool, "gateway", "admin", SERVICE_MONITOR)
+            yield _monitor(pool, "master", "http", "PodMonitor")
+    if pool.has("ServiceMonitor"):
+        yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
 
 
-def _monitor(pool: Context, component: str, port: str, kind: str) -> Object:
+def _monitor(pool: Context, component: names.Component, port: str, kind: str) -> Object:
     """The gateway's by its Service, which is the object that the engines' autoscaler asks about. Its metrics
     have a label `endpoint`, as every scraped port has: theirs is kept."""
-    pods = kind == POD_MONITOR
+    pods = kind == "PodMonitor"
     scraped = {"port": port, "path": "/metrics", "interval": "15s"}
     made = pool.object(
-        f"{MONITORING}/v1",
-        kind.partition("/")[2],
+        kind,
         f"{pool.name}-{component}",
         component,
         spec={
@@ -117,7 +97,6 @@ def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
         **({"sectionName": parent.section_name} if parent.section_name else {}),
     }
     return pool.object(
-        f"{GATEWAY_API}/v1",
         "HTTPRoute",
         pool.name,
         "gateway",
@@ -136,11 +115,9 @@ def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
 
 
 def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
-    api = f"{ENVOY_GATEWAY}/v1alpha1"
     route = [{"group": GATEWAY_API, "kind": "HTTPRoute", "name": pool.name}]
     header = names.DESTINATION_HEADER
     yield pool.object(
-        api,
         "BackendTrafficPolicy",
         pool.name,
         "gateway",
@@ -163,7 +140,6 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
         },
     )
     yield pool.object(
-        api,
         "EnvoyExtensionPolicy",
         pool.name,
         "gateway",
@@ -206,7 +182,6 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
     )
     if parent.namespace in ("", pool.namespace):
         shared = pool.object(
-            api,
             "ClientTrafficPolicy",
             shared_policy_name(parent),
             "gateway",
@@ -234,7 +209,6 @@ def _shared(obj: Object) -> Object:
 
 def _inference_pool(pool: Context) -> Object:
     return pool.object(
-        f"{INFERENCE}/v1",
         "InferencePool",
         pool.name,
         "gateway",
@@ -292,9 +266,8 @@ def _askers(pool: Context) -> Object:
     return {"from": [{"namespaceSelector": {}, "podSelector": envoy} for envoy in able]}
 
 
-def _allow(pool: Context, component: str, ingress: list[Object]) -> Object:
+def _allow(pool: Context, component: names.Component, ingress: list[Object]) -> Object:
     return pool.object(
-        "networking.k8s.io/v1",
         "NetworkPolicy",
         f"{pool.name}-{component}",
         component,

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from perilune_api import names
-from perilune_api.crd import KIND, VERSION
+from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError
 from perilune_api.quantities import quantity
+from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object
 from perilune_operator.topology import Fabric
 
@@ -42,6 +43,7 @@ class Context:
     spec: InferencePoolSpec
     fabric: Fabric
     kinds: frozenset[str]
+    """`group/Kind` of the optional ones that the cluster has."""
     defaults: Defaults
     replicas: Mapping[Role, int] = field(default_factory=dict)
     """Of a role's workload, where that is not what the spec wants: some wait for their sessions to leave."""
@@ -50,14 +52,14 @@ class Context:
     gateways_read_at: str | None = None
     """Version of the gateway's Deployment that `gateways` was read from and holds for alone."""
 
-    def labels(self, component: str) -> dict[str, str]:
+    def labels(self, component: names.Component) -> dict[str, str]:
         """That select the pods of one component."""
         return {names.POOL_LABEL: self.name, names.COMPONENT_LABEL: component}
 
-    def object(self, api: str, kind: str, name: str, component: str, **body: Any) -> Object:
+    def object(self, kind: str, name: str, component: names.Component, **body: Any) -> Object:
         """An object that belongs to the pool."""
         return {
-            "apiVersion": api,
+            "apiVersion": KINDS[kind].api,
             "kind": kind,
             "metadata": {
                 "name": name,
@@ -65,7 +67,7 @@ class Context:
                 "labels": {**self.labels(component), MANAGED_BY: MANAGER},
                 "ownerReferences": [
                     {
-                        "apiVersion": f"{names.GROUP}/{VERSION}",
+                        "apiVersion": API_VERSION,
                         "kind": KIND,
                         "name": self.name,
                         "uid": self.uid,
@@ -78,8 +80,8 @@ class Context:
         }
 
     def has(self, kind: str) -> bool:
-        """Whether the cluster has an optional API, `group/Kind`."""
-        return kind in self.kinds
+        """Whether the cluster has an optional kind."""
+        return full_name(kind) in self.kinds
 
 
 EVICT_SECONDS = 10

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from perilune_api import names
+from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.engine import EngineKind, RoleSpec
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.pool import Role, SpecError
@@ -84,7 +85,6 @@ def engines(pool: Context) -> Iterator[Object]:
         if can_run(pool):
             yield _workload(pool, role, spec)
     yield pool.object(
-        "v1",
         "Service",
         pool.name,
         "engine",
@@ -94,7 +94,6 @@ def engines(pool: Context) -> Iterator[Object]:
         },
     )
     yield pool.object(
-        "policy/v1",
         "PodDisruptionBudget",
         workload_name(pool.name, Role.BOTH),
         "engine",
@@ -142,7 +141,7 @@ def every_pod(pool: Context) -> Object:
 
 def can_run(pool: Context) -> bool:
     """Whether the cluster knows the kind of workload that runs an endpoint."""
-    return nodes_per_endpoint(pool) == 1 or pool.has("leaderworkerset.x-k8s.io/LeaderWorkerSet")
+    return nodes_per_endpoint(pool) == 1 or pool.has("LeaderWorkerSet")
 
 
 def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
@@ -150,7 +149,6 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
     name, nodes, rollout = workload_name(pool.name, role), nodes_per_endpoint(pool), pool.spec.rollout
     if nodes == 1:
         return pool.object(
-            "apps/v1",
             "Deployment",
             name,
             "engine",
@@ -176,7 +174,6 @@ def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
         )
     worker = {**pool.labels("engine-worker"), names.ROLE_LABEL: role.value}
     return pool.object(
-        "leaderworkerset.x-k8s.io/v1",
         "LeaderWorkerSet",
         name,
         "engine",
@@ -458,14 +455,13 @@ def _autoscaler(pool: Context) -> Object:
     scaling = pool.spec.scaling
     assert scaling is not None
     return pool.object(
-        "autoscaling/v2",
         "HorizontalPodAutoscaler",
         workload_name(pool.name, Role.BOTH),
         "engine",
         spec={
             "scaleTargetRef": {
-                "apiVersion": f"{names.GROUP}/v1alpha1",
-                "kind": "InferencePool",
+                "apiVersion": API_VERSION,
+                "kind": KIND,
                 "name": pool.name,
             },
             "minReplicas": scaling.min_replicas,

@@ -1,0 +1,70 @@
+"""Every kind of object that the operator makes: where an API server keeps it, whether every cluster has it.
+
+`render/` says what is in them, `apply.py` writes them, `cluster.py` watches them, all by this table. A new
+kind also takes a right to it (`charts/perilune/files`).
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+GATEWAY_API = "gateway.networking.k8s.io"
+ENVOY_GATEWAY = "gateway.envoyproxy.io"
+INFERENCE = "inference.networking.k8s.io"
+MONITORING = "monitoring.coreos.com"
+LEADER_WORKER_SET = "leaderworkerset.x-k8s.io"
+
+
+class Kind(NamedTuple):
+    """One kind."""
+
+    api: str
+    """Group and version; the core's have no group."""
+    plural: str
+    optional: bool = False
+    """Not every cluster has it."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "ConfigMap": Kind("v1", "configmaps"),
+    "Service": Kind("v1", "services"),
+    "ServiceAccount": Kind("v1", "serviceaccounts"),
+    "Deployment": Kind("apps/v1", "deployments"),
+    "Role": Kind("rbac.authorization.k8s.io/v1", "roles"),
+    "RoleBinding": Kind("rbac.authorization.k8s.io/v1", "rolebindings"),
+    "PodDisruptionBudget": Kind("policy/v1", "poddisruptionbudgets"),
+    "HorizontalPodAutoscaler": Kind("autoscaling/v2", "horizontalpodautoscalers"),
+    "NetworkPolicy": Kind("networking.k8s.io/v1", "networkpolicies"),
+    "HTTPRoute": Kind(f"{GATEWAY_API}/v1", "httproutes", optional=True),
+    "BackendTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "backendtrafficpolicies", optional=True),
+    "EnvoyExtensionPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "envoyextensionpolicies", optional=True),
+    "ClientTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "clienttrafficpolicies", optional=True),
+    "InferencePool": Kind(f"{INFERENCE}/v1", "inferencepools", optional=True),
+    "PodMonitor": Kind(f"{MONITORING}/v1", "podmonitors", optional=True),
+    "ServiceMonitor": Kind(f"{MONITORING}/v1", "servicemonitors", optional=True),
+    "LeaderWorkerSet": Kind(f"{LEADER_WORKER_SET}/v1", "leaderworkersets", optional=True),
+}
+"""(The InferencePool among them is the Gateway API inference extension's, not ours.)"""
+
+EVERYWHERE = tuple(name for name, kind in KINDS.items() if not kind.optional)
+OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    api: tuple(name for name, kind in KINDS.items() if kind.api == api)
+    for api in dict.fromkeys(kind.api for kind in KINDS.values() if kind.optional)
+}
+"""API → kinds of it."""
+
+
+def full_name(kind: str) -> str:
+    """`group/Kind`, which tells an optional one from another API's of that name."""
+    return f"{KINDS[kind].api.partition('/')[0]}/{kind}"
+
+
+def collection(api: str, namespace: str, plural: str) -> str:
+    """Path of all objects of a kind; `namespace` empty: of the whole cluster, or of none."""
+    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+    return f"{root}{f'/namespaces/{namespace}' if namespace else ''}/{plural}"
+
+
+def path(obj: Mapping[str, Any]) -> str:
+    """Where the API server keeps it."""
+    meta, kind = obj["metadata"], KINDS[obj["kind"]]
+    return f"{collection(kind.api, meta['namespace'], kind.plural)}/{meta['name']}"
