@@ -303,6 +303,7 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("restarts", "Times that an engine began anew."),
     ("malformed", "Messages that could not be read."),
     ("old", "Batches that had come before."),
+    ("unknown", "Events of types that this version does not know."),
 )
 """perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from perilune_gateway import health, move_rows
 from perilune_gateway.decision_log import DecisionLog
-from perilune_gateway.feeds.events import EventFeeds
+from perilune_gateway.feeds.pool_events import EventFeeds
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks

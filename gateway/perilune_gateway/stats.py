@@ -21,7 +21,7 @@ class EventStats:
     """One endpoint's KV event feed, its data-parallel ranks summed; lag is the slowest rank's."""
 
     connected: bool = False
-    """Something has been received since the last (re)connect."""
+    """All publishers have shaken hands and have not gone since."""
     lag_s: float = nan
     """Of the last batch: received − published; NaN before the first."""
     batches: int = 0
@@ -37,6 +37,8 @@ class EventStats:
     """Messages that could not be read."""
     old: int = 0
     """Batches that had come before."""
+    unknown: int = 0
+    """Events of types that this version does not know."""
 
 
 @dataclass(frozen=True, slots=True)

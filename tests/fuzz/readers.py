@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from perilune_api.pool import Hashing, Limits, Model, SpecError
     from perilune_gateway import decision_log, envelope, wire
     from perilune_gateway.feeds import engine_metrics, kv_events
-    from perilune_gateway.feeds.events import EventSink
+    from perilune_gateway.feeds.pool_events import EventSink
     from perilune_gateway.known_bodies import KnownBodies
     from perilune_gateway.messages import BodyMode, ProtocolError
     from perilune_gateway.model import Refusal

@@ -12,8 +12,9 @@ import zmq.asyncio
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway import blocks
-from perilune_gateway.feeds import kv_events
+from perilune_gateway.feeds import kv_feed
 from perilune_gateway.feeds.kv_events import BlockStored
+from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
 from perilune_gateway.parity import Parity, ParityCheck
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -31,7 +32,7 @@ class Sink:
         self.blocks = EngineBlocks(self.index, SIZE, store=False)
         self.parity = ParityCheck(hashing, SIZE, lora_paths={"adapter": "/models/adapter"}, first=10_000)
         self.removed = 0
-        self.resets: list[kv_events.ResetCause] = []
+        self.resets: list[ResetCause] = []
         self._changed = asyncio.Event()
 
     def batch(self, endpoint, rank, batch, lag_s) -> None:
@@ -62,15 +63,14 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         stdout=asyncio.subprocess.PIPE,
     )
     context = zmq.asyncio.Context()
-    sink, counters = Sink(hashing), kv_events.Counters()
+    sink, counters = Sink(hashing), Counters()
     feed = None
     try:
         assert engine.stdout
         line = (await asyncio.wait_for(engine.stdout.readline(), 30)).decode()
         said = dict(re.findall(r"(\w+)=(\S+)", line))
-        feed = asyncio.create_task(
-            kv_events.run(ENGINE, said["events"], said["replay"], 0, sink, time.time, context, counters, 10.0)
-        )
+        source = Source(ENGINE, 0, said["events"], said["replay"])
+        feed = asyncio.create_task(kv_feed.run(source, sink, time.time, context, counters, 10.0))
         dice = random.Random(1)
         kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]
         talks = [(kinds[n % 4], [dice.randrange(300) for _ in range(200)]) for n in range(12)]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune_api.pool import Hashing
-from perilune_gateway.feeds.events import EventSink
 from perilune_gateway.feeds.kv_events import Batch, decode
+from perilune_gateway.feeds.pool_events import EventSink
 from perilune_gateway.messages import ProtocolError
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks

@@ -1,9 +1,11 @@
 """KV events of the whole pool: one feed per endpoint and data-parallel rank, and where their batches go.
 
-    feeds.kv_events ─▶ EventSink ─▶ parity (are our hashes theirs?)
-                                 └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
+    kv_feed ─▶ EventSink ─▶ parity (are our hashes theirs?)
+                         └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
 
-`EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool.
+`EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` takes what all
+of them bring. A feed that fails ends alone: its endpoint is then known by what is routed there. Does not:
+read messages.
 """
 
 from __future__ import annotations
@@ -11,20 +13,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from math import isnan
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import zmq.asyncio
 
 from perilune_api.pool import SpecError
-from perilune_gateway.feeds import kv_events
-from perilune_gateway.feeds.kv_events import Batch, BlockStored, Counters, ResetCause
+from perilune_gateway.feeds import kv_feed
+from perilune_gateway.feeds.kv_events import Batch, BlockStored
+from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
+from perilune_gateway.feeds.turn_budget import TurnBudget
 from perilune_gateway.model import Endpoint
 from perilune_gateway.parity import Parity, ParityCheck
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.stats import EventStats
 
 log = logging.getLogger(__name__)
+
+_SUMMED = tuple(field.name for field in fields(EventStats))[2:]
+"""Fields that are counters, called alike in `kv_feed.Counters`; `connected` and `lag_s` come before them."""
 
 
 class OnApplied(Protocol):
@@ -78,27 +86,20 @@ class EventSink:
             )
 
 
-class _Source(NamedTuple):
-    endpoint: str
-    rank: int
-    events: str
-    replay: str
-
-
 class EventFeeds:
     """The running feeds."""
 
-    def __init__(self, sink: kv_events.Sink, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, sink: kv_feed.Sink, wall_clock: Callable[[], float]) -> None:
         self._sink = sink
         self._wall_clock = wall_clock
         self._context = zmq.asyncio.Context()
-        self._slices = kv_events.Slices()
-        self._feeds: dict[_Source, tuple[asyncio.Task[None], Counters]] = {}
+        self._budget = TurnBudget()
+        self._feeds: dict[Source, tuple[asyncio.Task[None], Counters]] = {}
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """Have exactly the feeds that these endpoints name."""
         wanted = {
-            _Source(e.address, rank, url, e.replay[rank] if e.replay else "")
+            Source(e.address, rank, url, e.replay[rank] if e.replay else "")
             for e in endpoints
             for rank, url in enumerate(e.events)
         }
@@ -108,21 +109,17 @@ class EventFeeds:
             counters = Counters()
             self._feeds[source] = (asyncio.create_task(self._run(source, counters)), counters)
 
-    async def _run(self, source: _Source, counters: Counters) -> None:
+    async def _run(self, source: Source, counters: Counters) -> None:
         try:
-            await kv_events.run(
-                source.endpoint,
-                source.events,
-                source.replay,
-                source.rank,
-                self._sink,
-                self._wall_clock,
-                self._context,
-                counters,
-                slices=self._slices,
+            await kv_feed.run(
+                source, self._sink, self._wall_clock, self._context, counters, budget=self._budget
             )
         except SpecError as error:
-            log.error("kv events off endpoint=%s cause=%s", source.endpoint, error)
+            log.error("kv events off endpoint=%s rank=%d cause=%s", source.endpoint, source.rank, error)
+        except Exception:  # a bug, or no more sockets; requests go on without this feed
+            log.exception("kv events off endpoint=%s rank=%d", source.endpoint, source.rank)
+        finally:
+            counters.connected = False
 
     def stats(self, endpoint: str) -> EventStats | None:
         """All ranks of one endpoint together; None: it publishes none."""
@@ -143,6 +140,3 @@ class EventFeeds:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._feeds.clear()
         self._context.destroy(linger=0)
-
-
-_SUMMED = ("batches", "gaps", "replayed", "rebuilds", "restarts", "malformed", "old")

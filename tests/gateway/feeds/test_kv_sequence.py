@@ -1,0 +1,47 @@
+"""What a message's number says of those before it."""
+
+import pytest
+
+from perilune_gateway.feeds.kv_sequence import Replayed, SequenceTracker, Step, judge
+
+
+def tracker(*seen: tuple[int, float]) -> SequenceTracker:
+    it = SequenceTracker()
+    for seq, published_s in seen:
+        it.applied(seq, published_s)
+    return it
+
+
+@pytest.mark.parametrize(
+    ("seen", "seq", "published_s", "step"),
+    [
+        pytest.param([], 0, 1.0, Step.APPLY, id="the first of all"),
+        pytest.param([], 2, 1.0, Step.GAP, id="the first that we hear"),
+        pytest.param([(4, 1.0)], 5, 2.0, Step.APPLY, id="the next"),
+        pytest.param([(4, 1.0)], 7, 2.0, Step.GAP, id="one too late"),
+        pytest.param([(4, 1.0)], 4, 1.0, Step.OLD, id="the last again"),
+        pytest.param([(4, 1.0)], 0, 0.5, Step.OLD, id="the first again"),
+        pytest.param([(4, 1.0)], 0, 2.0, Step.RESTART, id="a new process"),
+        pytest.param([(4, 1.0)], 2, 2.0, Step.RESTART, id="a new process whose first we missed"),
+    ],
+)
+def test_sequence(seen, seq, published_s, step):
+    it = tracker(*seen)
+    assert it.step(seq, published_s) is step
+    assert it.step(seq, published_s) is step, "asking changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("seen", "replayed", "verdict"),
+    [
+        pytest.param([], [], Replayed.CONTINUES, id="nothing yet"),
+        pytest.param([], [(7, 1.0)], Replayed.CONTINUES, id="we just came"),
+        pytest.param([(4, 1.0)], [(4, 1.0), (5, 2.0)], Replayed.CONTINUES, id="begins with our last"),
+        pytest.param([(4, 1.0)], [(5, 2.0)], Replayed.CONTINUES, id="begins with the next"),
+        pytest.param([(4, 1.0)], [(6, 2.0)], Replayed.LOST, id="begins too late"),
+        pytest.param([(4, 1.0)], [(4, 9.0), (5, 9.1)], Replayed.RESTARTED, id="another message 4"),
+        pytest.param([(4, 1.0)], [], Replayed.RESTARTED, id="has less than we have"),
+    ],
+)
+def test_replays(seen, replayed, verdict):
+    assert judge(tracker(*seen), replayed) is verdict
