@@ -20,9 +20,9 @@ import pytest
 from perilune_gateway.policy import POLICIES
 from perilune_lab.simulator import measure, scale
 from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Load, Plan, piece
-from perilune_lab.simulator.simulation import Fleet
+from perilune_lab.simulator.harness import Comparison, OfferedLoad, piece
 from perilune_lab.traces.model import Mode
 
 REAL_TIME = 2000.0
@@ -37,9 +37,9 @@ POLYNOMIAL = replace(H20, engine=replace(H20.engine, attention_flops=0.0, flops_
 @pytest.mark.bench
 @pytest.mark.parametrize("policy", POLICIES)
 def test_speed_at_8_endpoints(policy: str):
-    plan = Plan((policy,))
-    workload = plan.load.workload(1.0, 2, plan.fleet)
-    runs = [plan.play(policy, workload, 1) for _ in range(3)]
+    comparison = Comparison((policy,))
+    workload = comparison.load.workload(1.0, 2, comparison.fleet)
+    runs = [comparison.play(policy, workload, 1) for _ in range(3)]
     best = max(runs, key=lambda outcome: outcome.speed)
     per_request_us = best.wall_s / workload.requests * 1e6
     print(f"\n{policy}: {best.speed:,.0f} × real time per core, {per_request_us:.0f} µs per request")
@@ -50,9 +50,9 @@ def test_speed_at_8_endpoints(policy: str):
 def test_decisions_at_1000_endpoints():
     """Time per decision with a shortlist, and how often it chooses as a look at all would: the same endpoint,
     or one among which the look at all drew it."""
-    load = replace(Load(), window_s=20.0, warmup_s=0.0)
-    plan = Plan(("lmetric_plus_one", "ear", "perilune"), load, Fleet(1000))
-    played = piece(plan, (200.0, 1))
+    load = replace(OfferedLoad(), window_s=20.0, warmup_s=0.0)
+    comparison = Comparison(("lmetric_plus_one", "ear", "perilune"), load, SimulatedFleet(1000))
+    played = piece(comparison, (200.0, 1))
     print()
     for line in scale.lines(played):
         print(line)
@@ -94,16 +94,16 @@ def theirs(python: Path, trace: Path, router: str) -> dict:
 
 
 def ours(policy: str, hardware=POLYNOMIAL) -> dict:
-    plan = Plan(
+    comparison = Comparison(
         (policy,),
-        Load(str(TRACE), Mode.TIMESTAMPS),
-        Fleet(WORKERS, hardware),
+        OfferedLoad(str(TRACE), Mode.TIMESTAMPS),
+        SimulatedFleet(WORKERS, hardware),
         Faults(engine_belief=1.0, link_belief=1.0),
         pullable=False,
     )
     began = process_time()
-    workload = plan.load.workload(1.0, 1, plan.fleet)
-    outcome = plan.play(policy, workload, 1)
+    workload = comparison.load.workload(1.0, 1, comparison.fleet)
+    outcome = comparison.play(policy, workload, 1)
     cpu_s = process_time() - began
     run = measure.run(outcome, workload)
     return {

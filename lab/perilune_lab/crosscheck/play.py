@@ -28,9 +28,10 @@ from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.routing import Setting
-from perilune_lab.simulator.simulation import Fleet, simulate
+from perilune_lab.simulator.simulation import simulate
 from perilune_lab.simulator.workload import prepare
 from perilune_lab.stack import EngineOptions, Stack
 from perilune_lab.traces.model import Mode, Session
@@ -97,7 +98,7 @@ class Crosscheck:
             outcome = simulate(
                 workload,
                 Setting(policy, pullable=False),
-                Fleet(o.endpoints, hardware),
+                SimulatedFleet(o.endpoints, hardware),
                 Faults(engine_belief=1.0, link_belief=1.0),
                 play,
             )

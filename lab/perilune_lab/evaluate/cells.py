@@ -21,9 +21,10 @@ from perilune_lab.evaluate.extra import Extra
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20, with_store
-from perilune_lab.simulator.harness import Load, Plan
-from perilune_lab.simulator.simulation import Fleet, Outcome
+from perilune_lab.simulator.harness import Comparison, OfferedLoad
+from perilune_lab.simulator.simulation import SimulatedOutcome
 from perilune_lab.simulator.workload import Workload
 from perilune_lab.traces.agentic import Agentic
 
@@ -53,19 +54,19 @@ class World:
     outlier_share: float = 0.0
     """Of the transfers, those that take 20 times longer still."""
 
-    def plan(self, arm: Arm) -> Plan:
+    def comparison(self, arm: Arm) -> Comparison:
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=self.kv_tokens))
         if self.store_bytes_per_s:
             hardware = with_store(hardware, self.store_bytes_per_s)
         hardware = replace(hardware, engine=hardware.engine.scaled(self.slowdown))
-        return Plan(
+        return Comparison(
             policies=(arm.policy,),
-            load=Load(
+            load=OfferedLoad(
                 window_s=self.window_s,
                 warmup_s=self.warmup_s,
                 parameters=Agentic(zipf_alpha=self.zipf_alpha),
             ),
-            fleet=Fleet(self.endpoints, hardware, store=bool(self.store_bytes_per_s)),
+            fleet=SimulatedFleet(self.endpoints, hardware, store=bool(self.store_bytes_per_s)),
             faults=Faults(link_factor=self.link_factor, outlier_share=self.outlier_share),
             params=arm.params,
         )
@@ -77,8 +78,8 @@ class World:
 
     def workload(self, seed: int) -> Workload:
         """Ideal times are those of the engine without its slowdown, so that a slower one plays the same."""
-        plan = replace(self, slowdown=1.0).plan(Arm("round_robin"))
-        workload = plan.load.workload(self.rate, seed, plan.fleet)
+        comparison = replace(self, slowdown=1.0).comparison(Arm("round_robin"))
+        workload = comparison.load.workload(self.rate, seed, comparison.fleet)
         return workload if self.gap_s is None else with_gaps(workload, self.gap_s)
 
 
@@ -152,8 +153,8 @@ def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
     return [(cell, _result(cell, workload)) for cell in batch]
 
 
-def play(cell: Cell, workload: Workload) -> Outcome:
-    return cell.world.plan(cell.arm).play(cell.arm.policy, workload, cell.seed)
+def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
+    return cell.world.comparison(cell.arm).play(cell.arm.policy, workload, cell.seed)
 
 
 def _result(cell: Cell, workload: Workload) -> Result:

@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from perilune_gateway.model import MOVING
 from perilune_lab.report import Quantiles, quantiles
-from perilune_lab.simulator.engine import Sequence as Request
-from perilune_lab.simulator.simulation import Outcome
+from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.simulation import SimulatedOutcome
 from perilune_lab.simulator.workload import Workload
 
 
@@ -38,11 +38,9 @@ class Extra(msgspec.Struct, frozen=True):
     """Of one transfer."""
 
 
-def measure(outcome: Outcome, workload: Workload, pool_tokens: int) -> Extra:
+def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
     good = [
-        s
-        for s in outcome.sequences
-        if s.task.ideal_at_s >= workload.warmup_s and not (s.failed or s.rejected)
+        s for s in outcome.requests if s.task.ideal_at_s >= workload.warmup_s and not (s.failed or s.rejected)
     ]
     span_s = max(s.finished_s for s in good) - min(s.submitted_s for s in good) if good else 0.0
     return Extra(
@@ -65,7 +63,7 @@ def trace_span_s(workload: Workload) -> float:
     return max(at_s) - min(at_s) if at_s else 0.0
 
 
-def _occupancy(good: Sequence[Request], pool_tokens: int) -> list[float]:
+def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:
     """KV of decoding requests over the pool, seen by each request that begins to decode (itself included)."""
     by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for s in good:

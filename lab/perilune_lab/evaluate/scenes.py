@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perilune_lab.evaluate.cells import Cell, play
-from perilune_lab.simulator.engine import Sequence as Request
+from perilune_lab.simulator.request import SimulatedRequest
 from perilune_lab.simulator.workload import Workload
 
 
@@ -14,7 +14,7 @@ from perilune_lab.simulator.workload import Workload
 class Scene:
     cell: Cell
     workload: Workload
-    requests: tuple[Request, ...]
+    requests: tuple[SimulatedRequest, ...]
     """By submission; those that ended."""
 
 
@@ -22,7 +22,7 @@ def watch(cell: Cell) -> Scene:
     """Plays it. Costs a second."""
     workload = cell.world.workload(cell.seed)
     outcome = play(cell, workload)
-    ended = [s for s in outcome.sequences if not (s.failed or s.rejected)]
+    ended = [s for s in outcome.requests if not (s.failed or s.rejected)]
     return Scene(cell, workload, tuple(sorted(ended, key=lambda s: s.number)))
 
 

@@ -39,6 +39,6 @@ class Found(msgspec.Struct, frozen=True):
 def find(searches: Sequence[Search]) -> list[tuple[Search, Found]]:
     found = []
     for search in searches:
-        (capacity,) = slo_capacity(search.world.plan(search.arm), [search.seed], slo=SLO)
+        (capacity,) = slo_capacity(search.world.comparison(search.arm), [search.seed], slo=SLO)
         found.append((search, Found(max(LEAST, capacity.rate))))
     return found

@@ -19,17 +19,18 @@ from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.in_flight import TELLING_PREFILL_S
 from perilune_gateway.model import Endpoint, Load, Location
 from perilune_gateway.state.calibration import Calibration
-from perilune_lab.simulator.engine import Engine, Sequence
-from perilune_lab.simulator.fabric import Fabric
+from perilune_lab.simulator.engine import SimulatedEngine
+from perilune_lab.simulator.fabric import SimulatedFabric
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import Hardware
+from perilune_lab.simulator.request import SimulatedRequest
 
 _LINK_S = 5.0
 _POOL_S = 5.0
 
 
 @dataclass(slots=True)
-class Session:
+class KnownSession:
     """As the gateway remembers it."""
 
     name: str
@@ -47,7 +48,12 @@ class Beliefs:
     """Endpoints are numbers."""
 
     def __init__(
-        self, engines: list[Engine], hardware: Hardware, faults: Faults, fabric: Fabric, roles: list[Role]
+        self,
+        engines: list[SimulatedEngine],
+        hardware: Hardware,
+        faults: Faults,
+        fabric: SimulatedFabric,
+        roles: list[Role],
     ) -> None:
         n = len(engines)
         self.engines = engines
@@ -197,7 +203,7 @@ class Beliefs:
             self.calibration.decoded(self.endpoints[e].address, decoded_s)
         self._touch(e)
 
-    def bind(self, session: Session, e: int, now: float) -> None:
+    def bind(self, session: KnownSession, e: int, now: float) -> None:
         """The session's host is `e`; leaving another one is a move."""
         if session.host == e:
             return
@@ -209,7 +215,7 @@ class Beliefs:
         self.bound[e] += 1
         self._touch(e)
 
-    def unbind(self, session: Session) -> None:
+    def unbind(self, session: KnownSession) -> None:
         """The session is over."""
         if session.host >= 0:
             self.bound[session.host] -= 1
@@ -225,27 +231,27 @@ class Beliefs:
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
         self._touch(e)
 
-    def observe_prefill(self, sequence: Sequence, now: float) -> None:
+    def observe_prefill(self, request: SimulatedRequest, now: float) -> None:
         """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the
         end of the one before, or from its own decision; a pull took what its prefill does not explain."""
-        e, new = sequence.endpoint, sequence.uncached_tokens
+        e, new = request.endpoint, request.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
-        alone_s = now - max(sequence.submitted_s, before)
-        expected_s = self.uncorrected.prefill_s(new, max(0, sequence.prompt_tokens - new))
+        alone_s = now - max(request.submitted_s, before)
+        expected_s = self.uncorrected.prefill_s(new, max(0, request.prompt_tokens - new))
         address, know = self.endpoints[e].address, self.calibration
-        if sequence.source >= 0:
-            if before < sequence.submitted_s:
-                source = self.endpoints[sequence.source].address
-                bandwidth = self._bandwidth[self._fabric.level(sequence.source, e)]
+        if request.source >= 0:
+            if before < request.submitted_s:
+                source = self.endpoints[request.source].address
+                bandwidth = self._bandwidth[self._fabric.level(request.source, e)]
                 rest_s = expected_s * know.prefill_ratio(address, now)
-                rest_s += self.uncorrected.request_overhead_s(sequence.prompt_tokens)
-                pull_s = self.uncorrected.transfer_s(sequence.moved_tokens, bandwidth)
+                rest_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
+                pull_s = self.uncorrected.transfer_s(request.moved_tokens, bandwidth)
                 know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
                 for links in self._links:
                     links.pop(source, None)
         elif expected_s >= TELLING_PREFILL_S:
             know.prefill(address, alone_s, expected_s, now)
-            know.ttft(address, now - sequence.submitted_s, sequence.expected_ttft_s, now)
+            know.ttft(address, now - request.submitted_s, request.expected_ttft_s, now)
             self._learned(e, now)
 
     def _learned(self, e: int, now: float) -> None:

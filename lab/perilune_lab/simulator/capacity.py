@@ -18,7 +18,7 @@ from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.bisection import last_that
-from perilune_lab.simulator.harness import Plan, first_guess
+from perilune_lab.simulator.harness import Comparison, first_guess
 
 TOLERANCE = 0.02
 """Relative, of a capacity."""
@@ -62,14 +62,14 @@ class Capacity:
 
 
 def slo_capacity(
-    plan: Plan, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
+    comparison: Comparison, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
 ) -> Iterator[Capacity]:
-    """Of each policy of the plan, as they are found. A policy that holds nowhere between 1/64 and 64 times
-    the first guess has 0 there, one that holds everywhere the largest rate tried."""
-    one = partial(_of_seed, plan, slo or Slo())
-    work = [(policy, seed) for policy in plan.policies for seed in seeds]
+    """Of each policy, as they are found. A policy that holds nowhere between 1/64 and 64 times the first
+    guess has 0 there, one that holds everywhere the largest rate tried."""
+    one = partial(_of_seed, comparison, slo or Slo())
+    work = [(policy, seed) for policy in comparison.policies for seed in seeds]
     with mapped(one, work, jobs) as rates:
-        yield from _grouped(plan.policies, len(seeds), iter(rates))
+        yield from _grouped(comparison.policies, len(seeds), iter(rates))
 
 
 def _grouped(policies: Sequence[str], seeds: int, rates: Iterator[float]) -> Iterator[Capacity]:
@@ -77,12 +77,12 @@ def _grouped(policies: Sequence[str], seeds: int, rates: Iterator[float]) -> Ite
         yield Capacity(policy, tuple(next(rates) for _ in range(seeds)))
 
 
-def _of_seed(plan: Plan, slo: Slo, work: tuple[str, int]) -> float:
+def _of_seed(comparison: Comparison, slo: Slo, work: tuple[str, int]) -> float:
     policy, seed = work
 
     def holds(rate: float) -> bool:
-        workload = plan.load.workload(rate, seed, plan.fleet)
-        return slo.holds(measure.run(plan.play(policy, workload, seed), workload))
+        workload = comparison.load.workload(rate, seed, comparison.fleet)
+        return slo.holds(measure.run(comparison.play(policy, workload, seed), workload))
 
-    low, high = last_that(holds, first_guess(plan), TOLERANCE)
+    low, high = last_that(holds, first_guess(comparison), TOLERANCE)
     return low if high == inf else sqrt(low * high)

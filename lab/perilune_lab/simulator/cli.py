@@ -28,10 +28,10 @@ from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
-from perilune_lab.simulator.harness import Load, Plan, find_rate, play, pooled
+from perilune_lab.simulator.harness import Comparison, OfferedLoad, find_rate, play, pooled
 from perilune_lab.simulator.routing import PLANNER
-from perilune_lab.simulator.simulation import Fleet
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC
@@ -59,7 +59,7 @@ modes: {Mode.THINKTIME} closed loop, recorded gaps; {Mode.TIMESTAMPS} open loop;
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    plan: Plan
+    comparison: Comparison
     rates: tuple[str, ...]
     reference: str
     seeds: tuple[int, ...]
@@ -80,17 +80,18 @@ def main(argv: Sequence[str]) -> int:
 
 def run(options: Options, out: Console, err: Console) -> int:
     """Plays, writes, prints. Raises SpecError."""
-    plan, began = options.plan, time.perf_counter()
+    comparison, began = options.comparison, time.perf_counter()
+    mode = comparison.load.mode
     rates = _rates(options, err)
     pieces = len(rates) * len(options.seeds)
     err.print(
-        f"simulating {_some(len(plan.policies), 'policy', 'policies')} × {_some(len(rates), 'rate')} ×"
-        f" {_some(len(options.seeds), 'seed')} on {plan.fleet.endpoints} modelled H20, mode {plan.load.mode},"
+        f"simulating {_some(len(comparison.policies), 'policy', 'policies')} × {_some(len(rates), 'rate')} ×"
+        f" {_some(len(options.seeds), 'seed')} on {comparison.fleet.endpoints} modelled H20, mode {mode},"
         f" {_some(options.jobs, 'process', 'processes')}",
         highlight=False,
     )
     rows = []
-    for i, piece in enumerate(play(plan, rates, options.seeds, options.jobs), 1):
+    for i, piece in enumerate(play(comparison, rates, options.seeds, options.jobs), 1):
         rows += piece
         simulated_s, wall_s = sum(p.simulated_s for p in piece), sum(p.wall_s for p in piece)
         err.print(
@@ -100,17 +101,17 @@ def run(options: Options, out: Console, err: Console) -> int:
         )
     if not any(row.run.requests for row in rows):
         raise SpecError("no request falls into what is measured - at `--rates`, `--window`")
-    runs = pooled(plan, rows)
+    runs = pooled(comparison, rows)
     took_s = time.perf_counter() - began
     try:
         _write(options, runs, err)
     finally:  # the tables come all the same
-        for grid in output.tables(runs, _unit(plan)):
+        for grid in output.tables(runs, _unit(comparison)):
             out.print(grid)
         simulated_s, wall_s = sum(p.simulated_s for p in rows), sum(p.wall_s for p in rows)
         requests = sum(p.run.requests for p in rows)
         out.print(
-            f"simulated; mode {plan.load.mode}; {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core,"
+            f"simulated; mode {mode}; {simulated_s / max(wall_s, 1e-9):,.0f} × real time per core,"
             f" {requests / max(wall_s, 1e-9):,.0f} requests per second, {took_s:.1f} s in all",
             highlight=False,
         )
@@ -121,22 +122,22 @@ def run(options: Options, out: Console, err: Console) -> int:
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
     """Report and figure, where asked for. Raises SpecError."""
-    plan = options.plan
+    comparison = options.comparison
     document = report.Report(
         simulated=True,
-        mode=plan.load.mode,
-        endpoints=plan.fleet.endpoints,
+        mode=comparison.load.mode,
+        endpoints=comparison.fleet.endpoints,
         time_scale=1.0,
         trace=describe(options),
         runs=tuple(runs),
     )
-    title = f"{plan.load.trace}, mode {plan.load.mode}, {plan.fleet.endpoints} endpoints"
+    title = f"{document.trace['name']}, mode {document.mode}, {document.endpoints} endpoints"
     try:
         if options.json:
             options.json.write_bytes(report.encode(document))
             err.print(f"report: {options.json}", highlight=False)
         if options.png:
-            output.draw(runs, options.png, _unit(plan), title)
+            output.draw(runs, options.png, _unit(comparison), title)
             err.print(f"figure: {options.png}", highlight=False)
     except OSError as error:
         raise SpecError(f"not written: {error} - at `--json`, `--png`") from None
@@ -148,8 +149,8 @@ def _some(n: int, one: str, more: str = "") -> str:
 
 def describe(options: Options) -> dict[str, object]:
     """The workload and everything that was assumed."""
-    plan, load = options.plan, options.plan.load
-    fleet = plan.fleet
+    comparison = options.comparison
+    load, fleet = comparison.load, comparison.fleet
     generated = {
         "window_s": load.window_s,
         "warmup_s": load.warmup_s,
@@ -158,21 +159,21 @@ def describe(options: Options) -> dict[str, object]:
     }
     return {
         "name": load.trace,
-        "rate_unit": _unit(plan),
+        "rate_unit": _unit(comparison),
         **(generated if load.trace == AGENTIC else {}),
         "store_bytes_per_s": fleet.hardware.engine.store_bytes_per_s if fleet.store else 0,
         "kv_tokens": fleet.hardware.kv_pool_tokens,
         "host_tokens": fleet.host_tokens,
-        "pullable": plan.pullable,
+        "pullable": comparison.pullable,
         "transfers": "overlapped" if fleet.overlapped else "serial",
         "link": msgspec.to_builtins(fleet.hardware.link),
-        "faults": msgspec.to_builtins(plan.faults),
-        "params": msgspec.to_builtins(plan.params),
+        "faults": msgspec.to_builtins(comparison.faults),
+        "params": msgspec.to_builtins(comparison.params),
     }
 
 
-def _unit(plan: Plan) -> str:
-    return "sessions/s" if plan.load.trace == AGENTIC else "× recorded speed"
+def _unit(comparison: Comparison) -> str:
+    return "sessions/s" if comparison.load.trace == AGENTIC else "× recorded speed"
 
 
 def _rates(options: Options, err: Console) -> list[float]:
@@ -186,14 +187,14 @@ def _rates(options: Options, err: Console) -> list[float]:
         if not found_r:
             seeds = options.seeds[:_SEEDS_FOR_R]
             try:
-                found_r = find_rate(options.plan, seeds, options.reference, options.jobs)
+                found_r = find_rate(options.comparison, seeds, options.reference, options.jobs)
             except SpecError:
                 raise
             except ValueError as error:
                 raise SpecError(f"{error} - at `--rates`") from None
-            err.print(f"R = {found_r:.4g} {_unit(options.plan)} ({options.reference})", highlight=False)
+            err.print(f"R = {found_r:.4g} {_unit(options.comparison)} ({options.reference})", highlight=False)
         rates.append(found_r * times)
-    load = options.plan.load
+    load = options.comparison.load
     if load.trace == AGENTIC and (sessions := max(rates) * load.window_s) > _MOST_SESSIONS:
         raise SpecError(f"{sessions:,.0f} sessions: at most {_MOST_SESSIONS:,} - at `--rates`, `--window`")
     return list(dict.fromkeys(rates))
@@ -229,7 +230,7 @@ def parse(argv: Sequence[str]) -> Options:
     add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
     add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
-    default = Load()
+    default = OfferedLoad()
     add(
         "--window",
         type=positive,
@@ -283,7 +284,7 @@ def parse(argv: Sequence[str]) -> Options:
     generated = Agentic(zipf_alpha=args.zipf)
     if args.context_tokens:
         generated = replace(generated, context_tokens=args.context_tokens)
-    load = Load(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
+    load = OfferedLoad(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
     if load.trace != AGENTIC and not Path(load.trace).is_file():
         what = "no regular file" if Path(load.trace).exists() else "no such file"
         raise SpecError(f"{load.trace}: {what} - at `--trace`")
@@ -317,10 +318,10 @@ def parse(argv: Sequence[str]) -> Options:
         if _times_r(rate) is None and not is_positive(rate):
             raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
     return Options(
-        plan=Plan(
+        comparison=Comparison(
             policies=_policies(args.policies, "--policies"),
             load=load,
-            fleet=Fleet(
+            fleet=SimulatedFleet(
                 args.endpoints,
                 hardware,
                 bool(args.store),

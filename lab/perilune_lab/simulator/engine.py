@@ -24,133 +24,15 @@ from array import array
 from collections.abc import Callable
 from math import ceil, inf, sqrt
 
-from perilune_gateway.model import Reason
 from perilune_lab.simulator.cache import RunCache
 from perilune_lab.simulator.h20 import Hardware
-from perilune_lab.simulator.runs import Runs
-from perilune_lab.simulator.workload import Task
+from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.store import SimulatedStore
+
+OnRequest = Callable[[SimulatedRequest, float], None]
 
 
-class Sequence:
-    """One request: what the gateway decided, its way through the engine, and what was measured. Seconds since
-    the simulation began; what has not happened is inf."""
-
-    __slots__ = (
-        "answer_run",
-        "cached_tokens",
-        "computed",
-        "depth",
-        "due_s",
-        "endpoint",
-        "expected_ttft_s",
-        "failed",
-        "fetched_tokens",
-        "finish_step",
-        "finished_s",
-        "first_token_s",
-        "host_tokens",
-        "hot",
-        "joined_step",
-        "leg_cached_tokens",
-        "moved_from",
-        "moved_tokens",
-        "number",
-        "output_tokens",
-        "predicted_s",
-        "preemptions",
-        "prefill_endpoint",
-        "prefill_known",
-        "priority",
-        "produced",
-        "prompt_tokens",
-        "ready_s",
-        "reason",
-        "rejected",
-        "run",
-        "source",
-        "store_tokens",
-        "submitted_s",
-        "task",
-        "transfer_ends_s",
-        "transfer_s",
-        "uncached_tokens",
-    )
-
-    def __init__(self, task: Task, number: int, due_s: float, now: float) -> None:
-        self.task = task
-        self.number = number
-        """Order of submission."""
-        self.run = task.run
-        self.answer_run = task.answer_run
-        self.prompt_tokens = task.prompt_tokens
-        self.output_tokens = task.output_tokens
-        self.due_s = due_s
-        self.submitted_s = now
-        self.endpoint = -1
-        self.prefill_endpoint = -1
-        """The same, unless prefill and decode are apart."""
-        self.prefill_known = False
-        """The gateway knows that its prefill is over."""
-        self.leg_cached_tokens = -1
-        """Of a prefill that ran elsewhere."""
-        self.reason: Reason | None = None
-        self.moved_from = -1
-        self.source = -1
-        """Endpoint that its prefix is pulled from."""
-        self.hot = False
-        """Its host was hot when it was submitted."""
-        self.priority = 0
-        self.uncached_tokens = 0
-        """As the gateway believed."""
-        self.predicted_s = 0.0
-        """Of its prefill."""
-        self.expected_ttft_s = 0.0
-        self.depth = task.prompt_tokens
-        """Tokens whose KV must be there before the next one comes out."""
-        self.computed = 0
-        self.cached_tokens = 0
-        self.fetched_tokens = 0
-        """Leading tokens that arrive over the network."""
-        self.host_tokens = 0
-        """Loaded from the endpoint's own host memory."""
-        self.store_tokens = 0
-        self.transfer_s = 0.0
-        self.transfer_ends_s = 0.0
-        self.moved_tokens = 0
-        """That came from `source`."""
-        self.ready_s = 0.0
-        self.first_token_s = inf
-        self.finished_s = inf
-        self.produced = 0
-        self.joined_step = 0
-        self.finish_step = 0
-        self.preemptions = 0
-        self.failed = False
-        self.rejected = False
-
-
-OnSequence = Callable[[Sequence, float], None]
-
-
-class Store:
-    """A tier below the device: what all engines of a pool share, or one engine's host memory. Least recently
-    used goes first."""
-
-    def __init__(self, runs: Runs, capacity_tokens: int) -> None:
-        self._cache = RunCache(runs, capacity_tokens)
-
-    def match(self, run: int, depth: int) -> int:
-        return self._cache.match(run, depth)
-
-    def put(self, run: int, depth: int) -> None:
-        """The prompt (run, depth) was computed somewhere, or read again."""
-        self._cache.pin(run)
-        self._cache.grow(run, depth)
-        self._cache.unpin(run)
-        self._cache.trim(self._cache.capacity_tokens)
-
-
-class Engine:
+class SimulatedEngine:
     """Number `number` of the fleet. `schedule(at_s, version)`: call `event(at_s, version)` then."""
 
     def __init__(
@@ -160,10 +42,10 @@ class Engine:
         cache: RunCache,
         *,
         schedule: Callable[[float, int], None],
-        on_first_token: OnSequence,
-        on_finish: OnSequence,
-        store: Store | None = None,
-        host: Store | None = None,
+        on_first_token: OnRequest,
+        on_finish: OnRequest,
+        store: SimulatedStore | None = None,
+        host: SimulatedStore | None = None,
         measured_from_s: float = 0.0,
     ) -> None:
         self.number = number
@@ -177,12 +59,12 @@ class Engine:
         self._schedule = schedule
         self._on_first_token = on_first_token
         self._on_finish = on_finish
-        self._arriving: list[tuple[float, int, Sequence]] = []
-        self._waiting: list[tuple[int, int, Sequence]] = []
-        self._prefilling: list[Sequence] = []
-        self._held: list[tuple[float, int, Sequence]] = []
+        self._arriving: list[tuple[float, int, SimulatedRequest]] = []
+        self._waiting: list[tuple[int, int, SimulatedRequest]] = []
+        self._prefilling: list[SimulatedRequest] = []
+        self._held: list[tuple[float, int, SimulatedRequest]] = []
         """Prefilled, their transfer still on the way."""
-        self._decoding: list[tuple[int, int, Sequence]] = []
+        self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context_tokens = 0
         """Of the decoding sequences."""
         self._generated_tokens = 0
@@ -201,7 +83,7 @@ class Engine:
         """Loads follow each other."""
         self._measured_from_s = measured_from_s
         self.gap_s = array("d")
-        """Seconds between two tokens of a sequence, one entry per stretch of steps …"""
+        """Seconds between two tokens of a request, one entry per stretch of steps …"""
         self.gaps = array("q")
         """… and how many such gaps there were, over all sequences."""
         self._step_cost: dict[int, float] = {}
@@ -222,30 +104,30 @@ class Engine:
         used = self.cache.used_tokens - self.cache.idle_tokens + self._generated_tokens
         return used / self.cache.capacity_tokens
 
-    def sequences(self) -> list[Sequence]:
+    def requests(self) -> list[SimulatedRequest]:
         """All that have not ended."""
         heaps = (self._arriving, self._waiting, self._held, self._decoding)
         return [entry[2] for heap in heaps for entry in heap] + self._prefilling
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, request: SimulatedRequest, now: float) -> None:
         """A request arrives; it may run once its overhead has passed, and its transfer where that is
         serial."""
-        sequence.ready_s = max(now + self.model.request_overhead_s(sequence.prompt_tokens), sequence.ready_s)
-        heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
+        request.ready_s = max(now + self.model.request_overhead_s(request.prompt_tokens), request.ready_s)
+        heapq.heappush(self._arriving, (request.ready_s, request.number, request))
         if not self._busy:
-            if sequence.ready_s < self._ends_s:
-                self._plan(sequence.ready_s)
-        elif not self._mixed and sequence.ready_s < self._ends_s:
-            steps = self._steps_until(sequence.ready_s)
+            if request.ready_s < self._ends_s:
+                self._plan(request.ready_s)
+        elif not self._mixed and request.ready_s < self._ends_s:
+            steps = self._steps_until(request.ready_s)
             if steps < self._steps:
                 self._steps = steps
                 self._plan(self._began_s + self._decode_s(steps))
 
-    def die(self) -> list[Sequence]:
-        """It is gone with everything on it; returns the sequences that were."""
-        lost = self.sequences()
+    def die(self) -> list[SimulatedRequest]:
+        """It is gone with everything on it; returns the requests that were."""
+        lost = self.requests()
         self.alive = False
         self.host = None
         self._arriving, self._waiting, self._prefilling, self._held, self._decoding = [], [], [], [], []
@@ -281,55 +163,55 @@ class Engine:
             done = [s for s in self._prefilling if s.computed == s.depth]
             if done:
                 self._prefilling = [s for s in self._prefilling if s.computed < s.depth]
-                for sequence in done:
-                    if sequence.transfer_ends_s > now:
-                        heapq.heappush(self._held, (sequence.transfer_ends_s, sequence.number, sequence))
+                for request in done:
+                    if request.transfer_ends_s > now:
+                        heapq.heappush(self._held, (request.transfer_ends_s, request.number, request))
                     else:
-                        self._prefilled(sequence, now)
+                        self._prefilled(request, now)
         self._busy = False
         surplus = self.cache.used_tokens + self._generated_tokens - self.cache.capacity_tokens
         if surplus > 0:
             self.cache.trim(self.cache.used_tokens - surplus)
 
-    def _prefilled(self, sequence: Sequence, now: float) -> None:
+    def _prefilled(self, request: SimulatedRequest, now: float) -> None:
         """Its next token comes out now."""
-        if not sequence.produced:
-            sequence.first_token_s = now
-            self._on_first_token(sequence, now)
-            self._write(sequence.run, sequence.prompt_tokens)
-        sequence.produced += 1
-        sequence.joined_step = self._step
-        left = sequence.output_tokens - sequence.produced
-        sequence.finish_step = self._step + left
-        self._context_tokens += sequence.depth
+        if not request.produced:
+            request.first_token_s = now
+            self._on_first_token(request, now)
+            self._write(request.run, request.prompt_tokens)
+        request.produced += 1
+        request.joined_step = self._step
+        left = request.output_tokens - request.produced
+        request.finish_step = self._step + left
+        self._context_tokens += request.depth
         if left:
-            heapq.heappush(self._decoding, (sequence.finish_step, sequence.number, sequence))
+            heapq.heappush(self._decoding, (request.finish_step, request.number, request))
         else:
-            self._finish(sequence, now)
+            self._finish(request, now)
 
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        self._leave(sequence)
-        depth = sequence.prompt_tokens + sequence.output_tokens - 1
-        self.cache.grow(sequence.answer_run, depth)
-        self.cache.unpin(sequence.answer_run)
-        self._write(sequence.answer_run, depth)
-        sequence.produced = sequence.output_tokens
-        sequence.finished_s = now
-        self._on_finish(sequence, now)
+    def _finish(self, request: SimulatedRequest, now: float) -> None:
+        self._leave(request)
+        depth = request.prompt_tokens + request.output_tokens - 1
+        self.cache.grow(request.answer_run, depth)
+        self.cache.unpin(request.answer_run)
+        self._write(request.answer_run, depth)
+        request.produced = request.output_tokens
+        request.finished_s = now
+        self._on_finish(request, now)
 
-    def _leave(self, sequence: Sequence) -> int:
-        """Takes a decoding sequence out of the sums; returns the tokens it made since it joined."""
-        made = self._step - sequence.joined_step
+    def _leave(self, request: SimulatedRequest) -> int:
+        """Takes a decoding request out of the sums; returns the tokens it made since it joined."""
+        made = self._step - request.joined_step
         self._generated_tokens -= made
-        self._context_tokens -= sequence.depth + made
+        self._context_tokens -= request.depth + made
         return made
 
     # -- a stretch begins --------------------------------------------------------------------------
 
     def _begin(self, now: float) -> None:
         while self._arriving and self._arriving[0][0] <= now:
-            _, _, sequence = heapq.heappop(self._arriving)
-            heapq.heappush(self._waiting, (sequence.priority, sequence.number, sequence))
+            _, _, request = heapq.heappop(self._arriving)
+            heapq.heappush(self._waiting, (request.priority, request.number, request))
         while self._held and self._held[0][0] <= now:
             self._prefilled(heapq.heappop(self._held)[2], now)
         if self._prefilling or self._waiting:
@@ -358,84 +240,84 @@ class Engine:
         them)."""
         budget = self.model.tokens_per_step
         tokens, attended, begins = 0, 0.0, False
-        for sequence in self._prefilling:
-            new = min(sequence.depth - sequence.computed, budget)
+        for request in self._prefilling:
+            new = min(request.depth - request.computed, budget)
             if new <= 0:
                 break
-            tokens, attended, budget = tokens + new, attended + self._chunk(sequence, new), budget - new
+            tokens, attended, budget = tokens + new, attended + self._chunk(request, new), budget - new
         limit = self.hardware.max_sequences
         while self._waiting and budget > 0 and self.running < limit:
-            sequence = self._waiting[0][2]
-            if not self._admit(sequence, now):
+            request = self._waiting[0][2]
+            if not self._admit(request, now):
                 break
             heapq.heappop(self._waiting)
-            if sequence.ready_s > now:  # it loads from the store first
-                heapq.heappush(self._arriving, (sequence.ready_s, sequence.number, sequence))
+            if request.ready_s > now:  # it loads from the store first
+                heapq.heappush(self._arriving, (request.ready_s, request.number, request))
                 continue
-            self._prefilling.append(sequence)
-            begins = begins or sequence.depth - sequence.computed > self.hardware.block_tokens
-            new = min(sequence.depth - sequence.computed, budget)
-            tokens, attended, budget = tokens + new, attended + self._chunk(sequence, new), budget - new
+            self._prefilling.append(request)
+            begins = begins or request.depth - request.computed > self.hardware.block_tokens
+            new = min(request.depth - request.computed, budget)
+            tokens, attended, budget = tokens + new, attended + self._chunk(request, new), budget - new
         return tokens, attended, begins
 
-    def _chunk(self, sequence: Sequence, new: int) -> float:
-        attended = new * (sequence.computed + new / 2)
-        sequence.computed += new
+    def _chunk(self, request: SimulatedRequest, new: int) -> float:
+        attended = new * (request.computed + new / 2)
+        request.computed += new
         self._reserved_tokens -= new
         self.cache.grow(
-            sequence.run if sequence.computed <= sequence.prompt_tokens else sequence.answer_run,
-            sequence.computed,
+            request.run if request.computed <= request.prompt_tokens else request.answer_run,
+            request.computed,
         )
         return attended
 
-    def _admit(self, sequence: Sequence, now: float) -> bool:
+    def _admit(self, request: SimulatedRequest, now: float) -> bool:
         """Attaches what is cached, if the rest fits into the pool."""
         cache, block = self.cache, self.hardware.block_tokens
-        run = sequence.run if not sequence.produced else sequence.answer_run
-        most = (sequence.depth - 1) // block * block
-        cached = min(cache.match(run, sequence.depth) // block * block, most)
-        fetched = min(sequence.fetched_tokens, most)
+        run = request.run if not request.produced else request.answer_run
+        most = (request.depth - 1) // block * block
+        cached = min(cache.match(run, request.depth) // block * block, most)
+        fetched = min(request.fetched_tokens, most)
         if fetched > cached:
             free_of_fetch = cached
             cached = fetched
         else:
             free_of_fetch = cached
-        looked = sequence.produced or sequence.host_tokens or sequence.store_tokens
-        if (self.store or self.host) and not looked and self._load(sequence, run, cached, most, now):
+        looked = request.produced or request.host_tokens or request.store_tokens
+        if (self.store or self.host) and not looked and self._load(request, run, cached, most, now):
             return True
-        needed = sequence.depth - free_of_fetch
+        needed = request.depth - free_of_fetch
         room = cache.capacity_tokens - cache.used_tokens - self._generated_tokens - self._reserved_tokens
-        room += cache.idle_tokens - cache.idle_on(sequence.answer_run)
+        room += cache.idle_tokens - cache.idle_on(request.answer_run)
         if needed > room and self.running:
             return False
-        cache.pin(sequence.answer_run)
+        cache.pin(request.answer_run)
         if cached > free_of_fetch:
             cache.grow(run, cached)
-        sequence.computed = cached
-        self._reserved_tokens += sequence.depth - cached
-        if not sequence.preemptions:
-            sequence.cached_tokens = cached
+        request.computed = cached
+        self._reserved_tokens += request.depth - cached
+        if not request.preemptions:
+            request.cached_tokens = cached
         return True
 
-    def _load(self, sequence: Sequence, run: int, cached: int, most: int, now: float) -> bool:
+    def _load(self, request: SimulatedRequest, run: int, cached: int, most: int, now: float) -> bool:
         """Starts to load what host memory holds beyond `cached`, then what the store holds beyond that;
         False: nothing."""
         block, seconds, reach = self.hardware.block_tokens, 0.0, cached
         if self.host is not None:
-            held = min(self.host.match(run, sequence.depth) // block * block, most)
+            held = min(self.host.match(run, request.depth) // block * block, most)
             if held > reach:
-                sequence.host_tokens, seconds, reach = held - reach, self.hardware.host_s(held - reach), held
+                request.host_tokens, seconds, reach = held - reach, self.hardware.host_s(held - reach), held
                 self.host.put(run, held)
         if self.store is not None:
-            held = min(self.store.match(run, sequence.depth) // block * block, most)
+            held = min(self.store.match(run, request.depth) // block * block, most)
             if held > reach:
-                sequence.store_tokens = held - reach
+                request.store_tokens = held - reach
                 seconds, reach = seconds + self.model.store_s(held - reach), held
                 self.store.put(run, held)
         if reach == cached:
             return False
-        sequence.transfer_s, sequence.fetched_tokens = seconds, reach
-        sequence.ready_s = self._store_free_s = max(now, self._store_free_s) + seconds
+        request.transfer_s, request.fetched_tokens = seconds, reach
+        request.ready_s = self._store_free_s = max(now, self._store_free_s) + seconds
         return True
 
     def _write(self, run: int, depth: int) -> None:
@@ -469,21 +351,21 @@ class Engine:
         self._plan(now + self._decode_s(steps))
 
     def _preempt(self) -> int:
-        """The youngest decoding sequence gives its KV back and will be computed again; returns the tokens
+        """The youngest decoding request gives its KV back and will be computed again; returns the tokens
         that this frees."""
         youngest = max(self._decoding, key=lambda entry: entry[1])
         self._decoding.remove(youngest)
         heapq.heapify(self._decoding)
-        sequence = youngest[2]
+        request = youngest[2]
         before = self._generated_tokens - self.cache.idle_tokens
-        made = self._leave(sequence)
-        sequence.produced += made
-        sequence.depth = sequence.prompt_tokens + sequence.produced
-        sequence.computed = 0
-        sequence.fetched_tokens = 0
-        sequence.preemptions += 1
-        self.cache.unpin(sequence.answer_run)
-        heapq.heappush(self._waiting, (sequence.priority, sequence.number - (1 << 40), sequence))
+        made = self._leave(request)
+        request.produced += made
+        request.depth = request.prompt_tokens + request.produced
+        request.computed = 0
+        request.fetched_tokens = 0
+        request.preemptions += 1
+        self.cache.unpin(request.answer_run)
+        heapq.heappush(self._waiting, (request.priority, request.number - (1 << 40), request))
         return before - (self._generated_tokens - self.cache.idle_tokens)
 
     # -- runs of decode steps ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import Hardware
 
 
-class Fabric:
+class SimulatedFabric:
     def __init__(self, hardware: Hardware, faults: Faults, rng: Random) -> None:
         self._hardware = hardware
         self._faults = faults

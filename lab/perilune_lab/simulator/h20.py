@@ -6,7 +6,7 @@ between engines, the DRAM tier, the shape of a node. `tests/lab/simulator/test_h
 against its measured points.
 
 H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
-or 400 Gb/s (sites differ: `Link`). Nothing that comes out of this is an H20 measurement.
+or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H20 measurement.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkModel:
     """KV transfer between two engines, one transfer alone. Transfers from one NIC follow each other."""
 
     fixed_s: float = H20_30B.transfer_fixed_s
@@ -41,10 +41,10 @@ class Link:
         return self.fixed_s + spent / (bandwidth_bytes_per_s * self.share)
 
 
-IDLE = Link()
-LOADED = Link(fixed_s=0.3, share=3.5 / 9.7, fast_bytes=inf)
+IDLE = LinkModel()
+LOADED = LinkModel(fixed_s=0.3, share=3.5 / 9.7, fast_bytes=inf)
 """0.3 s + bytes / 3–4 GB/s: the same link under load."""
-BEST = Link(fixed_s=0.0019, share=168 / 9.7, fast_bytes=inf)
+BEST = LinkModel(fixed_s=0.0019, share=168 / 9.7, fast_bytes=inf)
 """1.9 ms + bytes / 168 GB/s: best published, 4 × 400 GbE on H20-3e."""
 LINKS = {"idle": IDLE, "loaded": LOADED, "best": BEST}
 
@@ -58,7 +58,7 @@ class Hardware:
     """vLLM's --max-num-seqs."""
     block_tokens: int = 16
     """A cache hit covers whole blocks, never the last token."""
-    link: Link = IDLE
+    link: LinkModel = IDLE
     bandwidth: Bandwidth = Bandwidth()
     """By the narrowest level that holds both ends."""
     endpoints_per_nic: int = 2

@@ -22,8 +22,9 @@ from perilune_lab.report import Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.bisection import last_that
 from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.routing import Seen, Setting
-from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
+from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
@@ -32,7 +33,7 @@ from perilune_lab.traces.source import AGENTIC, open_trace
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """What is played."""
 
     trace: str = AGENTIC
@@ -46,7 +47,7 @@ class Load:
     """Of a file: only the first requests."""
     parameters: Agentic = field(default_factory=Agentic)
 
-    def workload(self, rate: float, seed: int, fleet: Fleet) -> Workload:
+    def workload(self, rate: float, seed: int, fleet: SimulatedFleet) -> Workload:
         """`rate`: sessions per second, or times as fast as recorded. Seeds change generated traffic only."""
         engine = fleet.hardware.engine
         if self.trace != AGENTIC:
@@ -58,25 +59,25 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Comparison:
     """What is compared."""
 
     policies: tuple[str, ...]
-    load: Load = field(default_factory=Load)
-    fleet: Fleet = field(default_factory=Fleet)
+    load: OfferedLoad = field(default_factory=OfferedLoad)
+    fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     faults: Faults = field(default_factory=Faults)
     params: PolicyParams = field(default_factory=PolicyParams)
     limits: Limits = field(default_factory=Limits)
     pullable: bool = True
     """Engines can pull KV from each other; else a moved session is recomputed, or read from the store."""
 
-    def fleet_for(self, policy: str) -> Fleet:
+    def fleet_for(self, policy: str) -> SimulatedFleet:
         """Policies that split prefill and decode get half of the endpoints for each."""
         if policy in SIMULATED_ONLY:
             return replace(self.fleet, prefill_endpoints=max(1, self.fleet.endpoints // 2))
         return self.fleet
 
-    def play(self, policy: str, workload: Workload, seed: int) -> Outcome:
+    def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
         setting = Setting(policy, self.params, self.limits, pullable=self.pullable)
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
@@ -95,15 +96,15 @@ class Played(NamedTuple):
     """Of memory, of the process until then: this simulation and those that it played before."""
 
 
-def piece(plan: Plan, work: tuple[float, int]) -> list[Played]:
+def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
     """Every policy at one rate with one seed. Raises SpecError where a request could never run."""
     rate, seed = work
-    workload = plan.load.workload(rate, seed, plan.fleet)
-    _fits(workload, plan.fleet.hardware.kv_pool_tokens)
+    workload = comparison.load.workload(rate, seed, comparison.fleet)
+    _fits(workload, comparison.fleet.hardware.kv_pool_tokens)
     played = []
-    for policy in plan.policies:
-        outcome = plan.play(policy, workload, seed)
-        run = measure.run(outcome, workload, plan.params.cooldown_seconds)
+    for policy in comparison.policies:
+        outcome = comparison.play(policy, workload, seed)
+        run = measure.run(outcome, workload, comparison.params.cooldown_seconds)
         peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
         played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
     return played
@@ -119,45 +120,49 @@ def _fits(workload: Workload, kv_tokens: int) -> None:
         )
 
 
-def play(plan: Plan, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1) -> Iterator[list[Played]]:
+def play(
+    comparison: Comparison, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1
+) -> Iterator[list[Played]]:
     """Piece by piece, in order: rates outside, seeds inside."""
     work = [(rate, seed) for rate in rates for seed in seeds]
-    with mapped(partial(piece, plan), work, jobs) as pieces:
+    with mapped(partial(piece, comparison), work, jobs) as pieces:
         yield from pieces
 
 
-def pooled(plan: Plan, played: Iterable[Played]) -> list[Run]:
+def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
     """Over seeds: rates outside, policies inside."""
     rows = list(played)
     runs = []
     for rate in dict.fromkeys(row.rate for row in rows):
-        for policy in plan.policies:
+        for policy in comparison.policies:
             mine = [row for row in rows if row.rate == rate and row.run.policy == policy]
             if mine:
                 runs.append(measure.pooled([row.run for row in mine], [row.seed for row in mine], rate))
     return runs
 
 
-def first_guess(plan: Plan) -> float:
+def first_guess(comparison: Comparison) -> float:
     """A rate to begin a search with."""
-    return 0.1 * plan.fleet.endpoints if plan.load.trace == AGENTIC else 1.0
+    return 0.1 * comparison.fleet.endpoints if comparison.load.trace == AGENTIC else 1.0
 
 
 REGRET_AT_R = 5.0
 """R is where the reference's TTFT p90 is so many times the floor."""
 
 
-def find_rate(plan: Plan, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
+def find_rate(
+    comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1
+) -> float:
     """R: the rate at which the reference policy has TTFT p90 = 5 × the unloaded floor, to 3 %. The mean of
     both over the seeds. Raises ValueError where no rate between 1/64 and 64 times the first guess is it."""
-    alone = replace(plan, policies=(reference,))
+    alone = replace(comparison, policies=(reference,))
 
     def regret(rate: float) -> float:
         runs = [rows[0].run for rows in play(alone, [rate], seeds, jobs)]
         p90 = mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs)
         return p90 / mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
 
-    guess = first_guess(plan)
+    guess = first_guess(comparison)
     low, high = last_that(lambda rate: regret(rate) < REGRET_AT_R, guess, 0.03)
     if not low:
         raise ValueError(f"{reference} is above {REGRET_AT_R:g} × the floor at any load")

@@ -33,16 +33,16 @@ from perilune_lab.report import (
     Run,
     quantiles,
 )
-from perilune_lab.simulator.engine import Sequence as Request
-from perilune_lab.simulator.simulation import Outcome
+from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.simulation import SimulatedOutcome
 from perilune_lab.simulator.workload import Workload
 
 _RESAMPLES = 1000
 
 
-def run(outcome: Outcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
+def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
     """One policy's numbers of one seed, of the turns after the workload's warm-up; makespans are of all."""
-    done = [s for s in outcome.sequences if s.task.ideal_at_s >= workload.warmup_s]
+    done = [s for s in outcome.requests if s.task.ideal_at_s >= workload.warmup_s]
     good = [s for s in done if not (s.failed or s.rejected)]
     prompt = sum(s.prompt_tokens for s in good)
     span_s = (max(s.finished_s for s in good) - min(s.submitted_s for s in done)) if good else 0.0
@@ -93,7 +93,7 @@ def ideal_makespan_s(workload: Workload) -> float:
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
 
 
-def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
+def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | UnsetType:
     """Makespan / the trace's span: from its first turn to its last, as recorded; of generated traffic, as an
     unloaded system would record it."""
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
@@ -101,7 +101,7 @@ def _legacy_factor(outcome: Outcome, workload: Workload) -> float | UnsetType:
     return outcome.simulated_s / span_s if span_s else UNSET
 
 
-def _inside(s: Request) -> bool:
+def _inside(s: SimulatedRequest) -> bool:
     """Both SLOs of goodput."""
     in_time = s.first_token_s - s.submitted_s <= GOODPUT_TTFT_S
     return in_time and (s.output_tokens < 2 or _tpot_s(s) <= GOODPUT_TPOT_S)
@@ -117,10 +117,10 @@ def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
     return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
 
 
-def results(outcome: Outcome, workload: Workload) -> list[Result]:
+def results(outcome: SimulatedOutcome, workload: Workload) -> list[Result]:
     """The requests as a load client would report them."""
     rows = []
-    for s in outcome.sequences:
+    for s in outcome.requests:
         good = not (s.failed or s.rejected)
         rows.append(
             Result(
@@ -146,16 +146,16 @@ def results(outcome: Outcome, workload: Workload) -> list[Result]:
     return rows
 
 
-def _tpot_s(s: Request) -> float:
+def _tpot_s(s: SimulatedRequest) -> float:
     return (s.finished_s - s.first_token_s) / (s.output_tokens - 1)
 
 
-def _cached(s: Request) -> int:
+def _cached(s: SimulatedRequest) -> int:
     return s.cached_tokens if s.leg_cached_tokens < 0 else s.leg_cached_tokens
 
 
 def _migrations(
-    outcome: Outcome, good: Sequence[Request], span_s: float, cooldown_s: float
+    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest], span_s: float, cooldown_s: float
 ) -> Migrations | UnsetType:
     if not span_s:
         return UNSET
@@ -179,21 +179,21 @@ def _migrations(
     )
 
 
-def _by_session(good: Sequence[Request]) -> Mapping[int, list[Request]]:
-    rows: dict[int, list[Request]] = defaultdict(list)
+def _by_session(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
+    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
     for s in sorted(good, key=lambda s: s.number):
         rows[s.task.session].append(s)
     return rows
 
 
-def _by_endpoint(good: Sequence[Request]) -> Mapping[int, list[Request]]:
-    rows: dict[int, list[Request]] = defaultdict(list)
+def _by_endpoint(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
+    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
     for s in good:
         rows[s.endpoint].append(s)
     return rows
 
 
-def _hotspot(good: Sequence[Request]) -> Hotspot | UnsetType:
+def _hotspot(good: Sequence[SimulatedRequest]) -> Hotspot | UnsetType:
     p90s = [
         quantile(sorted(s.first_token_s - s.submitted_s for s in rows), 0.9)
         for rows in _by_endpoint(good).values()
@@ -204,7 +204,9 @@ def _hotspot(good: Sequence[Request]) -> Hotspot | UnsetType:
     return Hotspot(middle, max(p90s), max(p90s) / middle)
 
 
-def _per_endpoint(outcome: Outcome, good: Sequence[Request]) -> tuple[PerEndpoint, ...] | UnsetType:
+def _per_endpoint(
+    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest]
+) -> tuple[PerEndpoint, ...] | UnsetType:
     found = []
     for e, rows in sorted(_by_endpoint(good).items()):
         prompt = sum(s.prompt_tokens for s in rows)
@@ -222,7 +224,7 @@ def _per_endpoint(outcome: Outcome, good: Sequence[Request]) -> tuple[PerEndpoin
     return tuple(found) or UNSET
 
 
-def _stretches(good: Sequence[Request], workload: Workload) -> list[float]:
+def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
     """Per session that was played to its end: duration / ideal duration."""
     found = []
     for session, rows in _by_session(good).items():

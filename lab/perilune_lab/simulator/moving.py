@@ -16,10 +16,10 @@ from perilune_api.topology import Link
 from perilune_gateway.migration import Move, PrefixFacts, SessionFacts, Subject
 from perilune_gateway.model import Candidate, Location, Overlap
 from perilune_gateway.planner import Planner
-from perilune_lab.simulator.beliefs import Beliefs, Session
-from perilune_lab.simulator.engine import Sequence as Request
-from perilune_lab.simulator.engine import Store
+from perilune_lab.simulator.beliefs import Beliefs, KnownSession
 from perilune_lab.simulator.index import RunIndex
+from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.store import SimulatedStore
 
 if TYPE_CHECKING:
     from perilune_lab.simulator.routing import Setting
@@ -35,8 +35,8 @@ class Moving:
         setting: Setting,
         beliefs: Beliefs,
         index: RunIndex,
-        store: Store | None,
-        sessions: Sequence[Session],
+        store: SimulatedStore | None,
+        sessions: Sequence[KnownSession],
     ) -> None:
         self.planner = Planner(self)
         self.planner.configure(setting.migration, setting.policy_name, setting.params)
@@ -44,9 +44,9 @@ class Moving:
         self.pullable = setting.pullable
         self.interval_s = setting.migration.interval_seconds
         self._beliefs, self._index, self._store, self._all = beliefs, index, store, sessions
-        self._at: list[dict[int, Session]] = [{} for _ in beliefs.endpoints]
+        self._at: list[dict[int, KnownSession]] = [{} for _ in beliefs.endpoints]
         """By endpoint, who asked last at the end; some have left since."""
-        self._tickets: dict[Request, int] = {}
+        self._tickets: dict[SimulatedRequest, int] = {}
         self._begun: dict[int, tuple[float, int]] = {}
         """Per run: when a new session first began with it, and how many did."""
         self._owner: dict[int, int] = {}
@@ -54,41 +54,45 @@ class Moving:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def offer(self, sequence: Request, session: Session, known_tokens: int, now: float) -> Move | None:
+    def offer(
+        self, request: SimulatedRequest, session: KnownSession, known_tokens: int, now: float
+    ) -> Move | None:
         """`known_tokens`: of its prompt, the longest prefix that anybody holds."""
         if session.host >= 0:
             return self.planner.offer(session.number, None)
         if not known_tokens:
             return None
         runs = self._index.runs
-        prefix = next(r for r in runs.chain[sequence.run] if known_tokens <= runs.end[r])
+        prefix = next(r for r in runs.chain[request.run] if known_tokens <= runs.end[r])
         since, times = self._begun.get(prefix, (now, 0))
         self._begun[prefix] = since, times + 1
         self.planner.saw(prefix, known_tokens)
         return self.planner.offer(None, prefix)
 
-    def recorded(self, sequence: Request, session: Session, move: Move | None, now: float) -> None:
-        session.run, session.seen_s = sequence.run, now
-        there = self._at[sequence.endpoint]
+    def recorded(
+        self, request: SimulatedRequest, session: KnownSession, move: Move | None, now: float
+    ) -> None:
+        session.run, session.seen_s = request.run, now
+        there = self._at[request.endpoint]
         there.pop(session.number, None)
         there[session.number] = session
-        for run in self._index.runs.chain[sequence.run]:
+        for run in self._index.runs.chain[request.run]:
             owner = self._owner.setdefault(run, session.number)
             if owner != session.number:
                 self._owner[run] = SHARED
         if move:
-            self._tickets[sequence] = self.planner.started(move, now)
+            self._tickets[request] = self.planner.started(move, now)
 
-    def ended(self, sequence: Request, now: float, *, arrived: bool) -> Sequence[int]:
+    def ended(self, request: SimulatedRequest, now: float, *, arrived: bool) -> Sequence[int]:
         """Its first token is there, or never will be. Returns what its source may forget, leaf first."""
-        ticket = self._tickets.pop(sequence, -1)
+        ticket = self._tickets.pop(request, -1)
         if ticket < 0:
             return ()
         move = self.planner.finished(ticket, now, arrived=arrived)
         if not (arrived and move.release):
             return ()
-        mine = sequence.task.session
-        chain = self._index.runs.chain[sequence.run]
+        mine = request.task.session
+        chain = self._index.runs.chain[request.run]
         return [run for run in reversed(chain) if self._owner.get(run) == mine]
 
     # -- facts -------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class Moving:
             del there[gone]
         return [self._facts(session, host, e, now) for session in islice(reversed(there.values()), limit)]
 
-    def _facts(self, s: Session, host: str, e: int, now: float) -> SessionFacts:
+    def _facts(self, s: KnownSession, host: str, e: int, now: float) -> SessionFacts:
         context = s.context_tokens
         return SessionFacts(
             s.number,

@@ -12,8 +12,7 @@ that choose blindly see everybody, as a shortlist would change what they do.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
@@ -37,12 +36,13 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy import Policy
-from perilune_lab.simulator.beliefs import Beliefs, Session
-from perilune_lab.simulator.engine import Sequence, Store
+from perilune_lab.simulator.beliefs import Beliefs, KnownSession
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.index import RunIndex
 from perilune_lab.simulator.moving import Moving
+from perilune_lab.simulator.request import SimulatedRequest
 from perilune_lab.simulator.shortlist import Shortlist
+from perilune_lab.simulator.store import SimulatedStore
 
 CLAIM_TTL_S = 120.0
 _AUDIT_EVERY = 50
@@ -107,14 +107,14 @@ class _Dice(Random):
     def __init__(self, like: Random) -> None:
         super().__init__()
         self.setstate(like.getstate())
-        self.equals: SequenceOf[object] = ()
+        self.equals: Sequence[object] = ()
 
-    def choice(self, seq: SequenceOf[_T]) -> _T:  # type: ignore[override]  # named as Random names it
+    def choice(self, seq: Sequence[_T]) -> _T:  # type: ignore[override]  # named as Random names it
         self.equals = seq
         return super().choice(seq)
 
 
-class Gateway:
+class SimulatedGateway:
     def __init__(
         self,
         setting: Setting,
@@ -126,13 +126,13 @@ class Gateway:
         rng: Random,
         *,
         block_tokens: int = 16,
-        store: Store | None = None,
+        store: SimulatedStore | None = None,
     ) -> None:
         self.setting = setting
         self.policy = policy
         self.beliefs = beliefs
         self.index = index
-        self.sessions = [Session(name, number=i) for i, name in enumerate(names)]
+        self.sessions = [KnownSession(name, number=i) for i, name in enumerate(names)]
         self.seen = Seen()
         self._store = store
         self._faults = faults
@@ -149,29 +149,29 @@ class Gateway:
         self._shortlist = Shortlist(beliefs, setting.params)
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
-    def route(self, sequence: Sequence, now: float) -> Decision | Refusal:
-        """Decide, and record the decision: load, binding, claims. Sets the sequence's endpoint and what the
+    def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
+        """Decide, and record the decision: load, binding, claims. Sets the request's endpoint and what the
         gateway believes of it."""
-        task, b = sequence.task, self.beliefs
+        task, b = request.task, self.beliefs
         self.index.catch_up(now)
         b.scrape(now)
         began = thread_time() if self._large else 0.0
         session = self.sessions[task.session]
-        tokens, overlaps, source = self._prompt(sequence, session, now)
-        stored = self._stored(sequence) if self._store else 0
+        tokens, overlaps, source = self._prompt(request, session, now)
+        stored = self._stored(request) if self._store else 0
         hotness = self._hot.get(task.run)
         prefix = self._prefix(overlaps, hotness, now)
-        offer = self.moves.offer(sequence, session, prefix.tokens, now) if self.moves.on else None
-        numbers: SequenceOf[int] = self._everyone
+        offer = self.moves.offer(request, session, prefix.tokens, now) if self.moves.on else None
+        numbers: Sequence[int] = self._everyone
         if self._shorten:
-            numbers, overlaps = self._few(sequence, overlaps, session, offer, now)
-        candidates = self._candidates(sequence, tokens, overlaps, prefix, stored, numbers, now)
+            numbers, overlaps = self._few(request, overlaps, session, offer, now)
+        candidates = self._candidates(request, tokens, overlaps, prefix, stored, numbers, now)
         if not candidates:
             self.seen.refused += 1
             return admission.nobody(admission.Wanted(), {})
         view = RequestView(
             request_id="",
-            ordinal=sequence.number,
+            ordinal=request.number,
             prompt_tokens=tokens,
             session=SessionView(
                 session.name,
@@ -193,9 +193,9 @@ class Gateway:
         if self._large:
             self.seen.decision_s.append(thread_time() - began)
         if isinstance(dice, _Dice) and isinstance(verdict, Decision):
-            whole = self._prompt(sequence, session, now, widely=True)[1]
+            whole = self._prompt(request, session, now, widely=True)[1]
             with b.peeking():
-                everyone = self._candidates(sequence, tokens, whole, prefix, stored, self._everyone, now)
+                everyone = self._candidates(request, tokens, whole, prefix, stored, self._everyone, now)
             self._compare(verdict, self.policy(view, everyone, self.setting.params, dice), dice)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
@@ -211,16 +211,16 @@ class Gateway:
             return verdict
         if offer:
             verdict = self.moves.planner.apply(offer, verdict, view, candidates, now)
-        self._record(sequence, session, verdict, candidates, tokens, hotness, now)
+        self._record(request, session, verdict, candidates, tokens, hotness, now)
         return verdict
 
     # -- facts -------------------------------------------------------------------------------------
 
     def _few(
         self,
-        sequence: Sequence,
+        request: SimulatedRequest,
         overlaps: dict[int, int],
-        session: Session,
+        session: KnownSession,
         offer: Move | None,
         now: float,
     ) -> tuple[list[int], dict[int, int]]:
@@ -228,12 +228,12 @@ class Gateway:
         others = [session.host] if session.host >= 0 else []
         if offer:
             others.append(self.beliefs.number[offer.target])
-        common = self.index.common(sequence.run, _WIDELY_HELD)
+        common = self.index.common(request.run, _WIDELY_HELD)
         numbers = self._shortlist.of(overlaps, others, common, now)
         self.seen.shortlisted += 1
         if self._faults.token_error:
             return numbers, overlaps
-        run, depth, block = sequence.run, sequence.prompt_tokens, self._block
+        run, depth, block = request.run, request.prompt_tokens, self._block
         most = (depth - 1) // block * block
         held = {e: self.index.of(e, run, depth, now) // block * block for e in numbers if e not in overlaps}
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
@@ -249,19 +249,19 @@ class Gateway:
         )
 
     def _prompt(
-        self, sequence: Sequence, session: Session, now: float, *, widely: bool = False
+        self, request: SimulatedRequest, session: KnownSession, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
         """Tokens of the prompt, and who holds how many of them, as the gateway knows. `widely`: also what
         nearly everybody holds."""
-        depth = sequence.prompt_tokens
+        depth = request.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block
             held = self.index.match(
-                sequence.run, depth, now, _WIDELY_HELD if self._shorten and not widely else 1 << 30
+                request.run, depth, now, _WIDELY_HELD if self._shorten and not widely else 1 << 30
             )
             block = self._block
             return depth, {e: min(t // block * block, most) for e, t in held.items()}, TokenSource.LOCAL
-        error = Random(sequence.task.session).uniform(-1.0, 1.0) * self._faults.token_error
+        error = Random(request.task.session).uniform(-1.0, 1.0) * self._faults.token_error
         tokens = max(1, int(depth * (1.0 + error)))
         held = {session.host: min(session.context_tokens, tokens - 1)} if session.host >= 0 else {}
         return tokens, held, TokenSource.ESTIMATE
@@ -284,25 +284,25 @@ class Gateway:
             self.setting.pullable,
         )
 
-    def _stored(self, sequence: Sequence) -> int:
+    def _stored(self, request: SimulatedRequest) -> int:
         """Tokens of the prompt in the shared store."""
         assert self._store is not None
-        depth, block = sequence.prompt_tokens, self._block
-        return min(self._store.match(sequence.run, depth), depth - 1) // block * block
+        depth, block = request.prompt_tokens, self._block
+        return min(self._store.match(request.run, depth), depth - 1) // block * block
 
-    def _in_host(self, sequence: Sequence, e: int) -> int:
+    def _in_host(self, request: SimulatedRequest, e: int) -> int:
         """Tokens of the prompt in the endpoint's host memory."""
-        host, depth, block = self.beliefs.engines[e].host, sequence.prompt_tokens, self._block
-        return min(host.match(sequence.run, depth), depth - 1) // block * block if host else 0
+        host, depth, block = self.beliefs.engines[e].host, request.prompt_tokens, self._block
+        return min(host.match(request.run, depth), depth - 1) // block * block if host else 0
 
     def _candidates(
         self,
-        sequence: Sequence,
+        request: SimulatedRequest,
         tokens: int,
         overlaps: Mapping[int, int],
         prefix: Prefix,
         stored: int,
-        numbers: SequenceOf[int],
+        numbers: Sequence[int],
         now: float,
     ) -> list[Candidate]:
         b = self.beliefs
@@ -316,7 +316,7 @@ class Gateway:
             model = b.models[e]
             endpoint = b.endpoints[e]
             overlap = Overlap(held, held, max(held, stored)) if held else nothing
-            if self._tiered and (there := self._in_host(sequence, e)) > held:
+            if self._tiered and (there := self._in_host(request, e)) > held:
                 overlap = Overlap(held, there, max(there, stored))
             candidates.append(
                 Candidate(
@@ -337,8 +337,8 @@ class Gateway:
 
     def _record(
         self,
-        sequence: Sequence,
-        session: Session,
+        request: SimulatedRequest,
+        session: KnownSession,
         decision: Decision,
         candidates: list[Candidate],
         tokens: int,
@@ -349,31 +349,31 @@ class Gateway:
         target = b.number[decision.target]
         chosen = next(c for c in candidates if c.address == decision.target)
         prefilling = b.number[decision.prefill_endpoint] if decision.prefill_endpoint else -1
-        sequence.endpoint = target
-        sequence.reason = decision.reason
-        sequence.moved_from = b.number[decision.moved_from] if decision.moved_from else -1
+        request.endpoint = target
+        request.reason = decision.reason
+        request.moved_from = b.number[decision.moved_from] if decision.moved_from else -1
         cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
-        new = sequence.uncached_tokens = max(0, tokens - cached)
-        sequence.predicted_s = chosen.engine.prefill_s(new, cached)
-        sequence.expected_ttft_s = chosen.load.pending_prefill_s + sequence.predicted_s
-        sequence.prefill_endpoint = prefilling
+        new = request.uncached_tokens = max(0, tokens - cached)
+        request.predicted_s = chosen.engine.prefill_s(new, cached)
+        request.expected_ttft_s = chosen.load.pending_prefill_s + request.predicted_s
+        request.prefill_endpoint = prefilling
         if self.setting.params.ageing_weight:
-            prefill_s = sequence.predicted_s
-            sequence.priority = admission.engine_priority(now, prefill_s, self.setting.params.ageing_weight)
-        sequence.hot = b.pending_tokens[session.host] > self.setting.params.hot_pending_tokens
-        b.start(target, sequence.prompt_tokens)
-        b.prefill_starts(prefilling, new, sequence.predicted_s)
+            prefill_s = request.predicted_s
+            request.priority = admission.engine_priority(now, prefill_s, self.setting.params.ageing_weight)
+        request.hot = b.pending_tokens[session.host] > self.setting.params.hot_pending_tokens
+        b.start(target, request.prompt_tokens)
+        b.prefill_starts(prefilling, new, request.predicted_s)
         b.bind(session, target, now)
         session.turns += 1
         session.context_tokens = tokens
         if decision.moved_from:
-            b.moved(sequence.moved_from, target, now)
+            b.moved(request.moved_from, target, now)
         if self.moves.on:
-            self.moves.recorded(sequence, session, decision.move, now)
+            self.moves.recorded(request, session, decision.move, now)
         if not self._faults.token_error:
-            self.index.claim(target, sequence.run, sequence.prompt_tokens, now)
+            self.index.claim(target, request.run, request.prompt_tokens, now)
         if hotness is None:
-            hotness = self._hot[sequence.run] = _Hotness(now)
+            hotness = self._hot[request.run] = _Hotness(now)
         hotness.hits += 1
         reasons = self.seen.by_reason
         reasons[decision.reason] = reasons.get(decision.reason, 0) + 1

@@ -22,42 +22,27 @@ from perilune_gateway.model import Decision, Refusal
 from perilune_gateway.policy import POLICIES, Policy
 from perilune_lab.simulator.beliefs import Beliefs
 from perilune_lab.simulator.cache import RunCache
-from perilune_lab.simulator.engine import Engine, Sequence, Store
-from perilune_lab.simulator.fabric import Fabric
+from perilune_lab.simulator.engine import SimulatedEngine
+from perilune_lab.simulator.fabric import SimulatedFabric
 from perilune_lab.simulator.faults import Faults
-from perilune_lab.simulator.h20 import H20, Hardware
+from perilune_lab.simulator.fleet import SimulatedFleet
+from perilune_lab.simulator.h20 import Hardware
 from perilune_lab.simulator.index import RunIndex
-from perilune_lab.simulator.routing import CLAIM_TTL_S, Gateway, Seen, Setting
+from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.routing import CLAIM_TTL_S, Seen, Setting, SimulatedGateway
+from perilune_lab.simulator.store import SimulatedStore
 from perilune_lab.simulator.workload import Task, Workload
 from perilune_lab.traces.model import Mode
 
 _QUEUE_SAMPLE_S = 1.0
-_STORE_TOKENS = 40_000_000
-"""About 4 TB of BF16 KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """The engines."""
-
-    endpoints: int = 8
-    hardware: Hardware = H20
-    store: bool = False
-    store_tokens: int = _STORE_TOKENS
-    host_tokens: int = 0
-    """DRAM tier of each endpoint; 0: none."""
-    overlapped: bool = False
-    """KV comes while the rest is prefilled, layer by layer, instead of before."""
-    prefill_endpoints: int = 0
-    """The first so many only prefill, the others only decode; 0: all do both."""
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedOutcome:
     """What a simulation gives: every request with its times, and what was seen on the way."""
 
     policy: str
-    sequences: list[Sequence]
+    requests: list[SimulatedRequest]
     """In the order of their ends."""
     addresses: list[str]
     moved_bytes: int = 0
@@ -80,16 +65,16 @@ class Outcome:
 def simulate(
     workload: Workload,
     setting: Setting,
-    fleet: Fleet | None = None,
+    fleet: SimulatedFleet | None = None,
     faults: Faults | None = None,
     seed: int = 0,
     stopwatch: Callable[[], float] = time.process_time,
-) -> Outcome:
+) -> SimulatedOutcome:
     """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on
     it."""
     began = stopwatch()
     simulation = _Simulation(
-        workload, setting, POLICIES[setting.policy_name], fleet or Fleet(), faults or Faults(), seed
+        workload, setting, POLICIES[setting.policy_name], fleet or SimulatedFleet(), faults or Faults(), seed
     )
     outcome = simulation.run()
     outcome.wall_s = stopwatch() - began
@@ -102,7 +87,7 @@ class _Simulation:
         workload: Workload,
         setting: Setting,
         policy: Policy,
-        fleet: Fleet,
+        fleet: SimulatedFleet,
         faults: Faults,
         seed: int,
     ) -> None:
@@ -114,18 +99,18 @@ class _Simulation:
         self.heap: list[tuple[float, int, int, int, Callable[[], None] | None]] = []
         """(time, tie, engine, version, None) or (time, tie, -1, 0, action)"""
         self.tie = 0
-        self.done: list[Sequence] = []
+        self.done: list[SimulatedRequest] = []
         self.open = 0
         h = fleet.hardware
         rng = Random(seed)
-        self.store = Store(workload.runs, fleet.store_tokens) if fleet.store else None
+        self.store = SimulatedStore(workload.runs, fleet.store_tokens) if fleet.store else None
         self.index = RunIndex(workload.runs, CLAIM_TTL_S, faults.event_lag_s)
-        self.fabric = Fabric(h, faults, Random(rng.getrandbits(64)))
+        self.fabric = SimulatedFabric(h, faults, Random(rng.getrandbits(64)))
         self.engines = [self._engine(e, h) for e in range(fleet.endpoints)]
         split = fleet.prefill_endpoints
         roles = [Role.BOTH if not split else Role.PREFILL if e < split else Role.DECODE for e in self._all()]
         self.beliefs = Beliefs(self.engines, h, faults, self.fabric, roles)
-        self.gateway = Gateway(
+        self.gateway = SimulatedGateway(
             setting,
             policy,
             self.beliefs,
@@ -137,9 +122,9 @@ class _Simulation:
             store=self.store,
         )
         self.submitted = 0
-        self.waiting_legs: deque[Sequence] = deque()
+        self.waiting_legs: deque[SimulatedRequest] = deque()
         """Prefills that no endpoint was chosen for: the prefill queue."""
-        self.leg_of: dict[Sequence, Sequence] = {}
+        self.leg_of: dict[SimulatedRequest, SimulatedRequest] = {}
         """Whole request by its prefill leg."""
         self.variances: list[float] = []
         self.sample_s = 0.0
@@ -147,7 +132,7 @@ class _Simulation:
     def _all(self) -> range:
         return range(self.fleet.endpoints)
 
-    def _engine(self, e: int, hardware: Hardware) -> Engine:
+    def _engine(self, e: int, hardware: Hardware) -> SimulatedEngine:
         def schedule(at_s: float, version: int) -> None:
             self.tie += 1
             heapq.heappush(self.heap, (at_s, self.tie, e, version, None))
@@ -155,7 +140,7 @@ class _Simulation:
         def changed(run: int, depth: int) -> None:
             self.index.changed(e, run, depth, self.now)
 
-        return Engine(
+        return SimulatedEngine(
             e,
             hardware,
             RunCache(self.workload.runs, hardware.kv_pool_tokens, changed),
@@ -163,7 +148,9 @@ class _Simulation:
             on_first_token=self._first_token,
             on_finish=self._finished,
             store=self.store,
-            host=Store(self.workload.runs, self.fleet.host_tokens) if self.fleet.host_tokens else None,
+            host=SimulatedStore(self.workload.runs, self.fleet.host_tokens)
+            if self.fleet.host_tokens
+            else None,
             measured_from_s=self.workload.warmup_s,
         )
 
@@ -173,7 +160,7 @@ class _Simulation:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedOutcome:
         self._begin()
         heap, engines, pop = self.heap, self.engines, heapq.heappop
         while heap:
@@ -214,10 +201,10 @@ class _Simulation:
         if self.heap:
             self._at(self.now + moves.interval_s, self._plan_moves)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulatedOutcome:
         ends = [s.finished_s for s in self.done if not (s.failed or s.rejected)]
         starts = [s.submitted_s for s in self.done]
-        return Outcome(
+        return SimulatedOutcome(
             self.setting.policy,
             self.done,
             [e.address for e in self.beliefs.endpoints],
@@ -241,108 +228,108 @@ class _Simulation:
 
     def _submit(self, what: Task) -> None:
         now = self.now
-        sequence = Sequence(what, self.submitted, now, now)
+        request = SimulatedRequest(what, self.submitted, now, now)
         self.submitted += 1
-        decision = self.gateway.route(sequence, now)
+        decision = self.gateway.route(request, now)
         if isinstance(decision, Refusal):
-            sequence.rejected = True
-            sequence.finished_s = now
-            self._ended(sequence, now)
+            request.rejected = True
+            request.finished_s = now
+            self._ended(request, now)
             return
         self.open += 1
         if decision.prefill_queued or (decision.prefill and decision.prefill != decision.target):
-            self._split(sequence, decision, now)
+            self._split(request, decision, now)
             return
-        self._pull(sequence, decision, sequence.endpoint, now)
-        self._send(sequence, sequence.endpoint, now)
+        self._pull(request, decision, request.endpoint, now)
+        self._send(request, request.endpoint, now)
 
-    def _send(self, sequence: Sequence, e: int, now: float) -> None:
+    def _send(self, request: SimulatedRequest, e: int, now: float) -> None:
         engine = self.engines[e]
         if engine.alive:
-            engine.add(sequence, now)
+            engine.add(request, now)
             return
         self.beliefs.dead(e)
         self.index.forget(e)
-        self.beliefs.prefill_done(sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s)
-        self.beliefs.finish(e, sequence.prompt_tokens, 0.0)
-        self._move_over(sequence, arrived=False)
+        self.beliefs.prefill_done(request.prefill_endpoint, request.uncached_tokens, request.predicted_s)
+        self.beliefs.finish(e, request.prompt_tokens, 0.0)
+        self._move_over(request, arrived=False)
         self.open -= 1
-        decision = self.gateway.route(sequence, now)  # the proxy tries another endpoint
+        decision = self.gateway.route(request, now)  # the proxy tries another endpoint
         if isinstance(decision, Refusal):
-            sequence.failed = True
-            sequence.finished_s = now
-            self._ended(sequence, now)
+            request.failed = True
+            request.finished_s = now
+            self._ended(request, now)
             return
         self.open += 1
-        self._send(sequence, sequence.endpoint, now)
+        self._send(request, request.endpoint, now)
 
-    def _pull(self, sequence: Sequence, decision: Decision, target: int, now: float) -> None:
+    def _pull(self, request: SimulatedRequest, decision: Decision, target: int, now: float) -> None:
         """Starts the transfer that the decision asks for."""
         if not decision.replicate_from:
             return
         source = self.beliefs.number[decision.replicate_from]
-        held = self.engines[source].cache.match(sequence.run, sequence.prompt_tokens)
-        there = self.engines[target].cache.match(sequence.run, sequence.prompt_tokens)
+        held = self.engines[source].cache.match(request.run, request.prompt_tokens)
+        there = self.engines[target].cache.match(request.run, request.prompt_tokens)
         for tier in (self.store, self.engines[target].host):
             if tier is not None:
-                there = max(there, tier.match(sequence.run, sequence.prompt_tokens))
+                there = max(there, tier.match(request.run, request.prompt_tokens))
         if held <= there or not self.engines[source].alive:
             return
-        self._transfer(sequence, source, target, held, held - there, now)
+        self._transfer(request, source, target, held, held - there, now)
 
     def _transfer(
-        self, sequence: Sequence, source: int, target: int, reach: int, tokens: int, now: float
+        self, request: SimulatedRequest, source: int, target: int, reach: int, tokens: int, now: float
     ) -> None:
         ends_s = self.fabric.send(source, target, tokens, now)
-        sequence.source = source
-        sequence.fetched_tokens = reach
-        sequence.moved_tokens = tokens
-        sequence.transfer_s = ends_s - now
+        request.source = source
+        request.fetched_tokens = reach
+        request.moved_tokens = tokens
+        request.transfer_s = ends_s - now
         if self.fleet.overlapped:
-            sequence.transfer_ends_s = ends_s
+            request.transfer_ends_s = ends_s
         else:
-            sequence.ready_s = ends_s
+            request.ready_s = ends_s
 
-    def _first_token(self, sequence: Sequence, now: float) -> None:
-        if sequence in self.leg_of:
-            self._prefill_leg_done(sequence, now)
+    def _first_token(self, request: SimulatedRequest, now: float) -> None:
+        if request in self.leg_of:
+            self._prefill_leg_done(request, now)
             return
         if self.faults.event_lag_s:
-            self._at(now + self.faults.event_lag_s, partial(self._prefill_known, sequence))
+            self._at(now + self.faults.event_lag_s, partial(self._prefill_known, request))
         else:
-            self._prefill_known(sequence)
+            self._prefill_known(request)
 
-    def _prefill_known(self, what: Sequence) -> None:
+    def _prefill_known(self, what: SimulatedRequest) -> None:
         """The gateway learns that a prefill has ended."""
         if self._prefill_over(what) and what.prefill_endpoint == what.endpoint:
             self.beliefs.observe_prefill(what, self.now)
         self._move_over(what, arrived=True)
 
-    def _move_over(self, sequence: Sequence, *, arrived: bool) -> None:
+    def _move_over(self, request: SimulatedRequest, *, arrived: bool) -> None:
         """If it carries out a planned move: the target has the KV, or never will."""
-        if self.gateway.moves.on and (runs := self.gateway.moves.ended(sequence, self.now, arrived=arrived)):
-            self.engines[sequence.moved_from].cache.release(runs)
+        if self.gateway.moves.on and (runs := self.gateway.moves.ended(request, self.now, arrived=arrived)):
+            self.engines[request.moved_from].cache.release(runs)
 
-    def _prefill_over(self, sequence: Sequence) -> bool:
+    def _prefill_over(self, request: SimulatedRequest) -> bool:
         """Nothing of its prefill is pending any more; False: that was known."""
-        if sequence.prefill_known:
+        if request.prefill_known:
             return False
-        sequence.prefill_known = True
-        self.beliefs.prefill_done(sequence.prefill_endpoint, sequence.uncached_tokens, sequence.predicted_s)
+        request.prefill_known = True
+        self.beliefs.prefill_done(request.prefill_endpoint, request.uncached_tokens, request.predicted_s)
         return True
 
-    def _finished(self, sequence: Sequence, now: float) -> None:
-        if sequence in self.leg_of:
-            del self.leg_of[sequence]
+    def _finished(self, request: SimulatedRequest, now: float) -> None:
+        if request in self.leg_of:
+            del self.leg_of[request]
             return
-        self._prefill_known(sequence)
+        self._prefill_known(request)
         self.open -= 1
-        self.beliefs.finish(sequence.endpoint, sequence.prompt_tokens, now - sequence.first_token_s)
-        self._ended(sequence, now)
+        self.beliefs.finish(request.endpoint, request.prompt_tokens, now - request.first_token_s)
+        self._ended(request, now)
 
-    def _ended(self, sequence: Sequence, now: float) -> None:
-        self.done.append(sequence)
-        task, workload = sequence.task, self.workload
+    def _ended(self, request: SimulatedRequest, now: float) -> None:
+        self.done.append(request)
+        task, workload = request.task, self.workload
         tasks = workload.jobs[task.session].tasks
         if workload.mode is Mode.TIMESTAMPS:
             return
@@ -355,12 +342,12 @@ class _Simulation:
 
     # -- prefill and decode apart ------------------------------------------------------------------
 
-    def _split(self, sequence: Sequence, decision: Decision, now: float) -> None:
+    def _split(self, request: SimulatedRequest, decision: Decision, now: float) -> None:
         """A leg of its own prefills; the request itself waits for it."""
-        leg = Sequence(sequence.task, sequence.number, now, now)
+        leg = SimulatedRequest(request.task, request.number, now, now)
         leg.output_tokens = 1
         leg.answer_run = leg.run
-        self.leg_of[leg] = sequence
+        self.leg_of[leg] = request
         if decision.prefill_queued:
             self.waiting_legs.append(leg)
             self.gateway.prefill_queue = len(self.waiting_legs)
@@ -386,7 +373,7 @@ class _Simulation:
             self.engines[e].add(leg, now)
         self.gateway.prefill_queue = len(self.waiting_legs)
 
-    def _prefill_leg_done(self, leg: Sequence, now: float) -> None:
+    def _prefill_leg_done(self, leg: SimulatedRequest, now: float) -> None:
         whole = self.leg_of[leg]
         self._prefill_over(whole)
         whole.leg_cached_tokens = leg.cached_tokens
@@ -403,19 +390,19 @@ class _Simulation:
         if self.waiting_legs:
             self._feed_prefill(self.now)
 
-    def _join_decode(self, what: Sequence) -> None:
+    def _join_decode(self, what: SimulatedRequest) -> None:
         self.engines[what.endpoint].add(what, self.now)
 
     # -- a death -----------------------------------------------------------------------------------
 
-    def _die(self, what: Engine) -> None:
+    def _die(self, what: SimulatedEngine) -> None:
         e, now = what.number, self.now
         lost = what.die()
         self.index.forget(e)
         if lost:
             self.beliefs.dead(e)
-        for sequence in lost:
-            whole = self.leg_of.pop(sequence, sequence)
+        for request in lost:
+            whole = self.leg_of.pop(request, request)
             whole.failed = True
             whole.finished_s = now
             self._prefill_over(whole)

@@ -11,16 +11,16 @@ recompute. At R the intervals are wide: 16 seeds leave ± 50 %, and LMetric and 
 import pytest
 
 from perilune_lab.report import Run
-from perilune_lab.simulator.harness import Load, Plan, piece, pooled
+from perilune_lab.simulator.harness import Comparison, OfferedLoad, piece, pooled
 
 MODERATE, PEAK = 0.6, 1.0
 """Sessions per second."""
 
 
 def played(rate: float, seeds: int, *policies: str, pullable: bool) -> dict[str, Run]:
-    plan = Plan(policies, Load(), pullable=pullable)
-    rows = [row for seed in range(1, seeds + 1) for row in piece(plan, (rate, seed))]
-    return {run.policy: run for run in pooled(plan, rows)}
+    comparison = Comparison(policies, OfferedLoad(), pullable=pullable)
+    rows = [row for seed in range(1, seeds + 1) for row in piece(comparison, (rate, seed))]
+    return {run.policy: run for run in pooled(comparison, rows)}
 
 
 @pytest.fixture(scope="module")

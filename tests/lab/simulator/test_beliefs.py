@@ -6,9 +6,9 @@ import pytest
 
 from perilune_api.pool import Role, Topology
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
-from perilune_gateway.state.fleet import Fleet as LiveFleet
-from perilune_lab.simulator.beliefs import Beliefs, Session
-from perilune_lab.simulator.fabric import Fabric
+from perilune_gateway.state.fleet import Fleet
+from perilune_lab.simulator.beliefs import Beliefs, KnownSession
+from perilune_lab.simulator.fabric import SimulatedFabric
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.h20 import H20
 
@@ -22,11 +22,11 @@ class FakeEngine:
 def test_load_is_kept_as_the_gateway_keeps_it(seed: int):
     rng = Random(seed)
     engines = [FakeEngine() for _ in range(3)]
-    ours = Beliefs(engines, H20, Faults(), Fabric(H20, Faults(), rng), [Role.BOTH] * 3)
-    theirs = LiveFleet(H20.kv_pool_tokens)
+    ours = Beliefs(engines, H20, Faults(), SimulatedFabric(H20, Faults(), rng), [Role.BOTH] * 3)
+    theirs = Fleet(H20.kv_pool_tokens)
     theirs.set_endpoints(ours.endpoints, Topology())
     bound = {e.address: 0 for e in ours.endpoints}
-    sessions = [Session(str(n)) for n in range(5)]
+    sessions = [KnownSession(str(n)) for n in range(5)]
     running: dict[int, tuple[int, int, float, int, bool]] = {}
     now = 1000.0
     ours.scrape(now)
@@ -68,7 +68,7 @@ def test_load_is_kept_as_the_gateway_keeps_it(seed: int):
 def test_speeds_are_learned_from_what_a_gateway_sees():
     faults = Faults(engine_belief=1.3, link_belief=0.7)
     beliefs = Beliefs(
-        [FakeEngine(), FakeEngine()], H20, faults, Fabric(H20, faults, Random(0)), [Role.BOTH] * 2
+        [FakeEngine(), FakeEngine()], H20, faults, SimulatedFabric(H20, faults, Random(0)), [Role.BOTH] * 2
     )
     true_s = H20.engine.prefill_s(20_000)
     assert beliefs.models[0].prefill_s(20_000) == pytest.approx(1.3 * true_s)

@@ -6,7 +6,7 @@ from perilune_lab.report import Quantiles, Run
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.bisection import last_that
 from perilune_lab.simulator.capacity import Capacity, Slo, slo_capacity
-from perilune_lab.simulator.harness import Load, Plan
+from perilune_lab.simulator.harness import Comparison, OfferedLoad
 
 
 @pytest.mark.parametrize("edge", [0.02, 0.3, 1.0, 1.01, 7.0, 60.0])
@@ -46,13 +46,16 @@ def test_an_slo(measured: Run, holds: bool):
 
 def test_capacities_with_and_without_load_balancing():
     """What is found holds, what is 5 % above does not, and a hot host is worth leaving."""
-    plan = Plan(("ear", "sticky"), Load(window_s=150.0, warmup_s=0.0))
-    ear, sticky = slo_capacity(plan, [1, 2])
+    comparison = Comparison(("ear", "sticky"), OfferedLoad(window_s=150.0, warmup_s=0.0))
+    ear, sticky = slo_capacity(comparison, [1, 2])
     for capacity in (ear, sticky):
         for seed, rate in zip((1, 2), capacity.by_seed, strict=True):
             for times, holds in ((0.95, True), (1.05, False)):
-                workload = plan.load.workload(rate * times, seed, plan.fleet)
-                assert Slo().holds(measure.run(plan.play(capacity.policy, workload, seed), workload)) is holds
+                workload = comparison.load.workload(rate * times, seed, comparison.fleet)
+                assert (
+                    Slo().holds(measure.run(comparison.play(capacity.policy, workload, seed), workload))
+                    is holds
+                )
     assert ear.rate > sticky.rate > 0
     times, low, high = ear.over(sticky)
     assert times == pytest.approx(ear.rate / sticky.rate)

@@ -9,9 +9,11 @@ from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.scheduler import Request, Scheduler
 from perilune_lab.simulator.cache import RunCache
-from perilune_lab.simulator.engine import Engine, Sequence, Store
+from perilune_lab.simulator.engine import SimulatedEngine
 from perilune_lab.simulator.h20 import H20, Hardware
+from perilune_lab.simulator.request import SimulatedRequest
 from perilune_lab.simulator.runs import ROOT, Runs
+from perilune_lab.simulator.store import SimulatedStore
 from perilune_lab.simulator.workload import Task
 
 BLOCK = 16
@@ -23,9 +25,9 @@ class Bench:
     def __init__(self, hardware: Hardware = H20, store: bool = False, pool_tokens: int = 281_600) -> None:
         self.runs = Runs()
         self.due: list[tuple[float, int]] = []
-        self.finished: list[Sequence] = []
-        self.store = Store(self.runs, 1_000_000) if store else None
-        self.engine = Engine(
+        self.finished: list[SimulatedRequest] = []
+        self.store = SimulatedStore(self.runs, 1_000_000) if store else None
+        self.engine = SimulatedEngine(
             0,
             hardware,
             RunCache(self.runs, pool_tokens),
@@ -34,25 +36,25 @@ class Bench:
             on_finish=lambda s, now: self.finished.append(s),
             store=self.store,
         )
-        self.submissions: list[tuple[float, Sequence]] = []
+        self.submissions: list[tuple[float, SimulatedRequest]] = []
 
     def submit(
         self, at_s: float, run: int, prompt: int, output: int, number: int, **known: float
-    ) -> Sequence:
+    ) -> SimulatedRequest:
         task = Task(0, number, run, prompt, run, output, 0.0, 0.0)
-        sequence = Sequence(task, number, at_s, at_s)
+        request = SimulatedRequest(task, number, at_s, at_s)
         for name, value in known.items():
-            setattr(sequence, name, value)
-        self.submissions.append((at_s, sequence))
-        return sequence
+            setattr(request, name, value)
+        self.submissions.append((at_s, request))
+        return request
 
     def play(self) -> None:
         waiting = sorted(self.submissions, key=lambda row: row[0])
         while waiting or self.due:
             event = min(self.due, default=(inf, 0))
             if waiting and waiting[0][0] <= event[0]:
-                at_s, sequence = waiting.pop(0)
-                self.engine.add(sequence, at_s)
+                at_s, request = waiting.pop(0)
+                self.engine.add(request, at_s)
             else:
                 self.due.remove(event)
                 self.engine.event(*event)

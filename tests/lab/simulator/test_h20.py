@@ -4,10 +4,12 @@ import pytest
 
 from perilune_api.topology import Level
 from perilune_lab.simulator.cache import RunCache
-from perilune_lab.simulator.engine import Engine, Sequence, Store
+from perilune_lab.simulator.engine import SimulatedEngine
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.points import MEASURED, K
+from perilune_lab.simulator.request import SimulatedRequest
 from perilune_lab.simulator.runs import ROOT, Runs
+from perilune_lab.simulator.store import SimulatedStore
 from perilune_lab.simulator.workload import Task
 
 
@@ -27,7 +29,7 @@ class Alone:
     def __init__(self) -> None:
         self.runs = Runs()
         self.due: list[tuple[float, int]] = []
-        self.engine = Engine(
+        self.engine = SimulatedEngine(
             0,
             H20,
             RunCache(self.runs, H20.kv_pool_tokens),
@@ -36,12 +38,12 @@ class Alone:
             on_finish=lambda s, now: None,
         )
 
-    def add(self, prompt_tokens: int, output_tokens: int, now: float = 0.0) -> Sequence:
+    def add(self, prompt_tokens: int, output_tokens: int, now: float = 0.0) -> SimulatedRequest:
         run = self.runs.add(ROOT, prompt_tokens + output_tokens)
         task = Task(0, 0, run, prompt_tokens, run, output_tokens, 0.0, 0.0)
-        sequence = Sequence(task, len(self.runs), now, now)
-        self.engine.add(sequence, now)
-        return sequence
+        request = SimulatedRequest(task, len(self.runs), now, now)
+        self.engine.add(request, now)
+        return request
 
     def play(self, until_s: float = float("inf")) -> None:
         while self.due and min(self.due)[0] <= until_s:
@@ -53,10 +55,10 @@ class Alone:
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.078), (2, 0.143), (8, 0.583), (32, 4.52), (128, 57.0)])
 def test_the_simulated_engine_takes_as_long_for_a_prefill_alone(tokens: int, seconds: float):
     alone = Alone()
-    sequence = alone.add(tokens * K, 1)
+    request = alone.add(tokens * K, 1)
     alone.play()
     overhead_s = H20.engine.request_overhead_s(tokens * K)
-    assert sequence.first_token_s - overhead_s == pytest.approx(seconds, rel=0.10)
+    assert request.first_token_s - overhead_s == pytest.approx(seconds, rel=0.10)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,11 @@ def test_links_by_distance():
 @pytest.mark.parametrize(("tokens", "seconds"), [(1, 0.057), (64, 0.272)])
 def test_a_hit_in_host_memory_takes_as_long_as_measured(tokens: int, seconds: float):
     alone = Alone()
-    alone.engine.host = Store(alone.runs, 200_000)
+    alone.engine.host = SimulatedStore(alone.runs, 200_000)
     prompt = alone.runs.add(ROOT, tokens * K + 1)
     alone.engine.host.put(prompt, tokens * K)
-    sequence = Sequence(Task(0, 0, prompt, tokens * K, prompt, 1, 0.0, 0.0), 0, 0.0, 0.0)
-    alone.engine.add(sequence, 0.0)
+    request = SimulatedRequest(Task(0, 0, prompt, tokens * K, prompt, 1, 0.0, 0.0), 0, 0.0, 0.0)
+    alone.engine.add(request, 0.0)
     alone.play()
-    assert sequence.host_tokens == sequence.cached_tokens == tokens * K - 16
-    assert sequence.first_token_s == pytest.approx(seconds, rel=0.10)
+    assert request.host_tokens == request.cached_tokens == tokens * K - 16
+    assert request.first_token_s == pytest.approx(seconds, rel=0.10)

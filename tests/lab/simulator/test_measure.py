@@ -7,14 +7,14 @@ from perilune_gateway.model import Reason
 from perilune_lab import report
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Load, Plan, find_rate, piece, pooled
+from perilune_lab.simulator.harness import Comparison, OfferedLoad, find_rate, piece, pooled
 from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.simulation import simulate
 from perilune_lab.simulator.workload import prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode
 
-SMALL = Load(window_s=120.0, warmup_s=30.0)
+SMALL = OfferedLoad(window_s=120.0, warmup_s=30.0)
 
 
 def test_its_numbers_are_those_of_a_report():
@@ -35,7 +35,7 @@ def test_its_numbers_are_those_of_a_report():
             transfer_s=outcome.transfer_s,
         )
     )
-    assert any(s.reason is Reason.MOVED for s in outcome.sequences)
+    assert any(s.reason is Reason.MOVED for s in outcome.requests)
     same = msgspec.to_builtins(theirs)
     mine = msgspec.to_builtins(ours)
     for name in ("wall_clock_factor_legacy", "itl_s", "scheduling_ms"):
@@ -59,9 +59,9 @@ def near(mine: object, theirs: object) -> bool:
 
 
 def test_means_and_intervals_over_seeds():
-    plan = Plan(("sticky", "round_robin"), SMALL)
-    rows = [row for seed in (1, 2, 3) for row in piece(plan, (1.0, seed))]
-    sticky, robin = pooled(plan, rows)
+    comparison = Comparison(("sticky", "round_robin"), SMALL)
+    rows = [row for seed in (1, 2, 3) for row in piece(comparison, (1.0, seed))]
+    sticky, robin = pooled(comparison, rows)
     p90 = [row.run.ttft_s.p90 for row in rows if row.run.policy == "sticky"]
     assert sticky.ttft_s.p90 == pytest.approx(sum(p90) / 3)
     low, high = sticky.intervals["ttft_s.p90"]
@@ -72,8 +72,8 @@ def test_means_and_intervals_over_seeds():
 
 
 def test_seeds_are_paired():
-    plan = Plan(("sticky", "round_robin"), SMALL)
-    a, b = piece(plan, (1.0, 5))
+    comparison = Comparison(("sticky", "round_robin"), SMALL)
+    a, b = piece(comparison, (1.0, 5))
     assert a.run.floor_ttft_s == b.run.floor_ttft_s
     mean, low, high = measure.paired([3.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     assert mean == pytest.approx(7 / 3)
@@ -85,9 +85,11 @@ def test_the_interval_of_equal_values_is_a_point():
 
 
 def test_r_is_where_the_reference_is_five_times_above_the_floor():
-    plan = Plan(("ear",), Load(window_s=150.0, warmup_s=0.0))
-    rate = find_rate(plan, [1], "round_robin")
-    regret = [piece(Plan(("round_robin",), plan.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)]
+    comparison = Comparison(("ear",), OfferedLoad(window_s=150.0, warmup_s=0.0))
+    rate = find_rate(comparison, [1], "round_robin")
+    regret = [
+        piece(Comparison(("round_robin",), comparison.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)
+    ]
     assert regret[0] < 5.0 < regret[1] * 1.2
 
 
@@ -96,9 +98,9 @@ def test_gaps_between_tokens_are_pooled_over_sequences():
     workload = prepare(trace, H20.engine)
     outcome = simulate(workload, Setting("ear"))
     run = measure.run(outcome, workload)
-    tokens = sum(s.output_tokens - 1 for s in outcome.sequences)
+    tokens = sum(s.output_tokens - 1 for s in outcome.requests)
     assert sum(count for _, count in outcome.gaps) == tokens
-    lasted_s = sum(s.finished_s - s.first_token_s for s in outcome.sequences)
+    lasted_s = sum(s.finished_s - s.first_token_s for s in outcome.requests)
     assert run.itl_s.mean * tokens == pytest.approx(lasted_s, rel=1e-6)
     assert H20.engine.decode_floor_s <= run.itl_s.p50 <= run.itl_s.p90 <= run.itl_s.p99
     assert max(outcome.gaps)[0] > 5 * run.itl_s.p50, "somebody's prefill"
@@ -113,22 +115,22 @@ def test_weighted_quantiles():
 
 def test_goodput_counts_who_was_in_time_twice():
     load = replace(SMALL, window_s=60.0, warmup_s=0.0)
-    (row,) = piece(Plan(("round_robin",), load), (1.5, 1))
-    workload = load.workload(1.5, 1, Plan(()).fleet)
-    outcome = Plan(("round_robin",), load).play("round_robin", workload, 1)
+    (row,) = piece(Comparison(("round_robin",), load), (1.5, 1))
+    workload = load.workload(1.5, 1, Comparison(()).fleet)
+    outcome = Comparison(("round_robin",), load).play("round_robin", workload, 1)
     good = [
         s
-        for s in outcome.sequences
+        for s in outcome.requests
         if s.first_token_s - s.submitted_s <= 5.0
         and (s.finished_s - s.first_token_s) <= 0.1 * (s.output_tokens - 1)
     ]
-    assert 0 < len(good) < len(outcome.sequences)
+    assert 0 < len(good) < len(outcome.requests)
     assert row.run.goodput_per_s == pytest.approx(len(good) / outcome.simulated_s)
 
 
 def test_the_legacy_factor_is_over_the_traces_own_span():
-    (row,) = piece(Plan(("sticky",), SMALL), (1.0, 5))
-    workload = SMALL.workload(1.0, 5, Plan(()).fleet)
+    (row,) = piece(Comparison(("sticky",), SMALL), (1.0, 5))
+    workload = SMALL.workload(1.0, 5, Comparison(()).fleet)
     at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
     assert row.run.wall_clock_factor_legacy == pytest.approx(row.simulated_s / (max(at_s) - min(at_s)))
     assert row.run.wall_clock_factor_legacy > row.run.wall_clock_factor

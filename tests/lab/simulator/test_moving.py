@@ -10,24 +10,24 @@ from perilune_gateway.planner import Planner, State
 from perilune_lab.simulator import measure, simulation
 from perilune_lab.simulator.cache import RunCache
 from perilune_lab.simulator.faults import Faults
-from perilune_lab.simulator.harness import Load, Plan
+from perilune_lab.simulator.fleet import SimulatedFleet
+from perilune_lab.simulator.harness import Comparison, OfferedLoad
 from perilune_lab.simulator.routing import PLANNER, Setting
 from perilune_lab.simulator.runs import ROOT, Runs
-from perilune_lab.simulator.simulation import Fleet
 from perilune_lab.simulator.workload import Workload
 
-LOAD = Load(window_s=300.0, warmup_s=0.0)
+LOAD = OfferedLoad(window_s=300.0, warmup_s=0.0)
 
 
 @pytest.fixture(scope="module")
 def busy() -> Workload:
-    return LOAD.workload(1.2, 3, Fleet())
+    return LOAD.workload(1.2, 3, SimulatedFleet())
 
 
 def played(workload: Workload, arm: str, **params: float) -> simulation._Simulation:
     setting = Setting(arm, PolicyParams(**params))
     run = simulation._Simulation(
-        workload, setting, simulation.POLICIES[setting.policy_name], Fleet(), Faults(), 1
+        workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
     )
     run.run()
     return run
@@ -74,7 +74,7 @@ def test_the_budget_is_kept(busy: Workload):
 
 def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Workload):
     arms = ("sticky", "least_loaded" + PLANNER, "sticky" + PLANNER)
-    plan = Plan(arms, LOAD)
+    plan = Comparison(arms, LOAD)
     outcomes = {arm: plan.play(arm, busy, 1) for arm in arms}
     assert [outcome.policy for outcome in outcomes.values()] == list(arms)
     moves = {}
@@ -84,13 +84,13 @@ def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Wo
     assert moves["sticky"] == 0
     assert min(moves[arms[1]], moves[arms[2]]) > 0
     again = plan.play(arms[2], busy, 1)
-    assert [s.finished_s for s in again.sequences] == [s.finished_s for s in outcomes[arms[2]].sequences]
+    assert [s.finished_s for s in again.requests] == [s.finished_s for s in outcomes[arms[2]].requests]
 
 
 def test_a_dead_endpoint_ends_its_moves(busy: Workload):
     setting = Setting("sticky" + PLANNER)
     faults = Faults(dead_endpoint=2, dead_at_s=120.0)
-    run = simulation._Simulation(busy, setting, simulation.POLICIES["sticky"], Fleet(), faults, 1)
+    run = simulation._Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
     run.run()
     assert run.gateway.moves.planner.stats(run.now).in_flight == {}
     n = counts(run.gateway.moves.planner)

@@ -5,25 +5,26 @@ import pytest
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_lab.simulator import routing
-from perilune_lab.simulator.beliefs import Beliefs, Session
-from perilune_lab.simulator.fabric import Fabric
+from perilune_lab.simulator.beliefs import Beliefs, KnownSession
+from perilune_lab.simulator.fabric import SimulatedFabric
 from perilune_lab.simulator.faults import Faults
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Load
+from perilune_lab.simulator.harness import OfferedLoad
 from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
-from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
+from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload
 
-MANY = Fleet(300)
+MANY = SimulatedFleet(300)
 
 
 @pytest.fixture(scope="module")
 def spread() -> Workload:
-    return replace(Load(), window_s=8.0, warmup_s=0.0).workload(50.0, 4, MANY)
+    return replace(OfferedLoad(), window_s=8.0, warmup_s=0.0).workload(50.0, 4, MANY)
 
 
-def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
     monkeypatch.setattr(routing, "_AUDIT_EVERY", every)
     return simulate(workload, Setting(policy), MANY, seed=1)
 
@@ -38,8 +39,8 @@ def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch:
 
 def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.MonkeyPatch):
     often, never = (played("perilune", spread, every, monkeypatch) for every in (5, 10**9))
-    assert [(s.endpoint, s.finished_s) for s in often.sequences] == [
-        (s.endpoint, s.finished_s) for s in never.sequences
+    assert [(s.endpoint, s.finished_s) for s in often.requests] == [
+        (s.endpoint, s.finished_s) for s in never.requests
     ]
 
 
@@ -47,7 +48,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy), MANY, seed=1)
     assert outcome.seen.shortlisted == outcome.seen.audited == 0
-    used = len({s.endpoint for s in outcome.sequences})
+    used = len({s.endpoint for s in outcome.requests})
     assert used > 200
 
 
@@ -58,7 +59,7 @@ def fleet(n: int) -> tuple[Beliefs, Shortlist]:
 
     faults = Faults()
     beliefs = Beliefs(
-        [Idle() for _ in range(n)], H20, faults, Fabric(H20, faults, Random(0)), [Role.BOTH] * n
+        [Idle() for _ in range(n)], H20, faults, SimulatedFabric(H20, faults, Random(0)), [Role.BOTH] * n
     )
     return beliefs, Shortlist(beliefs, PolicyParams())
 
@@ -109,7 +110,7 @@ def test_the_fewest_sessions_among_many_as_cheap():
         if e == 250:
             beliefs.start(e, 1000)
         else:
-            beliefs.bind(Session(str(e)), e, 0.0)
+            beliefs.bind(KnownSession(str(e)), e, 0.0)
     assert 250 in shortlist.of({}, [], [], 0.0)
 
 

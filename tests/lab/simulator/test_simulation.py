@@ -6,37 +6,38 @@ import pytest
 from perilune_api.pool import Limits, SpecError
 from perilune_gateway.model import Reason
 from perilune_gateway.policy import POLICIES, SIMULATED_ONLY
-from perilune_lab.simulator.fabric import Fabric
+from perilune_lab.simulator.fabric import SimulatedFabric
 from perilune_lab.simulator.faults import Faults, parse
+from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Load, Plan
+from perilune_lab.simulator.harness import Comparison, OfferedLoad
 from perilune_lab.simulator.routing import Setting
-from perilune_lab.simulator.simulation import Fleet, Outcome, simulate
+from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Segment, Session, Style, Trace, Turn
 
-LOAD = Load(window_s=200.0, warmup_s=0.0)
+LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0)
 
 
 @pytest.fixture(scope="module")
 def busy() -> Workload:
     """Enough for queues, moves and evictions."""
-    return LOAD.workload(1.6, 3, Fleet())
+    return LOAD.workload(1.6, 3, SimulatedFleet())
 
 
-def times(outcome: Outcome) -> list[tuple[int, float, float, int]]:
-    return [(s.number, s.first_token_s, s.finished_s, s.endpoint) for s in outcome.sequences]
+def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
+    return [(s.number, s.first_token_s, s.finished_s, s.endpoint) for s in outcome.requests]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_everything(policy: str, busy: Workload):
-    outcome = Plan((policy,)).play(policy, busy, 1)
-    assert len(outcome.sequences) == busy.requests
-    for s in outcome.sequences:
+    outcome = Comparison((policy,)).play(policy, busy, 1)
+    assert len(outcome.requests) == busy.requests
+    for s in outcome.requests:
         assert s.submitted_s < s.first_token_s <= s.finished_s
         assert 0 <= s.cached_tokens < s.prompt_tokens or policy in SIMULATED_ONLY
-    turns = [(s.task.session, s.task.number) for s in sorted(outcome.sequences, key=lambda s: s.submitted_s)]
+    turns = [(s.task.session, s.task.number) for s in sorted(outcome.requests, key=lambda s: s.submitted_s)]
     assert len(set(turns)) == len(turns)
 
 
@@ -50,7 +51,7 @@ def test_equal_arguments_give_equal_results(busy: Workload):
 
 def test_a_session_is_submitted_after_its_gap(busy: Workload):
     last: dict[int, float] = {}
-    for s in sorted(simulate(busy, Setting("sticky")).sequences, key=lambda s: s.number):
+    for s in sorted(simulate(busy, Setting("sticky")).requests, key=lambda s: s.number):
         if s.task.number:
             assert s.submitted_s == pytest.approx(last[s.task.session] + s.task.gap_s)
         last[s.task.session] = s.finished_s
@@ -70,7 +71,7 @@ def test_modes(mode: Mode):
     """The first answer takes longer than a second, so the modes part."""
     workload = prepare(chat(0.0, 1.0, 60.0), H20.engine, mode)
     outcome = simulate(workload, Setting("sticky"))
-    first, second, third = sorted(outcome.sequences, key=lambda s: s.number)
+    first, second, third = sorted(outcome.requests, key=lambda s: s.number)
     expected = {
         Mode.THINKTIME: (first.finished_s + 1.0, second.finished_s + 1.0),
         Mode.TIMESTAMPS: (1.0, 60.0),
@@ -79,45 +80,45 @@ def test_modes(mode: Mode):
     assert (second.submitted_s, third.submitted_s) == expected[mode]
 
 
-def alone(policy: str = "sticky", fleet: Fleet | None = None) -> Outcome:
+def alone(policy: str = "sticky", fleet: SimulatedFleet | None = None) -> SimulatedOutcome:
     return simulate(prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting(policy), fleet)
 
 
 def test_a_session_alone_runs_at_its_ideal():
     outcome = alone()
-    for s in outcome.sequences:
+    for s in outcome.requests:
         assert s.finished_s - s.submitted_s == pytest.approx(s.task.ideal_s, rel=0.03)
         assert s.cached_tokens == pytest.approx(s.task.own_tokens, abs=16)
 
 
 def test_a_shared_store_serves_what_another_endpoint_computed():
-    without, with_store = alone("round_robin"), alone("round_robin", Fleet(store=True))
-    assert sum(s.cached_tokens for s in without.sequences) == 0
-    assert sum(s.cached_tokens for s in with_store.sequences) > 55_000
-    assert sum(s.store_tokens for s in with_store.sequences) > 55_000
+    without, with_store = alone("round_robin"), alone("round_robin", SimulatedFleet(store=True))
+    assert sum(s.cached_tokens for s in without.requests) == 0
+    assert sum(s.cached_tokens for s in with_store.requests) > 55_000
+    assert sum(s.store_tokens for s in with_store.requests) > 55_000
 
 
 def test_host_memory_keeps_what_the_device_has_evicted(busy: Workload):
     """With a small device everything that leaves it is found in DRAM again; the policy knows where."""
     small = replace(H20, engine=replace(H20.engine, kv_pool_tokens=140_000))
     without, tiered = (
-        simulate(busy, Setting("perilune"), Fleet(hardware=small, host_tokens=tokens))
+        simulate(busy, Setting("perilune"), SimulatedFleet(hardware=small, host_tokens=tokens))
         for tokens in (0, 2_000_000)
     )
-    assert sum(s.host_tokens for s in without.sequences) == 0
-    assert sum(s.host_tokens for s in tiered.sequences) > 100_000
-    cached = [sum(s.cached_tokens for s in outcome.sequences) for outcome in (without, tiered)]
+    assert sum(s.host_tokens for s in without.requests) == 0
+    assert sum(s.host_tokens for s in tiered.requests) > 100_000
+    cached = [sum(s.cached_tokens for s in outcome.requests) for outcome in (without, tiered)]
     assert cached[0] < cached[1]
-    assert len(tiered.sequences) == busy.requests
-    assert not any(s.failed for s in tiered.sequences)
+    assert len(tiered.requests) == busy.requests
+    assert not any(s.failed for s in tiered.requests)
 
 
 def test_prefill_and_decode_apart_send_every_prompt_over_the_fabric():
     outcome = simulate(
-        prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting("static_pd"), Fleet(prefill_endpoints=4)
+        prepare(chat(0.0, 1.0, 2.0), H20.engine), Setting("static_pd"), SimulatedFleet(prefill_endpoints=4)
     )
-    assert [s.reason for s in outcome.sequences] == [Reason.SPLIT] * 3
-    assert all(s.prefill_endpoint < 4 <= s.endpoint for s in outcome.sequences)
+    assert [s.reason for s in outcome.requests] == [Reason.SPLIT] * 3
+    assert all(s.prefill_endpoint < 4 <= s.endpoint for s in outcome.requests)
     # the decoding endpoint may be the one before, which then holds what it had
     assert len(outcome.transfer_s) == 3
     assert outcome.moved_bytes >= H20.engine.kv_bytes(30_000)
@@ -133,7 +134,7 @@ def test_pulls_take_longer_on_slow_links(busy: Workload):
 
 
 def test_transfers_of_one_nic_follow_each_other():
-    fabric = Fabric(H20, Faults(), Random(0))
+    fabric = SimulatedFabric(H20, Faults(), Random(0))
     alone_s = H20.transfer_s(10_000)
     ends = [fabric.send(0, 5, 10_000, 0.0), fabric.send(1, 6, 10_000, 0.0), fabric.send(2, 7, 10_000, 0.0)]
     assert ends == pytest.approx([alone_s, 2 * alone_s, alone_s])
@@ -142,7 +143,7 @@ def test_transfers_of_one_nic_follow_each_other():
 
 def test_outliers_take_so_many_times_longer():
     alone_s = H20.transfer_s(10_000)
-    fabric = Fabric(H20, Faults(outlier_share=0.25, outlier_factor=20.0), Random(5))
+    fabric = SimulatedFabric(H20, Faults(outlier_share=0.25, outlier_factor=20.0), Random(5))
     times = [fabric.send(0, 5, 10_000, 1000.0 * n) - 1000.0 * n for n in range(400)]
     slow = [t for t in times if t > 2 * alone_s]
     assert 70 < len(slow) < 130
@@ -151,13 +152,13 @@ def test_outliers_take_so_many_times_longer():
 
 def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     outcome = simulate(busy, Setting("ear"), faults=Faults(dead_endpoint=2, dead_at_s=60.0))
-    failed = [s for s in outcome.sequences if s.failed]
+    failed = [s for s in outcome.requests if s.failed]
     assert 0 < len(failed) < 30
     assert {s.endpoint for s in failed} == {2}
-    after = [s for s in outcome.sequences if s.submitted_s > 60.0]
+    after = [s for s in outcome.requests if s.submitted_s > 60.0]
     assert after
     assert all(s.endpoint != 2 for s in after)
-    assert len(outcome.sequences) == busy.requests
+    assert len(outcome.requests) == busy.requests
 
 
 @pytest.mark.parametrize(
@@ -170,29 +171,29 @@ def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
 )
 def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, busy: Workload):
     outcome = simulate(busy, Setting("ear"), faults=faults)
-    assert len(outcome.sequences) == busy.requests
+    assert len(outcome.requests) == busy.requests
     assert times(outcome) != times(simulate(busy, Setting("ear")))
-    assert not any(s.failed or s.rejected for s in outcome.sequences)
+    assert not any(s.failed or s.rejected for s in outcome.requests)
 
 
 def test_an_overloaded_fleet_refuses(busy: Workload):
     outcome = simulate(busy, Setting("least_loaded", limits=Limits(max_pending_seconds=2.0)))
-    refused = [s for s in outcome.sequences if s.rejected]
+    refused = [s for s in outcome.requests if s.rejected]
     assert len(refused) == outcome.seen.refused > 0
-    assert len(outcome.sequences) == busy.requests
+    assert len(outcome.requests) == busy.requests
     idle = simulate(
         prepare(chat(0.0, 1.0), H20.engine), Setting("ear", limits=Limits(max_pending_seconds=0.1))
     )
-    assert not any(s.rejected for s in idle.sequences)
+    assert not any(s.rejected for s in idle.requests)
 
 
 def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
-    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, Fleet(100))
-    short = simulate(workload, Setting("lmetric_plus_one"), Fleet(100))
-    whole = simulate(workload, Setting("lmetric_plus_one", shortlist_above=1000), Fleet(100))
+    workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100))
+    short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))
+    whole = simulate(workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(100))
     assert (short.seen.shortlisted, whole.seen.shortlisted) == (workload.requests, 0)
     p90 = [
-        sorted(s.first_token_s - s.submitted_s for s in o.sequences)[-workload.requests // 10]
+        sorted(s.first_token_s - s.submitted_s for s in o.requests)[-workload.requests // 10]
         for o in (short, whole)
     ]
     assert p90[0] == pytest.approx(p90[1], rel=0.1)
@@ -239,5 +240,5 @@ def test_impossible_faults_are_refused(text: str, what: str):
 
 def test_generated_traces_play_in_whole():
     workload = prepare(generate(Agentic(gap_scale=0.01), 1, 30), H20.engine)
-    outcome = simulate(workload, Setting("ear"), Fleet(2))
-    assert len(outcome.sequences) == workload.requests
+    outcome = simulate(workload, Setting("ear"), SimulatedFleet(2))
+    assert len(outcome.requests) == workload.requests

@@ -14,7 +14,7 @@ from perilune_lab.evaluate.cells import Arm, Cell, World
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_lab.evaluate.scenes import Scene, open_sessions, steps, watch
 from perilune_lab.quantiles import mean
-from perilune_lab.simulator.engine import Sequence as Request
+from perilune_lab.simulator.request import SimulatedRequest
 
 _ARM = Arm("lmetric")
 _SLOWER = 1.2
@@ -77,9 +77,9 @@ def _scene(world: World, seed: int) -> Scene:
     return watch(Cell(world, _ARM, seed))
 
 
-def _chosen(scene: Scene, begin_s: float) -> list[list[Request]]:
+def _chosen(scene: Scene, begin_s: float) -> list[list[SimulatedRequest]]:
     """Sessions with most turns in the shown time, by their first turn there."""
-    rows: dict[int, list[Request]] = {}
+    rows: dict[int, list[SimulatedRequest]] = {}
     for s in scene.requests:
         if begin_s <= s.submitted_s < begin_s + _SHOWN_S:
             rows.setdefault(s.task.session, []).append(s)
@@ -87,7 +87,7 @@ def _chosen(scene: Scene, begin_s: float) -> list[list[Request]]:
     return sorted(longest, key=lambda turns: turns[0].submitted_s)
 
 
-def _timeline(axes: Axes, rows: Sequence[Sequence[Request]], begin_s: float) -> None:
+def _timeline(axes: Axes, rows: Sequence[Sequence[SimulatedRequest]], begin_s: float) -> None:
     for y, turns in enumerate(rows):
         first, last = turns[0].submitted_s - begin_s, turns[-1].finished_s - begin_s
         axes.barh(y, last - first, left=first, height=0.12, color=_GAP)
