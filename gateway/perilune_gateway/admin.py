@@ -4,8 +4,8 @@ GET only; answers JSON but for `/` (a list of the pages), `/metrics` and the pro
 `{"error": {"message": …, "param": …}}`. Everything is read through `Sources`, a handful of callables, when
 asked for: nothing here keeps state or concerns a request.
 
-It shares the loop that routes, so no page may hold it long: a list is at most 1,000 records, and `/metrics`
-lets others run between two metric families (prometheus_client renders 2,000 samples in 10 ms).
+It shares the loop that routes, so no page may hold it long: a list is at most 1,000 records, and others run
+between some records, two policies, two metric families (prometheus_client renders 2,000 samples in 10 ms).
 It says prompts' lengths and session ids to whoever can connect: listen on loopback, or guard it.
 """
 
@@ -159,9 +159,11 @@ class _Pages:
             raise PageError(
                 404, f"no decision {request_id!r} among the last {len(decisions)} kept", "request_id"
             )
-        alternatives = explain.counterfactual(
-            record, self._sources.policies, self._sources.params(), Random(request_id)
-        )
+        alternatives = {}
+        policies, params = self._sources.policies, self._sources.params()
+        for name, found in explain.counterfactual(record, policies, params, Random(request_id)):
+            alternatives[name] = found
+            await asyncio.sleep(0)
         return _json(explain.to_json(record, alternatives))
 
     async def nodes(self, request: web.Request) -> web.Response:

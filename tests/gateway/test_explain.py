@@ -104,7 +104,7 @@ class TestCounterfactual:
         candidates = tuple(fleet(a=20_000, b=3, c=5))
         view = request(ordinal=2, tokens=100, of=session("a", moved_s_ago=5.0))
         taken = DecisionRecord(view, Decision("a", Reason.HOT_COOLDOWN), "ear", candidates)
-        others = counterfactual(taken, POLICIES, PolicyParams(), Random(1))
+        others = dict(counterfactual(taken, POLICIES, PolicyParams(), Random(1)))
         assert others.keys() == POLICIES.keys() - {"ear"}
         assert others["least_loaded"]["target"] == "b"
         assert others["least_loaded"]["same"] is False
@@ -122,7 +122,7 @@ class TestCounterfactual:
     def test_the_estimate_is_queue_fetch_and_prefill_by_the_store(self):
         row = candidate("a", cached=100, stored=900, pending_s=0.5, engine=PLAIN)
         taken = DecisionRecord(request(), Decision("a", Reason.COLD), "ear", (row,))
-        other = counterfactual(taken, {"only": POLICIES["perilune"]}, PolicyParams(), Random(1))["only"]
+        other = dict(counterfactual(taken, {"only": POLICIES["perilune"]}, PolicyParams(), Random(1)))["only"]
         assert (other["estimated_s"], other["cached_tokens"]) == (pytest.approx(0.5 + 0.4 + 0.1), 900)
 
     @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ class TestCounterfactual:
         other = candidate("b", links={"a": link(bytes_per_s=5e6)}, engine=PLAIN)
         view = request(tokens=1000, of=session("a"), prefix=prefix(a=900))
         taken = DecisionRecord(view, Decision("a", Reason.HOST), "ear", (host, other))
-        found = counterfactual(taken, {policy: POLICIES[policy]}, PolicyParams(), Random(1))[policy]
+        found = dict(counterfactual(taken, {policy: POLICIES[policy]}, PolicyParams(), Random(1)))[policy]
         assert found["target"] == "b"
         assert (found["estimated_s"], found["cached_tokens"]) == (pytest.approx(after_s), cached)
 
@@ -166,12 +166,12 @@ class TestCounterfactual:
         ],
     )
     def test_other_answers(self, verdict, expected):
-        others = counterfactual(record(), {"x": lambda *_: verdict}, PolicyParams(), Random(1))
+        others = dict(counterfactual(record(), {"x": lambda *_: verdict}, PolicyParams(), Random(1)))
         assert others == {"x": expected}
 
     def test_without_candidates_there_is_nothing_to_ask(self):
         refused = record(verdict=Refusal(RefuseReason.NO_ENDPOINT, "none"), candidates=())
-        assert counterfactual(refused, POLICIES, PolicyParams(), Random(1)) == {}
+        assert dict(counterfactual(refused, POLICIES, PolicyParams(), Random(1))) == {}
 
 
 class TestWords:
