@@ -16,11 +16,10 @@ from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
 from perilune_operator.observe import Key, Object, Observed, PodFacts, key
-from perilune_operator.render import gateway, mooncake, network, vllm
+from perilune_operator.render import endpoints, engines, gateway, mooncake, network
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Former, Mark, drain
 
-WORKLOADS = ("Deployment", "LeaderWorkerSet")
 STATS_S = 30.0
 """Sessions and hit ratio in the status are no older than this."""
 MANY = 1_000_000
@@ -71,7 +70,12 @@ def plan(
         gateways_read_at=read_at,
     )
     try:
-        objects = (*mooncake.store(pool), *vllm.engines(pool), *gateway.gateway(pool), *network.network(pool))
+        objects = (
+            *mooncake.store(pool),
+            *engines.engines(pool),
+            *gateway.gateway(pool),
+            *network.network(pool),
+        )
     except SpecError as error:  # a podTemplate that cannot be laid over ours
         return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
     former = _former(pool, before, {key(obj) for obj in objects}, present, now)
@@ -85,11 +89,11 @@ def plan(
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
     """An autoscaler is about to take over from a spec that names no replicas any more, which the API server
     takes for 1: it is to begin with as many as there are. None: nothing to do."""
-    made = vllm.workload_name(name, Role.BOTH)
+    made = endpoints.workload_name(name, Role.BOTH)
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
         return None
-    workloads = (observed.children.get(Key(kind, namespace, made)) for kind in WORKLOADS)
+    workloads = (observed.children.get(Key(kind, namespace, made)) for kind in endpoints.WORKLOADS)
     live = max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
     kept = max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, live))
     return kept if live and kept > spec.replicas else None
@@ -98,7 +102,7 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
     """Without engines of the spec before, which had other roles, or endpoints of as many nodes as now not;
     and those of them that lead."""
-    roles, spans = {role.value for role, _ in vllm.roles(pool)}, vllm.nodes_per_endpoint(pool) > 1
+    roles, spans = {role.value for role, _ in endpoints.roles(pool)}, endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
         is_engine = pod.component in ("engine", "engine-worker")
@@ -121,14 +125,14 @@ def _former(
     workloads = frozenset(
         k
         for k, child in observed.children.items()
-        if k.kind in WORKLOADS
+        if k.kind in endpoints.WORKLOADS
         and k not in wanted
         and child["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == "engine"
     )
     if not workloads:
         return Former(pods)
     serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
-    needed = any(role not in serving and spec.replicas for role, spec in vllm.roles(pool))
+    needed = any(role not in serving and spec.replicas for role, spec in endpoints.roles(pool))
     leaving, gateways, session_s = _surroundings(pool, observed)
     if needed:  # marks of an earlier try are taken back
         made = drain(pods, MANY, None, leaving, gateways, session_s, now)
@@ -149,10 +153,10 @@ def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], fr
 def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
     leaving, gateways, session_s = _surroundings(pool, observed)
     made = {}
-    for role, spec in vllm.roles(pool):
+    for role, spec in endpoints.roles(pool):
         pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]
-        kind = "Deployment" if vllm.nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
-        workload = observed.children.get(Key(kind, pool.namespace, vllm.workload_name(pool.name, role)))
+        name = endpoints.workload_name(pool.name, role)
+        workload = observed.children.get(Key(endpoints.workload_kind(pool), pool.namespace, name))
         made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
     return made
 

@@ -17,7 +17,7 @@ from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
 from perilune_api.pool import Role
 from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
-from perilune_operator.render import mooncake, network, vllm
+from perilune_operator.render import endpoints, mooncake, network
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain, Former
 
@@ -52,7 +52,9 @@ def of_pool(
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     leaving = {name for made in drains.values() for name in made.leaving}
     staying = [p for p in engines if p.ready and p.name not in leaving]
-    counts = {role: (sum(p.role == role for p in staying), spec.replicas) for role, spec in vllm.roles(pool)}
+    counts = {
+        role: (sum(p.role == role for p in staying), spec.replicas) for role, spec in endpoints.roles(pool)
+    }
     ready, wanted = (sum(number) for number in zip(*counts.values(), strict=True))
     scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
     facts = [Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid.")]
@@ -169,8 +171,8 @@ def _engines(pool: Context, observed: Observed, counts: Mapping[Role, tuple[int,
     """With what Kubernetes says of the first pod, or workload, that is in trouble. `counts`: ready and wanted
     of each role."""
     kind = Condition.ENGINES_READY
-    if not vllm.can_run(pool):
-        words = f"An endpoint of {vllm.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
+    if not endpoints.can_run(pool):
+        words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
     if not any(wanted for _, wanted in counts.values()):
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
@@ -183,13 +185,13 @@ def _engines(pool: Context, observed: Observed, counts: Mapping[Role, tuple[int,
         return Fact(kind, "True", Reason.AVAILABLE, message)
     engines = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in engines if p.trouble and not p.terminating]
-    troubles += [words for role, _ in vllm.roles(pool) if (words := _failure(pool, observed, role))]
+    troubles += [words for role, _ in endpoints.roles(pool) if (words := _failure(pool, observed, role))]
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
 
 
 def _failure(pool: Context, observed: Observed, role: Role) -> str:
     """Why no pod is made: a quota, for example."""
-    workload = _workload(pool, observed, vllm.workload_name(pool.name, role)) or {}
+    workload = _workload(pool, observed, endpoints.workload_name(pool.name, role)) or {}
     for condition in (workload.get("status") or {}).get("conditions") or ():
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return str(condition.get("message", ""))[:200]
@@ -322,13 +324,13 @@ def _progress(pool: Context, observed: Observed, former: Former) -> Fact:
         )
         return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, words)
     waiting = [
-        vllm.workload_name(pool.name, role)
-        for role, spec in vllm.roles(pool)
+        endpoints.workload_name(pool.name, role)
+        for role, spec in endpoints.roles(pool)
         if pool.replicas.get(role, spec.replicas) != spec.replicas
     ]
     if waiting:
         return Fact(Condition.PROGRESSING, "True", Reason.SESSIONS_LEAVING, f"{_names(waiting)} will shrink.")
-    names_ = [vllm.workload_name(pool.name, role) for role, _ in vllm.roles(pool)]
+    names_ = [endpoints.workload_name(pool.name, role) for role, _ in endpoints.roles(pool)]
     rolling = [name for name in (*names_, names.gateway_name(pool.name)) if _rolling(pool, observed, name)]
     if rolling:
         return Fact(Condition.PROGRESSING, "True", Reason.ROLLING_OUT, f"Rolling out {_names(rolling)}.")
@@ -366,7 +368,7 @@ def _rolling(pool: Context, observed: Observed, name: str) -> bool:
 
 
 def _workload(pool: Context, observed: Observed, name: str) -> Object | None:
-    for kind in ("Deployment", "LeaderWorkerSet"):
+    for kind in endpoints.WORKLOADS:
         if child := observed.children.get(Key(kind, pool.namespace, name)):
             return child
     return None
@@ -389,7 +391,7 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
     for fact in facts:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
-    if not any(spec.replicas for role, spec in vllm.roles(pool) if role is not Role.PREFILL):
+    if not any(spec.replicas for role, spec in endpoints.roles(pool) if role is not Role.PREFILL):
         return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: nobody answers.")
     nobody_decides = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
     if nobody_decides and not pool.spec.gateway.fail_open:

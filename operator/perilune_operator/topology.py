@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from math import inf
 
 from perilune_api import names, pool
-from perilune_api.inference_pool.topology import DEFAULT_LEVELS, LevelName, LevelSpec, Placement, TopologySpec
-from perilune_operator.observe import NodeFacts, Object, PodFacts
+from perilune_api.inference_pool.topology import DEFAULT_LEVELS, LevelName, LevelSpec, TopologySpec
+from perilune_operator.observe import NodeFacts, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
@@ -69,46 +69,6 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
         len({(p.spine, p.rack) for p in places.values() if p.rack}),
         len({p.spine for p in places.values() if p.spine}),
     )
-
-
-def affinity(placements: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
-    """`affinity` and `topologySpreadConstraints` of a pod spec; `labels`: of the pods to be placed.
-
-    All of a pool's engines pack together, whatever their role; each role spreads by itself. While a
-    Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.
-    """
-    packed = [p for p in placements if p.mode == "pack" and p.level in keys]
-    spread = [p for p in placements if p.mode == "spread" and p.level in keys]
-    everyone = {
-        "matchLabels": {names.POOL_LABEL: labels[names.POOL_LABEL]},
-        "matchExpressions": [
-            {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
-        ],
-    }
-    terms = [({"topologyKey": keys[p.level], "labelSelector": everyone}, p.required) for p in packed]
-    made: Object = {}
-    if terms:
-        required = [term for term, must in terms if must]
-        preferred = [{"weight": 100, "podAffinityTerm": term} for term, must in terms if not must]
-        made["affinity"] = {
-            "podAffinity": {
-                **({"requiredDuringSchedulingIgnoredDuringExecution": required} if required else {}),
-                **({"preferredDuringSchedulingIgnoredDuringExecution": preferred} if preferred else {}),
-            }
-        }
-    if spread:
-        made["topologySpreadConstraints"] = [
-            {
-                "maxSkew": 1,
-                "topologyKey": keys[p.level],
-                "whenUnsatisfiable": "DoNotSchedule" if p.required else "ScheduleAnyway",
-                "labelSelector": {"matchLabels": dict(labels)},
-                "matchLabelKeys": ["pod-template-hash"],
-                "nodeTaintsPolicy": "Honor",
-            }
-            for p in spread
-        ]
-    return made
 
 
 def _value(node: NodeFacts, level: LevelSpec | None) -> str:

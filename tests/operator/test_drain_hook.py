@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from perilune_api import names
-from perilune_operator.render.vllm import DRAIN, WORKER_DRAIN
+from perilune_operator.render.drain_hook import DRAIN, WORKER_DRAIN
 
 BUSY = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 IDLE = BUSY.replace(" 1.0", " 0.0")

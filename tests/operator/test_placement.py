@@ -1,4 +1,5 @@
-"""Where engines really go: our pod specs, the real scheduler, eight nodes of eight GPUs.
+"""Where engines go: in the scheduler's words, and really: our pod specs, the real scheduler, eight nodes of
+eight GPUs.
 
 Two spines of two racks of two nodes, as Node objects; pods are bound and never run. Mooncake's segments lie
 in the engines' pods, so where these go, they go.
@@ -15,16 +16,84 @@ import pytest
 from perilune_api import kube
 from perilune_api.conditions import Condition
 from perilune_api.inference_pool.checks import convert
+from perilune_api.inference_pool.topology import Placement
 from perilune_api.kube import MERGE, ApiError, Client
-from perilune_operator import apply, observe
+from perilune_operator import kinds, observe
 from perilune_operator.observe import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
+from perilune_operator.render.placement import placement
 
 Object = dict[str, Any]
 RACK, SPINE = "topology.kubernetes.io/rack", "topology.kubernetes.io/spine"
 PLACES = [(f"n{i}", f"rack-{i // 2}", f"spine-{i // 4}") for i in range(8)]
 STORE: Object = {"mooncake": {"store": {"enabled": True, "segmentSize": "1Gi"}}}
+
+
+KEYS = {"node": "host", "rack": "rack-key"}
+LABELS = {"perilune.dev/pool": "p", "perilune.dev/component": "engine", "perilune.dev/role": "decode"}
+SELECTOR = {
+    "matchLabels": {"perilune.dev/pool": "p"},
+    "matchExpressions": [
+        {"key": "perilune.dev/component", "operator": "In", "values": ["engine", "engine-worker"]}
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        pytest.param((), {}, id="nothing asked"),
+        pytest.param((Placement("zone", "pack"),), {}, id="a level that nobody named"),
+        pytest.param(
+            (Placement("rack", "spread", required=True),),
+            {
+                "topologySpreadConstraints": [
+                    {
+                        "maxSkew": 1,
+                        "topologyKey": "rack-key",
+                        "whenUnsatisfiable": "DoNotSchedule",
+                        "labelSelector": {"matchLabels": LABELS},
+                        "matchLabelKeys": ["pod-template-hash"],
+                        "nodeTaintsPolicy": "Honor",
+                    }
+                ]
+            },
+            id="spread or wait",
+        ),
+        pytest.param(
+            (Placement("rack", "pack"),),
+            {
+                "affinity": {
+                    "podAffinity": {
+                        "preferredDuringSchedulingIgnoredDuringExecution": [
+                            {
+                                "weight": 100,
+                                "podAffinityTerm": {"topologyKey": "rack-key", "labelSelector": SELECTOR},
+                            }
+                        ]
+                    }
+                }
+            },
+            id="pack if possible",
+        ),
+        pytest.param(
+            (Placement("node", "pack", required=True),),
+            {
+                "affinity": {
+                    "podAffinity": {
+                        "requiredDuringSchedulingIgnoredDuringExecution": [
+                            {"topologyKey": "host", "labelSelector": SELECTOR}
+                        ]
+                    }
+                }
+            },
+            id="pack or wait",
+        ),
+    ],
+)
+def test_placement_in_the_schedulers_words(wanted: tuple[Placement, ...], expected: object) -> None:
+    assert placement(wanted, KEYS, LABELS) == expected
 
 
 def node(name: str, labels: Object, gpus: int = 8) -> Object:
@@ -71,12 +140,12 @@ class Racks:
         for where in self._to_delete:
             await self.client.request("DELETE", where)
 
-    def plan(self, gpus: int, placement: list[Object], **spec: object) -> Plan:
+    def plan(self, gpus: int, wanted: list[Object], **spec: object) -> Plan:
         engine = {"tensorParallel": gpus}
         body: Object = {
             "model": {"name": "m"},
             "engine": engine,
-            "topology": {"placement": placement},
+            "topology": {"placement": wanted},
             **spec,
         }
         seen = Observed("uid-1", 1, nodes=tuple(observe.node(n) for n in self.nodes))
@@ -87,7 +156,7 @@ class Racks:
         for obj in made.objects or ():
             if obj["kind"] == "Deployment" and "gateway" not in obj["metadata"]["name"]:
                 meta = {k: v for k, v in obj["metadata"].items() if k != "ownerReferences"}
-                path = apply.path(obj).rpartition("/")[0]
+                path = kinds.path(obj).rpartition("/")[0]
                 await self.client.request("POST", path, {**obj, "metadata": meta})
 
     async def pods(self) -> list[Object]:

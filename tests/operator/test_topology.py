@@ -1,10 +1,10 @@
 import pytest
 
-from perilune_api.inference_pool.topology import LevelName, LevelSpec, Placement, TopologySpec
+from perilune_api.inference_pool.topology import LevelName, LevelSpec, TopologySpec
 from perilune_api.pool import Bandwidth, NodePlace
 from perilune_api.topology import Level
 from perilune_operator.observe import NodeFacts, PodFacts
-from perilune_operator.topology import affinity, resolve
+from perilune_operator.topology import resolve
 
 RACK, SPINE = "topology.kubernetes.io/rack", "topology.kubernetes.io/spine"
 
@@ -133,69 +133,3 @@ def test_gpus_and_network_cards_are_published() -> None:
     }
     topology = resolve(TopologySpec(), [labelled("a", node)], []).topology
     assert topology.nodes == {"a": NodePlace("", "", "NVIDIA-H20", 4, 400.0)}
-
-
-KEYS = {"node": "host", "rack": "rack-key"}
-LABELS = {"perilune.dev/pool": "p", "perilune.dev/component": "engine", "perilune.dev/role": "decode"}
-SELECTOR = {
-    "matchLabels": {"perilune.dev/pool": "p"},
-    "matchExpressions": [
-        {"key": "perilune.dev/component", "operator": "In", "values": ["engine", "engine-worker"]}
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [
-        pytest.param((), {}, id="nothing asked"),
-        pytest.param((Placement("zone", "pack"),), {}, id="a level that nobody named"),
-        pytest.param(
-            (Placement("rack", "spread", required=True),),
-            {
-                "topologySpreadConstraints": [
-                    {
-                        "maxSkew": 1,
-                        "topologyKey": "rack-key",
-                        "whenUnsatisfiable": "DoNotSchedule",
-                        "labelSelector": {"matchLabels": LABELS},
-                        "matchLabelKeys": ["pod-template-hash"],
-                        "nodeTaintsPolicy": "Honor",
-                    }
-                ]
-            },
-            id="spread or wait",
-        ),
-        pytest.param(
-            (Placement("rack", "pack"),),
-            {
-                "affinity": {
-                    "podAffinity": {
-                        "preferredDuringSchedulingIgnoredDuringExecution": [
-                            {
-                                "weight": 100,
-                                "podAffinityTerm": {"topologyKey": "rack-key", "labelSelector": SELECTOR},
-                            }
-                        ]
-                    }
-                }
-            },
-            id="pack if possible",
-        ),
-        pytest.param(
-            (Placement("node", "pack", required=True),),
-            {
-                "affinity": {
-                    "podAffinity": {
-                        "requiredDuringSchedulingIgnoredDuringExecution": [
-                            {"topologyKey": "host", "labelSelector": SELECTOR}
-                        ]
-                    }
-                }
-            },
-            id="pack or wait",
-        ),
-    ],
-)
-def test_placement_in_the_schedulers_words(placement: tuple[Placement, ...], expected: object) -> None:
-    assert affinity(placement, KEYS, LABELS) == expected

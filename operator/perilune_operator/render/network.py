@@ -14,7 +14,8 @@ from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.kinds import ENVOY_GATEWAY, GATEWAY_API, INFERENCE
 from perilune_operator.observe import Object
-from perilune_operator.render import mooncake, vllm
+from perilune_operator.render import mooncake
+from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 
@@ -233,7 +234,7 @@ def _policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
     yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
-    if vllm.nodes_per_endpoint(pool) > 1:  # who reaches a worker's queues can run what he likes there
+    if nodes_per_endpoint(pool) > 1:  # who reaches a worker's queues can run what he likes there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,

@@ -1,0 +1,49 @@
+"""What an engine does before it is stopped: its preStop hook waits until what runs there has ended, so that a
+rollout or a scale-down fails no request.
+"""
+
+from perilune_api import names
+
+ROUTE_SECONDS = 5
+"""Until every Envoy and gateway knows that an endpoint leaves."""
+SPARE_SECONDS = 30
+"""Between the end of draining and the kill."""
+
+DRAIN = """\
+import re, socket, sys, time, urllib.request
+from http.client import HTTPException
+until = time.monotonic() + float(sys.argv[1])
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+time.sleep(min(float(sys.argv[2]), float(sys.argv[1])))
+idle = 0
+while time.monotonic() < until and idle < 2:
+    try:
+        text = direct.open(sys.argv[3], timeout=2).read().decode()
+        found = re.findall(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (\\S+)", text, re.M)
+        busy = sum(map(float, found)) if found else 1
+    except (OSError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ConnectionRefusedError):
+            break
+        busy = not isinstance(reason, socket.gaierror)
+    idle = 0 if busy else idle + 1
+    time.sleep(0.5)
+"""
+"""Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
+itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone, and so
+is a leader that has no address any more."""
+WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
+"""The same for a worker of an endpoint that spans nodes: it stays while its leader has requests."""
+
+
+def command(drain_seconds: int, *, serve: bool) -> list[str]:
+    """`drain_seconds`: how long at most. `serve`: of a pod that serves; else of a worker."""
+    times = [str(drain_seconds), str(ROUTE_SECONDS)]
+    if serve:
+        return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"]
+    return ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, *times]
+
+
+def grace_seconds(drain_seconds: int) -> int:
+    """Until a pod that is being stopped is killed."""
+    return drain_seconds + SPARE_SECONDS

@@ -1,0 +1,70 @@
+"""What an endpoint is: its role, its workload's name, its GPUs, and over how many nodes they are.
+
+An endpoint is one pod, or where its GPUs are more than a node has, a group of pods (a LeaderWorkerSet's), of
+which the first, the leader, serves and counts. `engines.py` makes objects of it.
+"""
+
+from perilune_api import names
+from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.pool import Role
+from perilune_operator.observe import Object
+from perilune_operator.render.objects import Context
+
+WORKLOADS = ("Deployment", "LeaderWorkerSet")
+"""Kinds that run engines."""
+
+
+def roles(pool: Context) -> list[tuple[Role, RoleSpec]]:
+    """Each with what is wanted of it; one, of both, where the spec has none."""
+    given = pool.spec.roles
+    if given is None or given.prefill is None or given.decode is None:
+        return [(Role.BOTH, RoleSpec(replicas=pool.spec.replicas))]
+    return [(Role.PREFILL, given.prefill), (Role.DECODE, given.decode)]
+
+
+def workload_name(pool: str, role: Role) -> str:
+    return f"{pool}-{'engine' if role is Role.BOTH else role}"
+
+
+def gpus(pool: Context) -> int:
+    """Of one endpoint."""
+    engine = pool.spec.engine
+    return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
+
+
+def nodes_per_endpoint(pool: Context) -> int:
+    """As few as can be that get the same number of GPUs, which is how vLLM counts ranks over nodes, and whole
+    stages of the pipeline, so that the tensors of none are split between nodes, unless it fills several."""
+    engine, total = pool.spec.engine, gpus(pool)
+    a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
+    if total <= a_node:
+        return 1
+    if a_stage >= a_node:
+        return total // a_node
+    return next(n for n in range(2, stages + 1) if stages % n == 0 and total // n <= a_node)
+
+
+def gpus_per_pod(pool: Context) -> int:
+    return gpus(pool) // nodes_per_endpoint(pool)
+
+
+def every_pod(pool: Context) -> Object:
+    """Selector of all pods of all endpoints, workers too: who loses one of them has to begin anew."""
+    if nodes_per_endpoint(pool) == 1:
+        return {"matchLabels": pool.labels("engine")}
+    return engine_pods(pool.name)
+
+
+def engine_pods(pool: str) -> Object:
+    """The same, whatever an endpoint of this pool is made of."""
+    components = {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
+    return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
+
+
+def workload_kind(pool: Context) -> str:
+    return "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
+
+
+def can_run(pool: Context) -> bool:
+    """Whether the cluster knows the kind of workload that runs an endpoint."""
+    return nodes_per_endpoint(pool) == 1 or pool.has("LeaderWorkerSet")

@@ -1,0 +1,202 @@
+"""The program in an engine's container, vLLM or the simulated one: its command, arguments and variables.
+
+Whatever is written here, users may not give themselves: `perilune_api.inference_pool.arguments` has the list.
+`serve` is true of a pod that serves HTTP; false of a worker, a further pod of an endpoint that spans nodes.
+"""
+
+import json
+
+from perilune_api import names
+from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.mooncake import Transfer
+from perilune_api.pool import Role
+from perilune_api.quantities import quantity
+from perilune_operator.observe import Object
+from perilune_operator.render import mooncake
+from perilune_operator.render.endpoints import nodes_per_endpoint
+from perilune_operator.render.objects import Context
+
+EVENTS_PORT = 5557
+REPLAY_PORT = EVENTS_PORT + 1
+BOOTSTRAP_PORT = 8998
+"""MooncakeConnector's, on prefill endpoints."""
+PEER_PORT = 5710
+"""The offload tier's, for other engines."""
+MEETING_PORT = 29_501
+"""Where the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Label of each pod of a LeaderWorkerSet; 0: the leader."""
+LEADER_ANSWERS = f"""\
+import os, socket
+socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
+"""
+
+
+def command(pool: Context, serve: bool) -> list[str]:
+    """Of the container; the program's arguments follow."""
+    if pool.spec.engine.kind is EngineKind.SIMULATED:
+        return ["perilune", "engine"]
+    if serve:
+        return ["vllm", "serve"]
+    # a worker starts with its leader, and one that ends has the whole group made anew: so it waits
+    join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec vllm serve "$@"'
+    return ["/bin/sh", "-c", join, LEADER_ANSWERS]
+
+
+def env(pool: Context, role: Role, serve: bool) -> list[Object]:
+    """Ours, and then the user's, which take the place of ours."""
+    engine = pool.spec.engine
+
+    def field(name: str, path: str) -> Object:
+        return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+    made = [
+        field("POD_IP", "status.podIP"),
+        field("POD_NAME", "metadata.name"),
+        {"name": "HOME", "value": "/home/perilune"},
+        {"name": "USER", "value": "perilune"},  # torch asks for the user's name, which our uid has not
+    ]
+    if engine.kind is EngineKind.VLLM:
+        made.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
+        made.append({"name": "VLLM_NO_USAGE_STATS", "value": "1"})
+        if engine.hashing.seed:
+            made.append({"name": "PYTHONHASHSEED", "value": engine.hashing.seed})
+        if pool.spec.mooncake.transfer is Transfer.CONNECTOR and role is not Role.DECODE:
+            made.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
+        if pool.spec.mooncake.store.enabled:
+            made.extend(mooncake.env())
+        if not serve:  # newer LeaderWorkerSets say so themselves
+            made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
+    by_name = {variable["name"]: variable for variable in made}
+    for variable in engine.env:
+        said = (
+            {"value": variable.value} if variable.value_from is None else {"valueFrom": variable.value_from}
+        )
+        by_name[variable.name] = {"name": variable.name, **said}
+    return list(by_name.values())
+
+
+def args(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> list[str]:
+    """Ours, then those of all engines, then those of the role."""
+    simulated = pool.spec.engine.kind is EngineKind.SIMULATED
+    own = _simulated_args(pool) if simulated else [*_vllm_args(pool, role), *_group_args(pool, serve)]
+    return [*own, *pool.spec.engine.args, *spec.args]
+
+
+def _group_args(pool: Context, serve: bool) -> list[str]:
+    """By which vLLM makes one engine of several nodes, with its own multiprocessing: its images have had no
+    Ray since 0.19."""
+    nodes = nodes_per_endpoint(pool)
+    if nodes == 1:
+        return []
+    return [
+        "--distributed-executor-backend=mp",
+        f"--nnodes={nodes}",
+        "--master-addr=$(LWS_LEADER_ADDRESS)",
+        f"--master-port={MEETING_PORT}",
+        *(["--node-rank=0"] if serve else ["--node-rank=$(LWS_WORKER_INDEX)", "--headless"]),
+    ]
+
+
+def _simulated_args(pool: Context) -> list[str]:
+    model, engine = pool.spec.model, pool.spec.engine
+    return [
+        f"--listen=0.0.0.0:{names.ENGINE_PORT}",
+        f"--name=$(POD_IP):{names.ENGINE_PORT}",
+        f"--model={model.name}",
+        *(f"--alias={alias}" for alias in model.aliases),
+        *(f"--lora={lora.name}={lora.path}" for lora in model.loras),
+        f"--block-size={engine.block_size}",
+        f"--kv-tokens={engine.kv_pool_tokens}",
+        f"--context-tokens={model.context_tokens}",
+        f"--hash-algorithm={engine.hashing.algorithm}",
+        *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
+        *(["--scheduling=priority"] if pool.spec.routing.params.ageing_weight else []),
+        f"--events=tcp://*:{EVENTS_PORT}",
+        f"--replay=tcp://*:{REPLAY_PORT}",
+    ]
+
+
+def _vllm_args(pool: Context, role: Role) -> list[str]:
+    model, engine = pool.spec.model, pool.spec.engine
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{EVENTS_PORT}",
+        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
+        "topic": f"kv@$(POD_IP):{names.ENGINE_PORT}@{model.name}",
+    }
+    transfer = _transfer(pool, role)
+    return [
+        model.source or model.name,
+        "--served-model-name",
+        model.name,
+        *model.aliases,
+        "--host=0.0.0.0",
+        f"--port={names.ENGINE_PORT}",
+        f"--max-model-len={model.context_tokens}",
+        "--enable-prefix-caching",
+        f"--block-size={engine.block_size}",
+        f"--prefix-caching-hash-algo={engine.hashing.algorithm}",
+        f"--kv-events-config={_json(events)}",
+        *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
+        *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
+        *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
+        *(["--scheduling-policy=priority"] if pool.spec.routing.params.ageing_weight else []),
+        "--enable-prompt-tokens-details",
+        "--enable-request-id-headers",
+        *(["--enable-lora"] if model.loras else []),
+        *(["--lora-modules", *(f"{lora.name}={lora.path}" for lora in model.loras)] if model.loras else []),
+    ]
+
+
+def _transfer(pool: Context, role: Role) -> Object:
+    """vLLM's --kv-transfer-config; empty: none. A failed pull is recomputed, never a failed request."""
+    made = pool.spec.mooncake
+    parts: list[Object] = []
+    kv_role = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}[role]
+    if made.transfer is Transfer.CONNECTOR:
+        extra = {
+            "mooncake_protocol": made.protocol,
+            **({"device_name": made.devices} if made.devices else {}),
+        }
+        parts.append(
+            {"kv_connector": "MooncakeConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
+        )
+    elif made.transfer is Transfer.OFFLOAD:
+        tier: Object = {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": int(quantity(made.offload_size)),
+            "self_describing_kv_events": True,
+            "offload_prompt_only": False,
+            "secondary_tiers": [{"type": "p2p", "host": "$(POD_IP)", "port": PEER_PORT}],
+        }
+        parts.append(
+            {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": tier}
+        )
+    if made.store.enabled:
+        pooled: Object = {"load_async": True, "save_decode_cache": made.store.save_decode_cache}
+        parts.append(
+            {
+                "kv_connector": "MooncakeStoreConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": pooled,
+            }
+        )
+    if not parts:
+        return {}
+    whole = (
+        parts[0]
+        if len(parts) == 1
+        else {
+            "kv_connector": "MultiConnector",
+            "kv_role": kv_role,
+            "kv_connector_extra_config": {"connectors": parts},
+        }
+    )
+    engine_id = "$(POD_NAME)" if nodes_per_endpoint(pool) == 1 else "$(LWS_LEADER_ADDRESS)"
+    return {**whole, "engine_id": engine_id, "kv_load_failure_policy": "recompute"}
+
+
+def _json(value: Object) -> str:
+    return json.dumps(value, separators=(",", ":"))
