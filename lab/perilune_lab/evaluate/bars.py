@@ -108,9 +108,9 @@ def _check(
 
 
 def _regret(f: Findings) -> Iterable[Check]:
-    w = plan.world(f.at_r)
-    for what, world, limit in (("with a store", plan.with_store(w), 1.25), ("without", w, 1.6)):
-        found = f.estimate(Point(world, OURS), "regret")
+    bare = plan.scenario(f.at_r)
+    for what, scenario, limit in (("with a store", plan.with_store(bare), 1.25), ("without", bare, 1.6)):
+        found = f.estimate(Point(scenario, OURS), "regret")
         yield _check(f"regret {what}", found, limit, at_most=True, unit="×")
 
 
@@ -146,22 +146,21 @@ class Rival(NamedTuple):
 
 
 def rivals(f: Findings, load: str) -> list[Rival]:
-    w = plan.world(f.at_r, load)
+    scenario = plan.scenario(f.at_r, load)
     found = []
     for metric in METRICS:
         others = [arm for arm in plan.EVERY if arm != OURS and not _excepted(metric, arm)]
-        means = {
-            arm: f.estimate(Point(w, arm), metric.path) for arm in others if f.has(Point(w, arm), metric.path)
-        }
+        points = [Point(scenario, arm) for arm in others]
+        means = {p.arm: f.estimate(p, metric.path) for p in points if f.has(p, metric.path)}
         pick: Callable[..., Arm] = max if metric.higher_is_better else min
         best = pick(means, key=lambda arm: means[arm].value)
-        value, low, high = f.ratio(Point(w, OURS), Point(w, best), metric.path)
+        value, low, high = f.ratio(Point(scenario, OURS), Point(scenario, best), metric.path)
         worse = (
             Estimate(1 - value, 1 - high, 1 - low)
             if metric.higher_is_better
             else Estimate(value - 1, low - 1, high - 1)
         )
-        ours = f.estimate(Point(w, OURS), metric.path)
+        ours = f.estimate(Point(scenario, OURS), metric.path)
         found.append(Rival(metric, best.policy, ours, means[best], worse))
     return found
 
@@ -209,28 +208,28 @@ def _capacity(f: Findings) -> Iterable[Check]:
 def _links(f: Findings) -> Iterable[Check]:
     f = f.side
     for factor, share in product(plan.LINK_FACTORS, plan.OUTLIER_SHARES):
-        w = plan.link_world(f.at_r, factor, share)
-        found = f.ratio(Point(w, OURS), Point(w, STAY), "ttft_s.p90")
+        scenario = plan.link_scenario(f.at_r, factor, share)
+        found = f.ratio(Point(scenario, OURS), Point(scenario, STAY), "ttft_s.p90")
         what = f"links × {factor:g}" + (f", {share:.0%} outliers × 20" if share else "")
         yield _check(what, found, 1.05, at_most=True, unit="×")
 
 
 def _apc(f: Findings) -> Iterable[Check]:
     for load, limit in zip(BAR_LOADS, (0.97, 0.95, 0.90), strict=True):
-        point = Point(plan.world(f.at_r, load), OURS)
+        point = Point(plan.scenario(f.at_r, load), OURS)
         found = f.ratio(point, point, "apc", "apc_ceiling.intra_session")
         yield _check(f"APC / ceiling at {load}", found, limit, at_most=False)
 
 
 def _coupling(f: Findings) -> Iterable[Check]:
     for arm, limit, at_most in ((OURS, 1.05, True), (Arm("lmetric"), 1.4, False)):
-        found = f.estimate(Point(plan.world(f.at_r), arm), "wall_clock_factor")
+        found = f.estimate(Point(plan.scenario(f.at_r), arm), "wall_clock_factor")
         yield _check(f"wall-clock factor of {arm}", found, limit, at_most=at_most)
 
 
 def _migrations(f: Findings) -> Iterable[Check]:
     for load in BAR_LOADS:
-        point = Point(plan.world(f.at_r, load), OURS)
+        point = Point(plan.scenario(f.at_r, load), OURS)
         for what, path, limit, at_most in (
             ("thrash", "migrations.thrash_rate", 0.0, True),
             ("accuracy", "migrations.accuracy", 80.0, False),
@@ -261,5 +260,5 @@ def _simulator(f: Findings) -> Iterable[Check]:
 
 
 def _speed(f: Findings, arm: Arm) -> list[float]:
-    results = f.results(Point(plan.world(f.at_r), arm)).values()
+    results = f.results(Point(plan.scenario(f.at_r), arm)).values()
     return [r.simulated_s / r.wall_s for r in results if r.wall_s]

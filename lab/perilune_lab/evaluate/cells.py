@@ -1,6 +1,6 @@
 """The evaluation's unit of work: one simulation, named by what it is made of.
 
-    World (what is played, on what) + Arm (how the gateway routes) + seed = Cell ──compute──▶ Result
+    Scenario (what is played, on what) + Arm (how the gateway routes) + seed = Cell ──compute──▶ Result
 
 A cell's key is its fields as JSON: equal keys, equal results, so a result is computed once and kept
 (`work.py`). Cells that differ only in the arm play the same workload, which is made once (`batches`).
@@ -32,7 +32,7 @@ _BATCH = 12
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Scenario:
     """What is played and on what: generated agentic traffic, closed loop, on modelled H20s."""
 
     rate: float
@@ -72,8 +72,8 @@ class World:
         )
 
     @property
-    def load(self) -> tuple[object, ...]:
-        """Equal for worlds that play the same workload."""
+    def workload_key(self) -> tuple[object, ...]:
+        """Equal for scenarios that play the same workload."""
         return (self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
 
     def workload(self, seed: int) -> Workload:
@@ -103,14 +103,14 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    world: World
+    scenario: Scenario
     arm: Arm
     seed: int
 
     @property
     def key(self) -> str:
-        world = {f.name: getattr(self.world, f.name) for f in fields(self.world)}
-        document = {"policy": self.arm.policy, "params": self.arm.changed(), "seed": self.seed, **world}
+        played = {f.name: getattr(self.scenario, f.name) for f in fields(self.scenario)}
+        document = {"policy": self.arm.policy, "params": self.arm.changed(), "seed": self.seed, **played}
         return msgspec.json.encode(document, order="sorted").decode()
 
 
@@ -143,18 +143,18 @@ def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
     """Cells by workload, the order otherwise kept; at most so many that little is lost by an interruption."""
     found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
-        found[cell.world.load, cell.seed].append(cell)
+        found[cell.scenario.workload_key, cell.seed].append(cell)
     return [tuple(group[at : at + _BATCH]) for group in found.values() for at in range(0, len(group), _BATCH)]
 
 
 def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
     """Of cells with one workload."""
-    workload = batch[0].world.workload(batch[0].seed)
+    workload = batch[0].scenario.workload(batch[0].seed)
     return [(cell, _result(cell, workload)) for cell in batch]
 
 
 def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
-    return cell.world.comparison(cell.arm).play(cell.arm.policy, workload, cell.seed)
+    return cell.scenario.comparison(cell.arm).play(cell.arm.policy, workload, cell.seed)
 
 
 def _result(cell: Cell, workload: Workload) -> Result:
@@ -162,7 +162,7 @@ def _result(cell: Cell, workload: Workload) -> Result:
     run = measure.run(outcome, workload, cell.arm.params.cooldown_seconds)
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
-        extra=extra.measure(outcome, workload, cell.world.kv_tokens),
+        extra=extra.measure(outcome, workload, cell.scenario.kv_tokens),
         simulated_s=outcome.simulated_s,
         wall_s=outcome.wall_s,
     )

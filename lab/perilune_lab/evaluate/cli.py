@@ -27,7 +27,7 @@ from perilune_lab.arguments import count
 from perilune_lab.console import Console
 from perilune_lab.evaluate import document, plan, readme, tables
 from perilune_lab.evaluate.bars import Bar, judge
-from perilune_lab.evaluate.cells import World
+from perilune_lab.evaluate.cells import Scenario
 from perilune_lab.evaluate.evaluation import evaluate
 from perilune_lab.evaluate.figures import FIGURES, Context
 from perilune_lab.evaluate.plan import EVERYTHING, NEEDS, Size
@@ -61,7 +61,7 @@ class Options:
     parts: tuple[str, ...]
     jobs: int
     work: Path
-    base: World = plan.BASE
+    base: Scenario = plan.BASE
 
 
 def main(argv: Sequence[str]) -> int:

@@ -112,19 +112,19 @@ def encode(value: msgspec.Struct) -> bytes:
 
 def full_report(f: Findings) -> report.Report:
     """The matrix in the report's format."""
-    world = plan.world(f.at_r)
-    points = [Point(plan.world(f.at_r, load), arm) for load in plan.LOADS for arm in plan.EVERY]
+    scenario = plan.scenario(f.at_r)
+    points = [Point(plan.scenario(f.at_r, load), arm) for load in plan.LOADS for arm in plan.EVERY]
     return report.Report(
         simulated=True,
         mode=Mode.THINKTIME,
-        endpoints=world.endpoints,
+        endpoints=scenario.endpoints,
         time_scale=1.0,
         trace={
             "name": AGENTIC,
             "rate_unit": "sessions/s",
             "r": f.r,
-            "window_s": world.window_s,
-            "warmup_s": world.warmup_s,
+            "window_s": scenario.window_s,
+            "warmup_s": scenario.warmup_s,
             **agentic.describe(Agentic()),
         },
         runs=tuple(f.pooled(point) for point in points),

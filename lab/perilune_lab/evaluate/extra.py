@@ -24,8 +24,6 @@ class Extra(msgspec.Struct, frozen=True):
     """L: requests in the system, mean over time."""
     turns_per_s: float
     """ΛN."""
-    wall_per_trace: float
-    """Makespan / the trace's span, first to last submission of an unloaded system (the legacy definition)."""
     transfers_per_minute: float
     """Pulls of KV, for whatever reason."""
     request_kv: Quantiles | UnsetType = UNSET
@@ -46,7 +44,6 @@ def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> 
     return Extra(
         in_flight=sum(s.finished_s - s.submitted_s for s in good) / span_s if span_s else 0.0,
         turns_per_s=len(good) / span_s if span_s else 0.0,
-        wall_per_trace=outcome.simulated_s / (trace_span_s(workload) or 1.0),
         transfers_per_minute=60 * len(outcome.transfer_s) / (outcome.simulated_s or 1.0),
         request_kv=quantiles((s.prompt_tokens + s.output_tokens) / pool_tokens for s in good),
         decode_kv=quantiles(_occupancy(good, pool_tokens)),
@@ -55,12 +52,6 @@ def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> 
         ),
         moved_tokens=quantiles(s.moved_tokens for s in good if s.moved_tokens),
     )
-
-
-def trace_span_s(workload: Workload) -> float:
-    """From the first to the last submission, if nothing ever waited."""
-    at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
-    return max(at_s) - min(at_s) if at_s else 0.0
 
 
 def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:

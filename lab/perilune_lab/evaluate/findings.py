@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from perilune_lab.evaluate.cells import Cell, Result, World
+from perilune_lab.evaluate.cells import Cell, Result, Scenario
 from perilune_lab.evaluate.plan import CAPACITIES, Point, Size
 from perilune_lab.evaluate.search import Found, Search
 from perilune_lab.quantiles import mean
@@ -33,25 +33,25 @@ class Findings:
     def __init__(
         self,
         size: Size,
-        at_r: World,
+        at_r: Scenario,
         cells: Mapping[Cell, Result],
         found: Mapping[Search, Found] | None = None,
     ) -> None:
         self.size = size
         self._cells = cells
         self.at_r = at_r
-        """The world at R."""
+        """The scenario at R."""
         self._estimates: dict[tuple[Point, str], Estimate] = {}
         self._ratios: dict[tuple[Point, Point, str, str], Estimate] = {}
         self._by_point: dict[Point, dict[int, Result]] = defaultdict(dict)
         for cell, result in cells.items():
-            self._by_point[Point(cell.world, cell.arm)][cell.seed] = result
+            self._by_point[Point(cell.scenario, cell.arm)][cell.seed] = result
         self._capacity: dict[str, list[float]] = {}
         for name, (arm, store) in CAPACITIES.items():
             rates = [
                 value.rate
                 for search, value in sorted((found or {}).items(), key=lambda row: row[0].seed)
-                if search.arm == arm and search.world.store_bytes_per_s == store
+                if search.arm == arm and search.scenario.store_bytes_per_s == store
             ]
             if rates:
                 self._capacity[name] = rates
@@ -71,7 +71,7 @@ class Findings:
     def results(self, point: Point) -> dict[int, Result]:
         """By seed."""
         if point not in self._by_point:
-            raise KeyError(f"{point.arm} was not simulated in {point.world}")
+            raise KeyError(f"{point.arm} was not simulated in {point.scenario}")
         return dict(sorted(self._by_point[point].items()))
 
     def values(self, point: Point, metric: str) -> dict[int, float]:
@@ -102,7 +102,7 @@ class Findings:
     def pooled(self, point: Point) -> Run:
         """In the report's format."""
         results = self.results(point)
-        return measure.pooled([r.run for r in results.values()], list(results), point.world.rate)
+        return measure.pooled([r.run for r in results.values()], list(results), point.scenario.rate)
 
     @property
     def capacities(self) -> Mapping[str, Estimate]:

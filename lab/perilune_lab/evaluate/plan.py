@@ -1,6 +1,6 @@
-"""What is simulated: named studies, each a list of points (a world and an arm), relative to the world at R.
+"""What is simulated: named studies, each a list of points (a scenario and an arm), relative to that at R.
 
-    world at R ──study──▶ points ──× seeds──▶ cells
+    scenario at R ──study──▶ points ──× seeds──▶ cells
 
 Points that several studies share are the same value, so they are simulated once. A figure, table or bar names
 the studies that it reads (`NEEDS`); with `--only`, just these are simulated.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from perilune_api.pool import ConductorArm, PolicyParams
 from perilune_gateway.policy import POLICIES
-from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.evaluate.cells import Arm, Cell, Scenario
 from perilune_lab.evaluate.search import Search
 from perilune_lab.simulator.routing import PLANNER
 
@@ -60,53 +60,53 @@ CAPACITIES = {
 
 QUICK_SEEDS, FULL_SEEDS = 6, 32
 
-BASE = World(rate=0.8)
+BASE = Scenario(rate=0.8)
 """The evaluation's; the rate is where the search of R begins."""
 
 
 class Point(NamedTuple):
-    world: World
+    scenario: Scenario
     arm: Arm
 
 
-def world(at_r: World, load: str = "R") -> World:
-    """The rate is rounded, so that it reads well and stays the same where R does."""
+def scenario(at_r: Scenario, load: str = "R") -> Scenario:
+    """At that load. The rate is rounded, so that it reads well and stays the same where R does."""
     return replace(at_r, rate=round(at_r.rate * LOADS[load], 4))
 
 
-def matrix(at_r: World) -> list[Point]:
+def matrix(at_r: Scenario) -> list[Point]:
     """Every policy at every load that bars look at."""
-    return [Point(world(at_r, load), arm) for load in BAR_LOADS for arm in EVERY]
+    return [Point(scenario(at_r, load), arm) for load in BAR_LOADS for arm in EVERY]
 
 
-def own(at_r: World) -> list[Point]:
+def own(at_r: Scenario) -> list[Point]:
     """Ours at every load that bars look at, and the baseline whose wall-clock factor P6 names."""
-    return [*(Point(world(at_r, load), OURS) for load in BAR_LOADS), Point(world(at_r), Arm("lmetric"))]
+    return [*(Point(scenario(at_r, load), OURS) for load in BAR_LOADS), Point(scenario(at_r), Arm("lmetric"))]
 
 
-def overload(at_r: World) -> list[Point]:
+def overload(at_r: Scenario) -> list[Point]:
     """Where nothing dominates and simulations take longest."""
-    return [Point(world(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
+    return [Point(scenario(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
 
 
-def stores(at_r: World) -> list[Point]:
-    return [Point(with_store(world(at_r)), arm) for arm in (OURS, BOTH, STRONGEST)]
+def stores(at_r: Scenario) -> list[Point]:
+    return [Point(with_store(scenario(at_r)), arm) for arm in (OURS, BOTH, STRONGEST)]
 
 
-def with_store(w: World) -> World:
-    return replace(w, store_bytes_per_s=STORE_BYTES_PER_S)
+def with_store(base: Scenario) -> Scenario:
+    return replace(base, store_bytes_per_s=STORE_BYTES_PER_S)
 
 
-def links(at_r: World) -> list[Point]:
+def links(at_r: Scenario) -> list[Point]:
     return [
-        Point(link_world(at_r, factor, share), arm)
+        Point(link_scenario(at_r, factor, share), arm)
         for factor, share in product(LINK_FACTORS, OUTLIER_SHARES)
         for arm in (OURS, STAY)
     ]
 
 
-def link_world(at_r: World, factor: float, outlier_share: float) -> World:
-    return replace(world(at_r), link_factor=factor, outlier_share=outlier_share)
+def link_scenario(at_r: Scenario, factor: float, outlier_share: float) -> Scenario:
+    return replace(scenario(at_r), link_factor=factor, outlier_share=outlier_share)
 
 
 ABLATION: Mapping[str, Arm] = {
@@ -118,70 +118,70 @@ ABLATION: Mapping[str, Arm] = {
 }
 
 
-def ablation(at_r: World) -> list[Point]:
-    return [Point(world(at_r, load), arm) for load in BAR_LOADS for arm in ABLATION.values()]
+def ablation(at_r: Scenario) -> list[Point]:
+    return [Point(scenario(at_r, load), arm) for load in BAR_LOADS for arm in ABLATION.values()]
 
 
-def zipf(at_r: World) -> list[Point]:
-    return [Point(zipf_world(at_r, alpha), arm) for alpha in ZIPF_ALPHAS for arm in SOME]
+def zipf(at_r: Scenario) -> list[Point]:
+    return [Point(zipf_scenario(at_r, alpha), arm) for alpha in ZIPF_ALPHAS for arm in SOME]
 
 
-def zipf_world(at_r: World, alpha: float) -> World:
-    return replace(world(at_r), zipf_alpha=alpha)
+def zipf_scenario(at_r: Scenario, alpha: float) -> Scenario:
+    return replace(scenario(at_r), zipf_alpha=alpha)
 
 
-def kv_pool(at_r: World) -> list[Point]:
-    return [Point(pool_world(at_r, tokens), arm) for tokens in KV_TOKENS for arm in SOME]
+def kv_pool(at_r: Scenario) -> list[Point]:
+    return [Point(pool_scenario(at_r, tokens), arm) for tokens in KV_TOKENS for arm in SOME]
 
 
-def pool_world(at_r: World, tokens: int) -> World:
-    return replace(world(at_r), kv_tokens=tokens)
+def pool_scenario(at_r: Scenario, tokens: int) -> Scenario:
+    return replace(scenario(at_r), kv_tokens=tokens)
 
 
 def t_hot_arm(tokens: int) -> Arm:
     return Arm("ear", PolicyParams(hot_pending_tokens=tokens))
 
 
-def t_hot(at_r: World) -> list[Point]:
-    return [Point(world(at_r), t_hot_arm(tokens)) for tokens in T_HOT_TOKENS]
+def t_hot(at_r: Scenario) -> list[Point]:
+    return [Point(scenario(at_r), t_hot_arm(tokens)) for tokens in T_HOT_TOKENS]
 
 
 def t_cool_arm(seconds: float) -> Arm:
     return Arm("ear", PolicyParams(cooldown_seconds=seconds))
 
 
-def t_cool(at_r: World) -> list[Point]:
-    return [Point(world(at_r), t_cool_arm(seconds)) for seconds in T_COOL_S]
+def t_cool(at_r: Scenario) -> list[Point]:
+    return [Point(scenario(at_r), t_cool_arm(seconds)) for seconds in T_COOL_S]
 
 
 def least_gain_arm(seconds: float) -> Arm:
     return Arm("perilune", PolicyParams(least_gain_seconds=seconds))
 
 
-def least_gain(at_r: World) -> list[Point]:
-    return [Point(world(at_r), least_gain_arm(seconds)) for seconds in LEAST_GAIN_S]
+def least_gain(at_r: Scenario) -> list[Point]:
+    return [Point(scenario(at_r), least_gain_arm(seconds)) for seconds in LEAST_GAIN_S]
 
 
-def coupling(at_r: World) -> list[Point]:
+def coupling(at_r: Scenario) -> list[Point]:
     """Each load with engines as they are, and a little slower."""
-    worlds = [w for load in LOADS for w in (world(at_r, load), slower(world(at_r, load)))]
-    return [Point(w, arm) for w in worlds for arm in COUPLED]
+    scenarios = [s for load in LOADS for s in (scenario(at_r, load), slower(scenario(at_r, load)))]
+    return [Point(s, arm) for s in scenarios for arm in COUPLED]
 
 
-def slower(w: World) -> World:
-    return replace(w, slowdown=SLOWDOWN)
+def slower(base: Scenario) -> Scenario:
+    return replace(base, slowdown=SLOWDOWN)
 
 
-def gaps(at_r: World) -> list[Point]:
+def gaps(at_r: Scenario) -> list[Point]:
     return [
-        Point(gap_world(at_r, load, gap_s), arm)
+        Point(gap_scenario(at_r, load, gap_s), arm)
         for load, gap_s in product(GAP_LOADS, GAPS_S)
         for arm in COUPLED
     ]
 
 
-def gap_world(at_r: World, load: str, gap_s: float | None) -> World:
-    return replace(world(at_r, load), gap_s=gap_s)
+def gap_scenario(at_r: Scenario, load: str, gap_s: float | None) -> Scenario:
+    return replace(scenario(at_r, load), gap_s=gap_s)
 
 
 CONDUCTOR = {
@@ -191,13 +191,13 @@ CONDUCTOR = {
 }
 
 
-def conductor(at_r: World) -> list[Point]:
-    return [Point(world(at_r), arm) for arm in CONDUCTOR.values()]
+def conductor(at_r: Scenario) -> list[Point]:
+    return [Point(scenario(at_r), arm) for arm in CONDUCTOR.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    points: Callable[[World], list[Point]]
+    points: Callable[[Scenario], list[Point]]
     side: bool = True
     """With the smaller number of seeds; read it from `Findings.side`."""
 
@@ -281,20 +281,20 @@ def size(quick: bool, seeds: int | None, first: int) -> Size:
     )
 
 
-def cells(at_r: World, studies: Iterable[str], size: Size) -> list[Cell]:
+def cells(at_r: Scenario, studies: Iterable[str], size: Size) -> list[Cell]:
     """Of all these studies; a point of two studies has the seeds of the larger one."""
     found: dict[Cell, None] = {}
     for name in studies:
         study = STUDIES[name]
         for seed in size.of(study):
             for point in study.points(at_r):
-                found[Cell(point.world, point.arm, seed)] = None
+                found[Cell(point.scenario, point.arm, seed)] = None
     return list(found)
 
 
-def searches(at_r: World, size: Size) -> list[Search]:
+def searches(at_r: Scenario, size: Size) -> list[Search]:
     found = []
     for arm, store in CAPACITIES.values():
-        w = with_store(world(at_r)) if store else world(at_r)
-        found += [Search(w, arm, seed) for seed in size.side_seeds]
+        base = with_store(scenario(at_r)) if store else scenario(at_r)
+        found += [Search(base, arm, seed) for seed in size.side_seeds]
     return found

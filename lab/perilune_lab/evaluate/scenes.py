@@ -20,7 +20,7 @@ class Scene:
 
 def watch(cell: Cell) -> Scene:
     """Plays it. Costs a second."""
-    workload = cell.world.workload(cell.seed)
+    workload = cell.scenario.workload(cell.seed)
     outcome = play(cell, workload)
     ended = [s for s in outcome.requests if not (s.failed or s.rejected)]
     return Scene(cell, workload, tuple(sorted(ended, key=lambda s: s.number)))

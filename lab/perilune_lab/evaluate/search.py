@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.evaluate.cells import Arm, Cell, Scenario
 from perilune_lab.simulator.capacity import Slo, slo_capacity
 
 SLO = Slo()
@@ -15,14 +15,14 @@ SLO = Slo()
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    world: World
+    scenario: Scenario
     """Its rate does not matter."""
     arm: Arm
     seed: int
 
     @property
     def key(self) -> str:
-        cell = Cell(replace(self.world, rate=0.0), self.arm, self.seed)
+        cell = Cell(replace(self.scenario, rate=0.0), self.arm, self.seed)
         return f"capacity at {SLO.ttft_p90_s:g} s, stretch {SLO.stretch:g}: {cell.key}"
 
 
@@ -39,6 +39,6 @@ class Found(msgspec.Struct, frozen=True):
 def find(searches: Sequence[Search]) -> list[tuple[Search, Found]]:
     found = []
     for search in searches:
-        (capacity,) = slo_capacity(search.world.comparison(search.arm), [search.seed], slo=SLO)
+        (capacity,) = slo_capacity(search.scenario.comparison(search.arm), [search.seed], slo=SLO)
         found.append((search, Found(max(LEAST, capacity.rate))))
     return found

@@ -72,8 +72,8 @@ def capacity(f: Findings) -> Table:
 
 
 def end_to_end(f: Findings, load: str) -> Table:
-    w = plan.world(f.at_r, load)
-    points = [Point(w, arm) for arm in plan.EVERY]
+    scenario = plan.scenario(f.at_r, load)
+    points = [Point(scenario, arm) for arm in plan.EVERY]
     points.sort(key=lambda p: f.estimate(p, "ttft_s.p90").value)
     rows = []
     for point in points:
@@ -91,7 +91,7 @@ def end_to_end(f: Findings, load: str) -> Table:
                 c("hotspot.ttft_p90_median_s") + " / " + c("hotspot.ttft_p90_max_s"),
                 c("hotspot.legacy_index"),
                 c("wall_clock_factor"),
-                c("extra.wall_per_trace"),
+                c("wall_clock_factor_legacy"),
                 c("interference"),
                 c("stretch.p50"),
                 c("regret"),
@@ -120,7 +120,7 @@ def end_to_end(f: Findings, load: str) -> Table:
         "regret",
     )
     return Table(
-        f"End to end at {load} = {number(w.rate)} sessions/s",
+        f"End to end at {load} = {number(scenario.rate)} sessions/s",
         header,
         rows,
         f"Ceiling of APC {percent(any_)} any session, {percent(intra)} intra-session; floor of TTFT p90"
@@ -134,15 +134,18 @@ def _ms(value_s: float) -> str:
 
 
 def setup(f: Findings, trace: Stats) -> Table:
-    w = plan.world(f.at_r)
-    point = Point(w, OURS)
+    scenario = plan.scenario(f.at_r)
+    point = Point(scenario, OURS)
     requests = f.pooled(point).requests / len(f.results(point))
     rows = [
-        ("instances", f"{w.endpoints} modelled H20, one each, KV pool {H20.kv_pool_tokens:,} tokens"),
+        ("instances", f"{scenario.endpoints} modelled H20, one each, KV pool {H20.kv_pool_tokens:,} tokens"),
         ("R", f"{number(f.r)} sessions/s"),
-        ("seconds", f"{number(w.window_s)} of traffic, the first {number(w.warmup_s)} not measured"),
+        (
+            "seconds",
+            f"{number(scenario.window_s)} of traffic, the first {number(scenario.warmup_s)} not measured",
+        ),
         ("requests", f"{number(requests)} measured per simulation at R"),
-        ("sessions", f"{w.rate * w.window_s:,.0f} begin per simulation at R, on average"),
+        ("sessions", f"{scenario.rate * scenario.window_s:,.0f} begin per simulation at R, on average"),
         ("seeds", f"{f.size.seeds[0]}–{f.size.seeds[-1]}; side studies {len(f.size.side_seeds)} of them"),
         ("prompt tokens per request", _spread(trace.input_tokens)),
         ("output tokens per request", _spread(trace.output_tokens)),
@@ -163,7 +166,7 @@ def setup(f: Findings, trace: Stats) -> Table:
         ("", ""),
         rows,
         f"Trace figures of {trace.sessions:,} generated sessions played to their end; a window of"
-        f" {number(w.window_s)} s cuts sessions off, so its own figures are lower."
+        f" {number(scenario.window_s)} s cuts sessions off, so its own figures are lower."
         " The generator's targets hold on the mean of six seeds; this is one.",
     )
 
@@ -180,7 +183,7 @@ def migrations(f: Findings) -> Table:
     rows = []
     for load in BAR_LOADS:
         for arm in (OURS, plan.BOTH, Arm("mooncake"), Arm("conductor")):
-            point = Point(plan.world(f.at_r, load), arm)
+            point = Point(plan.scenario(f.at_r, load), arm)
             c = Cells(f, point)
             rows.append(
                 (
@@ -223,7 +226,7 @@ def conductor(f: Findings) -> Table:
     f = f.side
     rows = []
     for name, arm in plan.CONDUCTOR.items():
-        point = Point(plan.world(f.at_r), arm)
+        point = Point(plan.scenario(f.at_r), arm)
         results = f.results(point).values()
         cpu_ms = 1e3 * sum(r.wall_s for r in results) / sum(r.run.requests for r in results)
         copies = f.estimate(point, "extra.transfers_per_minute").value
@@ -269,7 +272,7 @@ def decode_pools(f: Findings) -> Table:
     rows = []
     for load in LOADS:
         for policy in ("static_pd", "perilune"):
-            c = Cells(f, Point(plan.world(f.at_r, load), Arm(policy)))
+            c = Cells(f, Point(plan.scenario(f.at_r, load), Arm(policy)))
             rows.append(
                 (
                     load,
@@ -307,7 +310,7 @@ def chatbot(f: Findings) -> Table:
     rows = []
     for load, gap_s in product(plan.GAP_LOADS, plan.GAPS_S):
         for arm in plan.COUPLED:
-            c = Cells(f, Point(plan.gap_world(f.at_r, load, gap_s), arm))
+            c = Cells(f, Point(plan.gap_scenario(f.at_r, load, gap_s), arm))
             rows.append(
                 (
                     load,

@@ -48,7 +48,7 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
     met = [bar.name for bar in judged if bar.verdict is Verdict.MET]
     missed = [bar.name for bar in judged if bar.verdict is Verdict.MISSED]
     yield f"Bars met: {', '.join(met) or 'none'}. Missed: {', '.join(missed) or 'none'}."
-    point = Point(plan.world(f.at_r), OURS)
+    point = Point(plan.scenario(f.at_r), OURS)
     share = f.ratio(point, point, "apc", "apc_ceiling.intra_session").value
     regret = f.estimate(point, "regret").value
     yield (
@@ -56,9 +56,9 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
         f" floor of every turn alone, and serves {percent(share)} of what caches of each session could."
     )
     for load in BAR_LOADS:
-        w = plan.world(f.at_r, load)
+        scenario = plan.scenario(f.at_r, load)
         versus = [
-            f"{name} {compared(f.ratio(Point(w, OURS), Point(w, Arm(name)), _P90))}"
+            f"{name} {compared(f.ratio(Point(scenario, OURS), Point(scenario, Arm(name)), _P90))}"
             for name in ("lmetric_plus_one", "ear", "mooncake", "sticky", "lmetric")
         ]
         yield f"At {load}, its TTFT p90 against others: {'; '.join(versus)}."
@@ -93,8 +93,8 @@ def _stores(f: Findings) -> str:
 
 
 def _overload(f: Findings) -> str:
-    w = plan.world(f.at_r, plan.OVERLOAD)
-    points = sorted((Point(w, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _P90).value)
+    scenario = plan.scenario(f.at_r, plan.OVERLOAD)
+    points = sorted((Point(scenario, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _P90).value)
     best, place = points[0], [p.arm for p in points].index(OURS) + 1
     ours = f", perilune is number {place} with {seconds(f.estimate(points[place - 1], _P90).value)}"
     return (
@@ -115,9 +115,9 @@ def _capacity(f: Findings) -> str:
 
 
 def _departures(f: Findings) -> Iterable[str]:
-    w = plan.world(f.at_r)
-    plus, raw, ear = (Point(w, arm) for arm in (STRONGEST, Arm("lmetric"), Arm("ear")))
-    calm = plan.world(f.at_r, "R/2")
+    scenario = plan.scenario(f.at_r)
+    plus, raw, ear = (Point(scenario, arm) for arm in (STRONGEST, Arm("lmetric"), Arm("ear")))
+    calm = plan.scenario(f.at_r, "R/2")
     at_half = compared(f.ratio(Point(calm, STRONGEST), Point(calm, raw.arm), _P90))
     yield (
         f"LMetric as published multiplies by the batch size, which is 0 on idle endpoints: with batch size +"
@@ -135,7 +135,7 @@ def _departures(f: Findings) -> Iterable[str]:
 
 
 def _legacy(f: Findings) -> str:
-    points = [Point(plan.world(f.at_r), arm) for arm in plan.EVERY]
+    points = [Point(plan.scenario(f.at_r), arm) for arm in plan.EVERY]
     best = min(points, key=lambda p: f.estimate(p, "hotspot.legacy_index").value)
     worst_s = sorted(f.estimate(p, "hotspot.ttft_p90_max_s").value for p in points)
     if best.arm == min(points, key=lambda p: f.estimate(p, "hotspot.ttft_p90_max_s").value).arm:
@@ -150,14 +150,16 @@ def _legacy(f: Findings) -> str:
 
 
 def _ablation(f: Findings) -> str:
-    w = plan.world(f.at_r)
-    values = [f"{name} {seconds(f.estimate(Point(w, arm), _P90).value)}" for name, arm in ABLATION.items()]
+    scenario = plan.scenario(f.at_r)
+    values = [
+        f"{name} {seconds(f.estimate(Point(scenario, arm), _P90).value)}" for name, arm in ABLATION.items()
+    ]
     return f"Ablation at R, TTFT p90: {', '.join(values)}."
 
 
 def _conductor(f: Findings) -> str:
-    g, w = f.side, plan.world(f.at_r)
-    none, aware, hot = (Point(w, arm) for arm in plan.CONDUCTOR.values())
+    g, scenario = f.side, plan.scenario(f.at_r)
+    none, aware, hot = (Point(scenario, arm) for arm in plan.CONDUCTOR.values())
     return (
         "Conductor published −37 % of mean prefill latency for cache awareness, −7 % more for hot migration."
         f" Here mean TTFT at R with cache awareness is {compared(g.ratio(aware, none, 'ttft_s.mean'))}, and"
@@ -166,7 +168,7 @@ def _conductor(f: Findings) -> str:
 
 
 def _decode_pool(f: Findings) -> str:
-    point = Point(plan.world(f.at_r), Arm("static_pd"))
+    point = Point(plan.scenario(f.at_r), Arm("static_pd"))
     p90, p99 = (f.estimate(point, f"extra.request_kv.{q}").value for q in ("p90", "p99"))
     return (
         "Static 4P4D fails here because four endpoints do all prefill (TTFT p50"
@@ -179,7 +181,7 @@ def _think_time(f: Findings) -> str:
     g = f.side
     parts, why = [], ""
     for load in plan.GAP_LOADS:
-        at_once, pause = (Point(plan.gap_world(f.at_r, load, gap_s), STRONGEST) for gap_s in (0.0, 30.0))
+        at_once, pause = (Point(plan.gap_scenario(f.at_r, load, gap_s), STRONGEST) for gap_s in (0.0, 30.0))
         turn = compared(g.ratio(pause, at_once, "turn_s.mean"), "faster", "slower")
         if g.ratio(pause, at_once, "turn_s.mean").low > 1:
             why = (
@@ -202,7 +204,7 @@ def _theory(f: Findings) -> str:
     parts = []
     for load in BAR_LOADS:
         i = list(LOADS).index(load)
-        theory = amplification(g, [Point(plan.world(f.at_r, name), OURS) for name in LOADS])[i]
+        theory = amplification(g, [Point(plan.scenario(f.at_r, name), OURS) for name in LOADS])[i]
         parts.append(f"{load} {number(measured_amplification(g, load, OURS))} ({_finite(theory)})")
     return (
         "Dispatch coupling: how much more turns are in flight than engines are slower, perilune, measured"

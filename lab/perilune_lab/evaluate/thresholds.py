@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    f, w, defaults = f.side, plan.world(f.at_r), PolicyParams()
+    f, scenario, defaults = f.side, plan.scenario(f.at_r), PolicyParams()
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
         (
             "ear: T_hot, tokens",
@@ -63,10 +63,10 @@ def choices(f: Findings) -> list[Choice]:
     ]
     found = []
     for name, default, values, arm in sweeps:
-        swept = [(value, f.estimate(Point(w, arm(value)), "ttft_s.p90")) for value in values]
+        swept = [(value, f.estimate(Point(scenario, arm(value)), "ttft_s.p90")) for value in values]
         best, lowest = min(swept, key=lambda row: row[1].value)
         flat = [value for value, e in swept if e.value <= _CLOSE * lowest.value]
-        points = Point(w, arm(default)), Point(w, arm(best))
+        points = Point(scenario, arm(default)), Point(scenario, arm(best))
         seeds = len(f.values(points[0], "ttft_s.p90"))
         worse = f.ratio(*points, "ttft_s.p90")
         found.append(Choice(name, swept, default, flat, best, seeds, worse))

@@ -30,7 +30,7 @@ from perilune_lab.simulator import faults as faults_of
 from perilune_lab.simulator import output, scale
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
-from perilune_lab.simulator.harness import Comparison, OfferedLoad, find_rate, play, pooled
+from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, play, pooled, r_of
 from perilune_lab.simulator.routing import PLANNER
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
@@ -187,11 +187,9 @@ def _rates(options: Options, err: Console) -> list[float]:
         if not found_r:
             seeds = options.seeds[:_SEEDS_FOR_R]
             try:
-                found_r = find_rate(options.comparison, seeds, options.reference, options.jobs)
-            except SpecError:
-                raise
-            except ValueError as error:
-                raise SpecError(f"{error} - at `--rates`") from None
+                found_r = r_of(options.comparison, seeds, options.reference, options.jobs)
+            except NoRateError as error:
+                raise SpecError(f"{options.reference}: {error} - at `--rates`") from None
             err.print(f"R = {found_r:.4g} {_unit(options.comparison)} ({options.reference})", highlight=False)
         rates.append(found_r * times)
     load = options.comparison.load

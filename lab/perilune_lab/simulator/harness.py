@@ -6,7 +6,7 @@ of their own, as many as `jobs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -148,24 +148,39 @@ def first_guess(comparison: Comparison) -> float:
 
 REGRET_AT_R = 5.0
 """R is where the reference's TTFT p90 is so many times the floor."""
+_TOLERANCE_OF_R = 0.03
 
 
-def find_rate(
-    comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1
-) -> float:
-    """R: the rate at which the reference policy has TTFT p90 = 5 × the unloaded floor, to 3 %. The mean of
-    both over the seeds. Raises ValueError where no rate between 1/64 and 64 times the first guess is it."""
+class NoRateError(Exception):
+    """No rate is R; the message says why."""
+
+
+def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
+    """R: the rate at which a policy has TTFT p90 = 5 × the unloaded floor, both the mean over seeds; to 3 %.
+
+    `runs_at`: its runs at a rate, one per seed. Raises NoRateError where no rate between 1/64 and 64 times
+    the guess is it."""
+
+    def below(rate: float) -> bool:
+        runs = runs_at(rate)
+        floor_s = mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
+        return mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs) < REGRET_AT_R * floor_s
+
+    low, high = last_that(below, guess, _TOLERANCE_OF_R)
+    if not low:
+        raise NoRateError(
+            f"at any load TTFT p90 is above {REGRET_AT_R:g} × the floor, or no request is measured"
+        )
+    if high == inf:
+        raise NoRateError(f"TTFT p90 stays below {REGRET_AT_R:g} × the floor at any load")
+    return sqrt(low * high)
+
+
+def r_of(comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
+    """R by the reference policy, on what is compared. Raises NoRateError."""
     alone = replace(comparison, policies=(reference,))
 
-    def regret(rate: float) -> float:
-        runs = [rows[0].run for rows in play(alone, [rate], seeds, jobs)]
-        p90 = mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs)
-        return p90 / mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
+    def runs_at(rate: float) -> list[Run]:
+        return [played.run for (played,) in play(alone, [rate], seeds, jobs)]
 
-    guess = first_guess(comparison)
-    low, high = last_that(lambda rate: regret(rate) < REGRET_AT_R, guess, 0.03)
-    if not low:
-        raise ValueError(f"{reference} is above {REGRET_AT_R:g} × the floor at any load")
-    if high == inf:
-        raise ValueError(f"{reference} stays below {REGRET_AT_R:g} × the floor at any load")
-    return sqrt(low * high)
+    return find_r(runs_at, first_guess(comparison))

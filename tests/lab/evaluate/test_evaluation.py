@@ -1,4 +1,4 @@
-"""A whole evaluation on a tiny world: bars, every figure, tables, documents, and the command around it."""
+"""A whole evaluation on a tiny scenario: bars, every figure, tables, documents, and the command around it."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from rich.console import Console
 from perilune_lab import report
 from perilune_lab.evaluate import cli, document, plan, readme, table, tables, thresholds
 from perilune_lab.evaluate.bars import METRICS, Bar, Check, judge, rivals
-from perilune_lab.evaluate.cells import World
+from perilune_lab.evaluate.cells import Scenario
 from perilune_lab.evaluate.evaluation import evaluate
 from perilune_lab.evaluate.figures import FIGURES
 from perilune_lab.evaluate.findings import Findings
@@ -26,7 +26,7 @@ from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Work
 from perilune_lab.simulator import measure
 
-BASE = World(rate=0.4, endpoints=2, window_s=90.0, warmup_s=10.0)
+BASE = Scenario(rate=0.4, endpoints=2, window_s=90.0, warmup_s=10.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
 pytestmark = pytest.mark.timeout(600)
 BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
@@ -57,7 +57,7 @@ class Written(NamedTuple):
 
 
 def play(work: Path, out: Path, *more: str) -> str:
-    """`perilune evaluate` on the tiny world; what it prints."""
+    """`perilune evaluate` on the tiny scenario; what it prints."""
     argv = ["--quick", "--seeds", "2", "--jobs", "1", "--out", str(out), "--work", str(work), *more]
     shown = Console(record=True, width=200, file=StringIO())
     for part in cli.run(replace(cli.parse(argv), base=BASE), Console(quiet=True)):
@@ -100,13 +100,13 @@ def test_rivals_are_the_best_of_the_others_and_static_pd_has_no_say_in_tpot(find
     assert "perilune" not in {row.best for row in rows}
     assert "static_pd" not in {row.best for row in rows if row.metric.name.startswith("TPOT")}
     ttft = next(row for row in rows if row.metric.name == "TTFT p90")
-    runs = [findings.pooled(plan.Point(plan.world(findings.at_r), arm)) for arm in plan.EVERY]
+    runs = [findings.pooled(plan.Point(plan.scenario(findings.at_r), arm)) for arm in plan.EVERY]
     others = {run.policy: run.ttft_s.p90 for run in runs if run.policy != "perilune"}
     assert ttft.best == min(others, key=others.__getitem__)
 
 
 def test_the_side_view_has_the_side_seeds_only(findings: Findings):
-    point = plan.Point(plan.world(findings.at_r), plan.OURS)
+    point = plan.Point(plan.scenario(findings.at_r), plan.OURS)
     assert list(findings.results(point)) == [1, 2]
     assert list(findings.side.results(point)) == [1]
 
@@ -120,7 +120,7 @@ def test_the_end_to_end_table_has_every_policy_lowest_ttft_first(findings: Findi
     table = tables.end_to_end(findings, "R")
     assert {row[0] for row in table.rows} == {arm.policy for arm in plan.EVERY}
     p90 = [
-        findings.pooled(plan.Point(plan.world(findings.at_r), plan.Arm(row[0]))).ttft_s.p90
+        findings.pooled(plan.Point(plan.scenario(findings.at_r), plan.Arm(row[0]))).ttft_s.p90
         for row in table.rows
     ]
     assert p90 == sorted(p90)

@@ -9,13 +9,15 @@ import pytest
 
 from perilune_gateway.in_flight import TELLING_PREFILL_S
 from perilune_gateway.policy import POLICIES
-from perilune_lab.evaluate.cells import Arm, Cell, World, compute
+from perilune_lab.evaluate.cells import Arm, Cell, Scenario, compute
 from perilune_lab.evaluate.search import Search, find
 from perilune_lab.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_lab.evaluate.work import COMPUTES
 from perilune_lab.simulator.routing import PLANNER
 
-WORLD = World(rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, store_bytes_per_s=3e9, link_factor=3.0)
+SCENARIO = Scenario(
+    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, store_bytes_per_s=3e9, link_factor=3.0
+)
 FOUND = dependencies(COMPUTES)
 
 
@@ -37,8 +39,8 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     sys.setprofile(see)
     try:
         for policy in (*POLICIES, "sticky" + PLANNER):
-            compute([Cell(WORLD, Arm(policy), 1)])
-        find([Search(WORLD, Arm("round_robin"), 1)])
+            compute([Cell(SCENARIO, Arm(policy), 1)])
+        find([Search(SCENARIO, Arm("round_robin"), 1)])
     finally:
         sys.setprofile(before)
     ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from perilune_lab.evaluate import work as module
-from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.evaluate.cells import Arm, Cell, Scenario
 from perilune_lab.evaluate.search import Search
 from perilune_lab.evaluate.work import Progress, Work
 
-TINY = World(rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0)
+TINY = Scenario(rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0)
 CELLS = [Cell(TINY, Arm(policy), seed) for policy in ("ear", "round_robin") for seed in (1, 2)]
 
 

@@ -7,7 +7,7 @@ from perilune_gateway.model import Reason
 from perilune_lab import report
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Comparison, OfferedLoad, find_rate, piece, pooled
+from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, piece, pooled, r_of
 from perilune_lab.simulator.routing import Setting
 from perilune_lab.simulator.simulation import simulate
 from perilune_lab.simulator.workload import prepare
@@ -86,11 +86,17 @@ def test_the_interval_of_equal_values_is_a_point():
 
 def test_r_is_where_the_reference_is_five_times_above_the_floor():
     comparison = Comparison(("ear",), OfferedLoad(window_s=150.0, warmup_s=0.0))
-    rate = find_rate(comparison, [1], "round_robin")
+    rate = r_of(comparison, [1], "round_robin")
     regret = [
         piece(Comparison(("round_robin",), comparison.load), (rate * x, 1))[0].run.regret for x in (0.8, 1.25)
     ]
     assert regret[0] < 5.0 < regret[1] * 1.2
+
+
+def test_without_a_measured_request_there_is_no_r():
+    nothing = OfferedLoad(window_s=0.002, warmup_s=0.001)
+    with pytest.raises(NoRateError, match="no request is measured"):
+        r_of(Comparison((), nothing), [1])
 
 
 def test_gaps_between_tokens_are_pooled_over_sequences():

@@ -6,13 +6,13 @@ from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas, colour, horizontal, row
 from perilune_lab.evaluate.plan import LOADS, Point
 
-_METRICS = {"wall_per_trace": "extra.wall_per_trace", "wall_clock_factor": "wall_clock_factor"}
+_METRICS = {"wall_per_trace": "wall_clock_factor_legacy", "wall_clock_factor": "wall_clock_factor"}
 _LOAD_MARKERS = {"R/2": "|", "1.25 R": "d", "1.6 R": "x"}
 
 
 def _draw(context: Context) -> Drawn:
     f = context.findings
-    at_r = plan.world(f.at_r)
+    at_r = plan.scenario(f.at_r)
     points = sorted(
         (Point(at_r, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _METRICS["wall_per_trace"])
     )
@@ -22,8 +22,8 @@ def _draw(context: Context) -> Drawn:
     found = [f.estimate(p, _METRICS["wall_per_trace"]) for p in points]
     horizontal(axes, names, found, [colour(n) for n in names], "")
     for load, marker in _LOAD_MARKERS.items():
-        w = plan.world(f.at_r, load)
-        values = [f.estimate(Point(w, p.arm), _METRICS["wall_per_trace"]).value for p in points]
+        scenario = plan.scenario(f.at_r, load)
+        values = [f.estimate(Point(scenario, p.arm), _METRICS["wall_per_trace"]).value for p in points]
         axes.plot(values, range(len(points)), marker, color="#222222", markersize=6, label=load)
     axes.axvline(1.0, color="black", linewidth=1.2, linestyle="--")
     axes.annotate(
@@ -33,7 +33,7 @@ def _draw(context: Context) -> Drawn:
     axes.set_xlabel("makespan of the replay / span of the trace (bars: R, with 95 %)")
     axes.legend(title="other loads", loc="center right")
     rows = [
-        row(f, Point(plan.world(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
+        row(f, Point(plan.scenario(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
         for p in points
         for load in LOADS
     ]

@@ -16,10 +16,10 @@ _SHOWN_S, _BIN_S = 600.0, 5.0
 
 def _draw(context: Context) -> Drawn:
     f = context.findings
-    world = plan.world(f.at_r)
-    begin_s, end_s = world.warmup_s, min(world.window_s, world.warmup_s + _SHOWN_S)
+    scenario = plan.scenario(f.at_r)
+    begin_s, end_s = scenario.warmup_s, min(scenario.window_s, scenario.warmup_s + _SHOWN_S)
     bins = int((end_s - begin_s) / _BIN_S)
-    scenes = [watch(Cell(world, arm, f.size.seeds[0])) for arm in _ARMS]
+    scenes = [watch(Cell(scenario, arm, f.size.seeds[0])) for arm in _ARMS]
     figure = canvas(13, 5.8)
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     data = []
@@ -69,7 +69,7 @@ def _grid(scene: Scene, begin_s: float, end_s: float, bins: int, in_seconds: boo
     """A row per endpoint."""
     return [
         steps(pending(scene, e, in_seconds=in_seconds), begin_s, end_s, bins)
-        for e in range(scene.cell.world.endpoints)
+        for e in range(scene.cell.scenario.endpoints)
     ]
 
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from perilune_lab.evaluate import plan
-from perilune_lab.evaluate.cells import Arm, Cell, World
+from perilune_lab.evaluate.cells import Arm, Cell, Scenario
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
 from perilune_lab.evaluate.scenes import Scene, open_sessions, steps, watch
 from perilune_lab.quantiles import mean
@@ -25,24 +25,24 @@ _LOOP = "slower turns → more sessions at once → slower turns"
 
 def _draw(context: Context) -> Drawn:
     f = context.findings
-    calm = plan.world(f.at_r, "R/2")
-    worlds = {"chatbot": replace(calm, gap_s=30.0), "agentic": replace(calm, gap_s=0.0)}
+    calm = plan.scenario(f.at_r, "R/2")
+    scenarios = {"chatbot": replace(calm, gap_s=30.0), "agentic": replace(calm, gap_s=0.0)}
     figure = canvas(12, 6.4)
     panels = figure.subplots(2, 2, height_ratios=(1.7, 1), sharey="row")
     data = {}
-    for column, (name, world) in enumerate(worlds.items()):
-        scene, slower = (_scene(w, f.size.seeds[0]) for w in (world, _slowed(world)))
-        begin_s = world.warmup_s
+    for column, (name, scenario) in enumerate(scenarios.items()):
+        scene, slower = (_scene(each, f.size.seeds[0]) for each in (scenario, _slowed(scenario)))
+        begin_s = scenario.warmup_s
         rows = _chosen(scene, begin_s)
         _timeline(panels[0, column], rows, begin_s)
         gaps = "30 s between turns" if column == 0 else "the next turn at once"
         panels[0, column].set_title(f"{name}: {gaps}")
-        grew = _sessions(panels[1, column], scene, slower, world)
+        grew = _sessions(panels[1, column], scene, slower, scenario)
         share = grew["turn_share_of_cycle"]
         weight = "the whole cycle" if share == 1.0 else f"{share:.0%} of a cycle, the rest is think time"
         panels[1, column].set_title(f"{_LOOP}\na turn is {weight}", fontsize=9)
         data[name] = {
-            "gap_s": world.gap_s,
+            "gap_s": scenario.gap_s,
             "turns": [
                 {
                     "row": i,
@@ -69,12 +69,12 @@ def _draw(context: Context) -> Drawn:
     return Drawn(figure, {"policy": _ARM.policy, "slower": _SLOWER, **data})
 
 
-def _slowed(world: World) -> World:
-    return replace(world, slowdown=_SLOWER)
+def _slowed(scenario: Scenario) -> Scenario:
+    return replace(scenario, slowdown=_SLOWER)
 
 
-def _scene(world: World, seed: int) -> Scene:
-    return watch(Cell(world, _ARM, seed))
+def _scene(scenario: Scenario, seed: int) -> Scene:
+    return watch(Cell(scenario, _ARM, seed))
 
 
 def _chosen(scene: Scene, begin_s: float) -> list[list[SimulatedRequest]]:
@@ -99,14 +99,14 @@ def _timeline(axes: Axes, rows: Sequence[Sequence[SimulatedRequest]], begin_s: f
     axes.set(xlim=(0, _SHOWN_S), ylim=(-0.6, _ROWS - 0.4), yticks=[], xlabel="s")
 
 
-def _sessions(axes: Axes, scene: Scene, slower: Scene, world: World) -> dict[str, Any]:
+def _sessions(axes: Axes, scene: Scene, slower: Scene, scenario: Scenario) -> dict[str, Any]:
     """Sessions in progress, with engines as they are and slower."""
-    begin_s, end_s = 0.0, world.window_s
+    begin_s, end_s = 0.0, scenario.window_s
     at = [end_s * (i + 0.5) / _BINS for i in range(_BINS)]
     normal, slow = (steps(open_sessions(s), begin_s, end_s, _BINS) for s in (scene, slower))
     axes.plot(at, normal, color="#0057d9", label="engines as they are")
     axes.plot(at, slow, color="#d62f2f", label=f"engines {_SLOWER - 1:.0%} slower")
-    measured = [i for i, s in enumerate(at) if s >= world.warmup_s]
+    measured = [i for i, s in enumerate(at) if s >= scenario.warmup_s]
     more = mean(slow[i] for i in measured) / mean(normal[i] for i in measured) - 1
     axes.legend(
         loc="upper left", title=f"{more:+.0%} sessions after the warm-up", title_fontsize=8.5, fontsize=8
@@ -116,7 +116,7 @@ def _sessions(axes: Axes, scene: Scene, slower: Scene, world: World) -> dict[str
     axes.grid(alpha=0.25)
     turn_s = mean(s.finished_s - s.submitted_s for s in scene.requests)
     return {
-        "turn_share_of_cycle": turn_s / (turn_s + (world.gap_s or 0.0)),
+        "turn_share_of_cycle": turn_s / (turn_s + (scenario.gap_s or 0.0)),
         "more_sessions": more,
         "sessions": {
             "columns": ["s", "in_progress", "in_progress_slower"],

@@ -21,8 +21,8 @@ _METRICS = {
 
 def _draw(context: Context) -> Drawn:
     f = context.findings
-    w = plan.world(f.at_r)
-    points = [Point(w, arm) for arm in _BASELINES]
+    scenario = plan.scenario(f.at_r)
+    points = [Point(scenario, arm) for arm in _BASELINES]
     names = [p.arm.policy for p in points]
     colours = [colour(name) for name in names]
     figure = canvas(10.5, 2.9)

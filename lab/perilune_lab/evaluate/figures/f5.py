@@ -7,30 +7,30 @@ from matplotlib.patches import FancyBboxPatch
 
 from perilune_api.pool import PolicyParams
 from perilune_lab.evaluate import plan
-from perilune_lab.evaluate.cells import Arm, World
+from perilune_lab.evaluate.cells import Arm, Scenario
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
 
 _ROUTER, _INSTANCE, _CLIENT, _EDGE = "#dbe8ff", "#e4f3ea", "#f1f1f1", "#33475b"
 
 
 def _draw(context: Context) -> Drawn:
-    world, arm = plan.world(context.findings.at_r), plan.OURS
+    scenario, arm = plan.scenario(context.findings.at_r), plan.OURS
     figure = canvas(10, 4.6)
     axes = figure.subplots()
     axes.axis("off")
     axes.set(xlim=(-1, 100), ylim=(0, 50))
-    _box(axes, 0, 20, 13, 12, _CLIENT, "agents", [f"{world.rate:g} sessions/s", "closed loop"])
+    _box(axes, 0, 20, 13, 12, _CLIENT, "agents", [f"{scenario.rate:g} sessions/s", "closed loop"])
     _box(axes, 24, 5, 30, 42, _ROUTER, f"router: {arm.policy}", [])
-    for i, (title, lines) in enumerate(parts(arm, world)):
+    for i, (title, lines) in enumerate(parts(arm, scenario)):
         _box(axes, 26, 34 - 9.4 * i, 26, 8, "white", title, lines)
     _arrow(axes, (13, 26), (24, 26), "prompt,\nsession", "-")
-    height = 46 / world.endpoints
-    for e in range(world.endpoints):
+    height = 46 / scenario.endpoints
+    for e in range(scenario.endpoints):
         y = 47 - (e + 1) * height + 0.5
-        label = f"instance {e}: H20, KV {world.kv_tokens:,} tokens"
+        label = f"instance {e}: H20, KV {scenario.kv_tokens:,} tokens"
         _box(axes, 68, y, 26, height - 1.2, _INSTANCE, label, [])
         _arrow(axes, (54, 26), (68, y + (height - 1.2) / 2), "", "-")
-    top, bottom = 47 - height / 2, 47 - (world.endpoints - 0.5) * height
+    top, bottom = 47 - height / 2, 47 - (scenario.endpoints - 0.5) * height
     axes.annotate(
         "",
         (94, bottom),
@@ -52,10 +52,10 @@ def _draw(context: Context) -> Drawn:
         fontsize=8.5,
     )
     _arrow(axes, (68, 3.2), (39, 5), "KV events, load", ":")
-    return Drawn(figure, {"mermaid": mermaid(arm, world), "world": context.findings.at_r})
+    return Drawn(figure, {"mermaid": mermaid(arm, scenario), "world": context.findings.at_r})
 
 
-def parts(arm: Arm, world: World) -> list[tuple[str, list[str]]]:
+def parts(arm: Arm, scenario: Scenario) -> list[tuple[str, list[str]]]:
     """What the router is made of, with the numbers that it runs with."""
     p: PolicyParams = arm.params
     return [
@@ -69,13 +69,15 @@ def parts(arm: Arm, world: World) -> list[tuple[str, list[str]]]:
     ]
 
 
-def mermaid(arm: Arm, world: World) -> str:
+def mermaid(arm: Arm, scenario: Scenario) -> str:
     lines = ["flowchart LR", "  agents([agents]) --> router"]
     lines += [f"  subgraph router [router: {arm.policy}]"]
-    lines += [f'    r{i}["{title}: {", ".join(text)}"]' for i, (title, text) in enumerate(parts(arm, world))]
+    lines += [
+        f'    r{i}["{title}: {", ".join(text)}"]' for i, (title, text) in enumerate(parts(arm, scenario))
+    ]
     lines += ["  end"]
-    lines += [f"  router --> i{e}[instance {e}]" for e in range(world.endpoints)]
-    lines += [f"  i{e} -. migration .- i{e + 1}" for e in range(world.endpoints - 1)]
+    lines += [f"  router --> i{e}[instance {e}]" for e in range(scenario.endpoints)]
+    lines += [f"  i{e} -. migration .- i{e + 1}" for e in range(scenario.endpoints - 1)]
     return "\n".join(lines)
 
 

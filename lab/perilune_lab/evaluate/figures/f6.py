@@ -26,8 +26,8 @@ _PANELS = (
 
 def _draw(context: Context) -> Drawn:
     f = context.findings
-    w = plan.world(f.at_r)
-    points = sorted((Point(w, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, "ttft_s.p90"))
+    scenario = plan.scenario(f.at_r)
+    points = sorted((Point(scenario, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, "ttft_s.p90"))
     names = [p.arm.policy for p in points]
     figure = canvas(13, 4.6)
     for axes, (title, metric, factor, logarithmic) in zip(
@@ -51,7 +51,7 @@ def _draw(context: Context) -> Drawn:
                 fontsize=7.5,
             )
     rows = [
-        row(f, Point(plan.world(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
+        row(f, Point(plan.scenario(f.at_r, load), p.arm), _METRICS, policy=p.arm.policy, load=load)
         for p in points
         for load in LOADS
     ]

@@ -21,7 +21,7 @@ def _draw(context: Context) -> Drawn:
     panels = figure.subplots(1, 4)
     rows = []
     for name, arm in ABLATION.items():
-        points = [Point(plan.world(f.at_r, load), arm) for load in LOADS]
+        points = [Point(plan.scenario(f.at_r, load), arm) for load in LOADS]
         for axes, path in zip(panels, _METRICS.values(), strict=True):
             line(axes, list(LOADS.values()), [f.estimate(p, path) for p in points], name, arm.policy)
         rows += [

@@ -26,9 +26,9 @@ def _draw(context: Context) -> Drawn:
     wall, amplified = figure.subplots(1, 2)
     rows, highest = [], _MOST
     for number, arm in enumerate(COUPLED):
-        points = [Point(plan.world(f.at_r, load), arm) for load in LOADS]
+        points = [Point(plan.scenario(f.at_r, load), arm) for load in LOADS]
         turn_s = [f.estimate(p, "turn_s.mean") for p in points]
-        ratio = [f.estimate(p, "extra.wall_per_trace") for p in points]
+        ratio = [f.estimate(p, "wall_clock_factor_legacy") for p in points]
         style = {"color": colour(arm.policy), "marker": MARKERS.get(arm.policy, "o"), "markersize": 5}
         wall.errorbar(
             [e.value for e in turn_s],
@@ -95,8 +95,8 @@ def amplification(f: Findings, points: Sequence[Point]) -> list[float]:
 
 def measured_amplification(f: Findings, load: str, arm: Arm) -> float:
     """d ln L / d ln W, from engines that are a little slower."""
-    w = plan.world(f.at_r, load)
-    grown: Estimate = f.ratio(Point(plan.slower(w), arm), Point(w, arm), "extra.in_flight")
+    scenario = plan.scenario(f.at_r, load)
+    grown: Estimate = f.ratio(Point(plan.slower(scenario), arm), Point(scenario, arm), "extra.in_flight")
     return log(grown.value) / log(SLOWDOWN)
 
 

@@ -23,39 +23,39 @@ class _Sweep(NamedTuple):
 
 
 def _sweeps(f: Findings) -> list[_Sweep]:
-    w = plan.world(f.at_r)
+    scenario = plan.scenario(f.at_r)
     by_load = {value: name for name, value in LOADS.items()}
     return [
-        _Sweep("arrival rate", by_load, SOME, lambda x, arm: Point(plan.world(f.at_r, by_load[x]), arm)),
+        _Sweep("arrival rate", by_load, SOME, lambda x, arm: Point(plan.scenario(f.at_r, by_load[x]), arm)),
         _Sweep(
             "Zipf exponent of sessions",
             {a: f"{a:g}" for a in plan.ZIPF_ALPHAS},
             SOME,
-            lambda x, arm: Point(plan.zipf_world(f.at_r, x), arm),
+            lambda x, arm: Point(plan.zipf_scenario(f.at_r, x), arm),
         ),
         _Sweep(
             "KV pool, tokens",
             {float(n): f"{n / 1000:.0f}k" for n in plan.KV_TOKENS},
             SOME,
-            lambda x, arm: Point(plan.pool_world(f.at_r, int(x)), arm),
+            lambda x, arm: Point(plan.pool_scenario(f.at_r, int(x)), arm),
         ),
         _Sweep(
             "T_hot of ear, tokens",
             {float(n): f"{n // 1024}Ki" for n in plan.T_HOT_TOKENS},
             [Arm("ear")],
-            lambda x, arm: Point(w, plan.t_hot_arm(int(x))),
+            lambda x, arm: Point(scenario, plan.t_hot_arm(int(x))),
         ),
         _Sweep(
             "T_cool of ear, s",
             {s: f"{s:g}" for s in plan.T_COOL_S},
             [Arm("ear")],
-            lambda x, arm: Point(w, plan.t_cool_arm(x)),
+            lambda x, arm: Point(scenario, plan.t_cool_arm(x)),
         ),
         _Sweep(
             "least gain of perilune, s",
             {s: f"{s:g}" for s in plan.LEAST_GAIN_S},
             [Arm("perilune")],
-            lambda x, arm: Point(w, plan.least_gain_arm(x)),
+            lambda x, arm: Point(scenario, plan.least_gain_arm(x)),
         ),
     ]
 

@@ -152,4 +152,4 @@ def line(
 def row(f: Findings, point: Point, metrics: Mapping[str, str], **names: object) -> dict[str, object]:
     """One row of a data file: each metric as [mean, low, high]."""
     values = {name: f.estimate(point, path) for name, path in metrics.items() if f.has(point, path)}
-    return {**names, "sessions_per_s": point.world.rate, **values}
+    return {**names, "sessions_per_s": point.scenario.rate, **values}
