@@ -53,6 +53,13 @@ class Walk:
         return json.loads(json.dumps(state).replace(self.name, "NAME"))
 
 
+class Trial:
+    """Both walks and the cluster on which they are made; `image`: another one for engines."""
+
+    def __init__(self, cluster, kube, walks, image):
+        self.cluster, self.kube, self.walks, self.image = cluster, kube, walks, image
+
+
 def state_of(pool):
     """Every object of the pool, and the pool itself."""
     own = pool.get()
@@ -85,8 +92,8 @@ def plain(thing):
 def each(what):
     """The same with every walk."""
 
-    def done(world):
-        for walk in world.walks:
+    def done(trial):
+        for walk in trial.walks:
             what(walk)
 
     return done
@@ -117,8 +124,8 @@ def is_refused(walk):
     eventually(refused, timeout_s=60)
 
 
-def another_image(world):
-    patch(engine={"image": world.image})(world)
+def another_image(trial):
+    patch(engine={"image": trial.image})(trial)
 
 
 LOST = "service/{0}-gateway configmap/{0}-gateway role/{0}-gateway deployment/{0}-engine"
@@ -138,19 +145,19 @@ def comes_back(walk):
     walk.pool.settles(2)
 
 
-def lose_a_node(world):
+def lose_a_node(trial):
     """Its link is down until each pool has all its engines elsewhere."""
-    envoys = world.kube.get("pod", "-n", envoy_gateway.NAMESPACE)
+    envoys = trial.kube.get("pod", "-n", envoy_gateway.NAMESPACE)
     kept = {"node-0", *(pod["spec"].get("nodeName") for pod in envoys)}
-    of_killed = set(world.walks[1].pool.engines().values()) - kept
-    of_both = of_killed & set(world.walks[0].pool.engines().values())
+    of_killed = set(trial.walks[1].pool.engines().values()) - kept
+    of_both = of_killed & set(trial.walks[0].pool.engines().values())
     node = min(of_both or of_killed)
-    world.cluster.set_link(node, up=False)
+    trial.cluster.set_link(node, up=False)
     try:
-        each(lambda walk: eventually(lambda: assert_left(walk.pool, node), timeout_s=120))(world)
+        each(lambda walk: eventually(lambda: assert_left(walk.pool, node), timeout_s=120))(trial)
     finally:
-        world.cluster.set_link(node, up=True)
-        world.kube.wait("condition=Ready", f"node/{node}", timeout_s=60)
+        trial.cluster.set_link(node, up=True)
+        trial.kube.wait("condition=Ready", f"node/{node}", timeout_s=60)
 
 
 def assert_left(pool, node):
@@ -158,10 +165,10 @@ def assert_left(pool, node):
     pool.has_engines(4)
 
 
-def restart_the_api_server(world):
+def restart_the_api_server(trial):
     """In the middle of a change."""
-    patch(engine={"env": [{"name": "A", "value": "b"}]})(world)
-    world.cluster.restart_api_server()
+    patch(engine={"env": [{"name": "A", "value": "b"}]})(trial)
+    trial.cluster.restart_api_server()
 
 
 def join(walk):
@@ -268,16 +275,11 @@ def kill_all_after(lives_s, cluster):
         eventually(lambda: cluster.kill("perilune-operator"))
 
 
-class World:
-    def __init__(self, cluster, kube, walks, image):
-        self.cluster, self.kube, self.walks, self.image = cluster, kube, walks, image
-
-
 def test_an_operator_killed_at_any_write_or_moment_comes_to_the_same_end(
     cluster, kube, edge, operator, other_image, tmp_path
 ):
     walks = [Walk(kube, edge, name) for name in (CALM, KILLED)]
-    world = World(cluster, kube, walks, other_image)
+    trial = Trial(cluster, kube, walks, other_image)
     with (
         operators(cluster, kube, tmp_path, CALM, KILLED, namespaces=(CALM, KILLED)) as (calm, victim),
         calm.restarted(),
@@ -289,15 +291,15 @@ def test_an_operator_killed_at_any_write_or_moment_comes_to_the_same_end(
             for name, lasts_s, do, comes_to in STEPS:
                 began = time.monotonic()
                 killer.begin(name, lasts_s)
-                do(world)
+                do(trial)
                 killer.end()
-                comes_to(world)
+                comes_to(trial)
                 eventually(lambda: assert_same(walks), timeout_s=60)
                 print(f"{time.monotonic() - began:5.1f} s  {name}")
         finally:
             killer.end()
             print(f"killed {len(killer.kills)} times:", *killer.kills, sep="\n  ")
-            each(delete)(world)
+            each(delete)(trial)
         assert calm.lives == 1
         assert victim.lives > len(STEPS)
 

@@ -1,6 +1,6 @@
 """`perilune fastpath`: does a decision from the headers alone equal the one that knows the body?
 
-    traffic ─▶ world ─▶ pairs of verdicts ─▶ compare ─▶ table
+    traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
 
 Every turn of a known session is weighed twice on the same state. Simulated are engines and time; the
 gateway's decisions are its own code. Exit status: 0; 1 below the bar; 2 for a wrong call.
@@ -18,8 +18,8 @@ from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import count, not_negative, positive
 from perilune_lab.fastpath.compare import Tally
+from perilune_lab.fastpath.rig import Rig, Setting
 from perilune_lab.fastpath.traffic import Conversation, Habits, conversations
-from perilune_lab.fastpath.world import Setting, World
 from perilune_lab.policy_arguments import live_policies
 from perilune_lab.quantiles import quantile
 from perilune_lab.traces.agentic import Agentic
@@ -57,7 +57,7 @@ def traffic(options: Options) -> Iterable[Conversation]:
     return conversations(parameters, Habits(), options.seed)
 
 
-def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, World]:
+def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, Rig]:
     """One policy over the traffic."""
     tally = Tally(policy)
     setting = Setting(
@@ -67,9 +67,9 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
         restart_every_s=options.restart_every_s,
         seed=options.seed,
     )
-    world = World(setting, traffic(options), tally.add)
-    world.run(options.turns, tell)
-    return tally, world
+    rig = Rig(setting, traffic(options), tally.add)
+    rig.run(options.turns, tell)
+    return tally, rig
 
 
 _EPILOG = """\
@@ -126,19 +126,19 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(policies, args.turns, args.seed, args.endpoints, args.sessions_per_s, bar=args.bar)
 
 
-def render(tallies: Sequence[tuple[Tally, World]]) -> str:
+def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
     """The table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]
-    for tally, world in tallies:
+    for tally, rig in tallies:
         tokens, held = sorted(tally.token_errors), sorted(tally.held_errors)
         errors = [quantile(e, q) if e else 0.0 for e in (tokens, held) for q in (0.5, 0.99)]
         lines.append(
             f"{tally.policy:10} {tally.turns:5} {tally.read / max(1, tally.turns):10.1%}"
             f" {tally.equal_share:9.2%} {tally.same_share:9.2%}"
             f" {errors[0]:12.1%} {errors[1]:4.0%} {errors[2]:10.1%} {errors[3]:5.0%}"
-            f" {world.restarts:9} {world.resent:6}"
+            f" {rig.restarts:9} {rig.resent:6}"
         )
     for tally, _ in tallies:
         for (cause, reasons), times in tally.different.most_common():

@@ -30,7 +30,7 @@ from perilune_gateway.model import (
     Refusal,
     Verdict,
 )
-from perilune_lab.fastpath.world import Pair
+from perilune_lab.fastpath.rig import Pair
 
 _EXAMPLES = 5
 """Of differences, told in full."""

@@ -16,8 +16,8 @@ from perilune_gateway.testing import candidate, head, prefix
 from perilune_lab.fastpath import cli
 from perilune_lab.fastpath.cli import Options, measure, parse, render, traffic
 from perilune_lab.fastpath.compare import Cause, Tally, cause_of
+from perilune_lab.fastpath.rig import Pair
 from perilune_lab.fastpath.traffic import MARKUP_TOKENS, bytes_of, ids_of
-from perilune_lab.fastpath.world import Pair
 from perilune_lab.traces.model import Role, Segment
 
 # Traffic
@@ -123,20 +123,20 @@ def test_what_is_read_is_the_same():
 
 @pytest.mark.parametrize("policy", cli.POLICIES)
 def test_a_short_run(policy):
-    tally, world = measure(Options(turns=300, restart_every_s=20.0), policy)
+    tally, rig = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300
-    assert tally.same_share >= cli.BAR, render([(tally, world)])
+    assert tally.same_share >= cli.BAR, render([(tally, rig)])
     assert tally.by_headers > 150
-    assert world.restarts > 0
-    assert world.requests > 300
+    assert rig.restarts > 0
+    assert rig.requests > 300
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", cli.POLICIES)
 def test_5000_turns(policy):
-    tally, world = measure(Options(turns=5000), policy)
-    print(render([(tally, world)]))
+    tally, rig = measure(Options(turns=5000), policy)
+    print(render([(tally, rig)]))
     assert tally.same_share >= cli.BAR
     assert tally.by_headers >= 0.8 * tally.turns
 

@@ -30,7 +30,6 @@ from perilune_gateway import blocks
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import Decisions
 from perilune_gateway.feeds import kv_events
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.gather import Asked, Prompt
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import (
@@ -52,14 +51,10 @@ from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 from perilune_lab.engine.events import encode_batch
-from perilune_lab.engine.hashing import Algorithm, BlockHasher
-from perilune_lab.engine.kv_cache import KvCache
-from perilune_lab.engine.scheduler import Limits as EngineLimits
 from perilune_lab.engine.scheduler import Request as Running
-from perilune_lab.engine.scheduler import Scheduler
+from perilune_lab.fastpath.engine import BLOCK, RigEngine, Sent
 from perilune_lab.fastpath.traffic import Conversation, Request, ids_of
 
-BLOCK = 16
 MODEL = "agent"
 RESEND_S = 0.5
 """After a failed request."""
@@ -93,37 +88,7 @@ class Pair:
     routing: Routing
 
 
-class _Engine:
-    """One endpoint. `version` grows whenever its next step may have changed."""
-
-    def __init__(self, address: str, kv_tokens: int, model: EngineModel) -> None:
-        self.address = address
-        self.kv_tokens = kv_tokens
-        self.model = model
-        self.version = 0
-        self.up = True
-        self.running: dict[Running, _Sent] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        hasher = BlockHasher(Algorithm.SHA256_CBOR, BLOCK, seed="0")
-        cache = KvCache(hasher, self.kv_tokens // BLOCK)
-        self.scheduler = Scheduler(cache, self.model, EngineLimits())
-        self.running.clear()
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A request on an engine."""
-
-    ticket: int
-    conversation: Conversation
-    number: int
-    """Its place in the conversation; -1: a side request."""
-    request: Request
-
-
-class World:
+class Rig:
     """Runs until `turns` turns of known sessions were weighed, or the traffic ends."""
 
     def __init__(
@@ -142,7 +107,7 @@ class World:
         self._number = count()
         addresses = [f"10.0.0.{i + 1}:8000" for i in range(setting.endpoints)]
         model = EngineModel(kv_pool_tokens=setting.kv_tokens)
-        self._engines = {a: _Engine(a, setting.kv_tokens, model) for a in addresses}
+        self._engines = {a: RigEngine(a, setting.kv_tokens, model) for a in addresses}
         self._traffic = iter(traffic)
         self._build(addresses)
 
@@ -255,7 +220,7 @@ class World:
         self, routed: Routed, conversation: Conversation, number: int, request: Request, tokens: list[int]
     ) -> None:
         engine = self._engines[routed.destinations[0]]
-        sent = _Sent(routed.ticket, conversation, number, request)
+        sent = Sent(routed.ticket, conversation, number, request)
         if not engine.up:
             self._failed(sent)
             return
@@ -265,7 +230,7 @@ class World:
         engine.scheduler.add(running, self.now)
         self._plan(engine)
 
-    def _failed(self, sent: _Sent) -> None:
+    def _failed(self, sent: Sent) -> None:
         self.router.finished(sent.ticket, Outcome.FAILED)
         self.resent += 1
         self._again(sent.conversation, sent.number, sent.request)
@@ -275,7 +240,7 @@ class World:
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def _plan(self, engine: _Engine) -> None:
+    def _plan(self, engine: RigEngine) -> None:
         engine.version += 1
         version, due = engine.version, engine.scheduler.next_s()
 
@@ -286,7 +251,7 @@ class World:
         if due < float("inf"):
             self._at(max(self.now, due), step)
 
-    def _advance(self, engine: _Engine) -> None:
+    def _advance(self, engine: RigEngine) -> None:
         for step in engine.scheduler.advance(self.now):
             if step.changes:
                 payload = encode_batch(step.changes, BLOCK, self.now)
@@ -298,11 +263,11 @@ class World:
                 self._done(engine.running.pop(running))
         self._plan(engine)
 
-    def _heard(self, engine: _Engine, payload: bytes) -> None:
+    def _heard(self, engine: RigEngine, payload: bytes) -> None:
         for event in kv_events.decode(payload).events:
             self.router.on_applied(self._blocks.apply(engine.address, event, self.now))
 
-    def _done(self, sent: _Sent) -> None:
+    def _done(self, sent: Sent) -> None:
         self.router.finished(sent.ticket, Outcome.COMPLETED)
         for child in sent.request.spawns:
             self._at(self.now, partial(self._send, child, 0))
@@ -328,25 +293,14 @@ class World:
             self._failed(sent)
         self._at(self.now + self.setting.restart_s, partial(self._up, engine))
 
-    def _up(self, engine: _Engine) -> None:
+    def _up(self, engine: RigEngine) -> None:
         engine.up = True
         self.router.on_applied(self._blocks.reset(engine.address, 0))
 
     def _scrape(self) -> None:
         for engine in self._engines.values():
-            self.router.fleet.metrics(engine.address, _metrics(engine) if engine.up else None, self.now)
+            self.router.fleet.metrics(engine.address, engine.metrics() if engine.up else None, self.now)
         self._at(self.now + SCRAPE_S, self._scrape)
-
-
-def _metrics(engine: _Engine) -> EngineMetrics:
-    scheduler = engine.scheduler
-    return EngineMetrics(
-        len(scheduler.running),
-        scheduler.waiting_count,
-        scheduler.cache.usage,
-        block_size=BLOCK,
-        gpu_blocks=engine.kv_tokens // BLOCK,
-    )
 
 
 class _NoTokenizer:
