@@ -155,8 +155,7 @@ def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drai
     made = {}
     for role, spec in endpoints.roles(pool):
         pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]
-        name = endpoints.workload_name(pool.name, role)
-        workload = observed.children.get(Key(endpoints.workload_kind(pool), pool.namespace, name))
+        workload = observed.children.get(endpoints.workload(pool, role))
         made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
     return made
 

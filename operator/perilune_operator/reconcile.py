@@ -23,7 +23,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from math import inf
 from typing import Any
 
@@ -41,6 +40,7 @@ from perilune_operator.observe import GatewayStats, Object, Observed, PoolName
 from perilune_operator.plan import STATS_S, plan
 from perilune_operator.render.gateway import ADMIN_PORT
 from perilune_operator.render.objects import Defaults
+from perilune_operator.stamps import stamp
 from perilune_operator.turns import Turn, Turns
 
 log = logging.getLogger(__name__)
@@ -233,13 +233,12 @@ class Reconciler:
             else:
                 worker.failures = 0
                 again_in = again_in if applied.settled else min(again_in, SETTLE_S)
-        stamp = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         news = status.changed(observed.status, said)
         for condition in news:
             log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
         written, *_ = await asyncio.gather(
             self._applier.status(pool, observed.status, said),
-            *(self._applier.event(pool, c, stamp, int(now * 1e6) + i) for i, c in enumerate(news)),
+            *(self._applier.event(pool, c, stamp(now), int(now * 1e6) + i) for i, c in enumerate(news)),
         )
         if written is not None:  # or the next round might find the old status, and tell it all again
             worker.body = _newest(worker.body, written)

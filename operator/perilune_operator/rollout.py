@@ -24,11 +24,11 @@ Pure. Costs O(n log n) for n engines.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import inf
 
 from perilune_api import names
 from perilune_operator.observe import CHOSEN_COST, Key, Object, PodFacts
+from perilune_operator.stamps import seconds, stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def drain(
     others = any(pod.ready and pod.node not in leaving_nodes for pod in rest)
     emptied = [pod for pod in rest if others and pod.node in leaving_nodes]
     marks = (
-        *(_mark(pod, _own(pod) or _stamp(now), CHOSEN_COST) for pod in going),
-        *(_mark(pod, _own(pod) or _stamp(now) if pod in emptied else None, None) for pod in rest),
+        *(_mark(pod, _own(pod) or stamp(now), CHOSEN_COST) for pod in going),
+        *(_mark(pod, _own(pod) or stamp(now) if pod in emptied else None, None) for pod in rest),
     )
     there = max(groups) + 1 if groups else len(order)
     return Drain(
@@ -112,7 +112,7 @@ def _is_rolling(workload: Object | None) -> bool:
 
 def _waits_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> float:
     """How long at most until it may go; 0: now. Without its mark nothing goes, or another one might."""
-    since = _seconds(pod.draining)
+    since = seconds(pod.draining)
     if not pod.chosen or since is None:
         return session_s + 1.0
     if not pod.ready or (gateways and gateways <= pod.drained_by):
@@ -131,15 +131,4 @@ def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
 
 def _own(pod: PodFacts) -> str:
     """The mark, if it is ours: a time."""
-    return pod.draining if _seconds(pod.draining) is not None else ""
-
-
-def _stamp(now: float) -> str:
-    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _seconds(stamp: str) -> float | None:
-    try:
-        return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
+    return pod.draining if seconds(pod.draining) is not None else ""

@@ -1,6 +1,10 @@
 """Conditions of an `InferencePool` and their reasons. One word is status, event, metric label and test."""
 
 from enum import StrEnum
+from typing import Literal
+
+Truth = Literal["True", "False", "Unknown"]
+"""Whether a condition holds."""
 
 
 class Condition(StrEnum):

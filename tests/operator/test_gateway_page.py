@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
-from perilune_gateway.stats import EventStats, NodeStats, Snapshot
+from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.observe import GatewayStats, gateway_stats
@@ -21,8 +21,8 @@ DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
 def page(*, sessions: int = 0, prompts: bool = False) -> str:
     """A gateway's."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
-    node = NodeStats(Endpoint("a"), events=EventStats(connected=True))
-    metrics.mirror(lambda: Snapshot((node,), sessions_bound=sessions))
+    stats = EndpointStats(Endpoint("a"), events=EventStats(connected=True))
+    metrics.mirror(lambda: Snapshot((stats,), sessions_bound=sessions))
     if prompts:
         decided = Decision("a", Reason.HOST)
         view = request(tokens=1_000, of=session("a"))

@@ -428,6 +428,13 @@ def test_an_endpoint_that_spans_nodes_needs_leader_worker_set() -> None:
     assert "LeaderWorkerSet" not in {o["kind"] for o in made.objects or ()}
 
 
+def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> None:
+    """Without GPUs to spare, a Deployment goes at once for a LeaderWorkerSet of the same name."""
+    spec = SPEC | {"engine": {"tensorParallel": 16}, "rollout": {"maxSurge": 0, "maxUnavailable": 1}}
+    made = of(seen(kinds=ENVOY | {"leaderworkerset.x-k8s.io/LeaderWorkerSet"}), spec)
+    assert conditions(made)["Progressing"] == ("True", "RollingOut")
+
+
 def test_roles_and_store_are_waited_for() -> None:
     spec = SPEC | {
         "roles": {"prefill": {}, "decode": {"replicas": 2}},

@@ -7,7 +7,7 @@ which the first, the leader, serves and counts. `engines.py` makes objects of it
 from perilune_api import names
 from perilune_api.inference_pool.engine import EngineKind, RoleSpec
 from perilune_api.pool import Role
-from perilune_operator.observe import Object
+from perilune_operator.observe import Key, Object
 from perilune_operator.render.objects import Context
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
@@ -61,8 +61,10 @@ def engine_pods(pool: str) -> Object:
     return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
 
 
-def workload_kind(pool: Context) -> str:
-    return "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
+def workload(pool: Context, role: Role) -> Key:
+    """What runs the endpoints of a role."""
+    kind = "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
+    return Key(kind, pool.namespace, workload_name(pool.name, role))
 
 
 def can_run(pool: Context) -> bool:

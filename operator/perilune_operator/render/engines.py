@@ -21,7 +21,6 @@ from perilune_operator.render.endpoints import (
     gpus_per_pod,
     nodes_per_endpoint,
     roles,
-    workload_kind,
     workload_name,
 )
 from perilune_operator.render.objects import (
@@ -66,7 +65,7 @@ def engines(pool: Context) -> Iterator[Object]:
 
 
 def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
-    return (_deployment if workload_kind(pool) == "Deployment" else _groups)(pool, role, spec)
+    return (_deployment if nodes_per_endpoint(pool) == 1 else _groups)(pool, role, spec)
 
 
 def _deployment(pool: Context, role: Role, spec: RoleSpec) -> Object:

@@ -1,10 +1,10 @@
 """`status`: what a pool is, as the operator last saw it. Conditions and their reasons: `conditions.py`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
-from perilune_api.conditions import Condition
+from perilune_api.conditions import Condition, Truth
 from perilune_api.inference_pool.types import Struct
 
 
@@ -13,7 +13,7 @@ class StatusCondition(Struct, frozen=True):
 
     type: Condition
     """What the condition is about."""
-    status: Literal["True", "False", "Unknown"]
+    status: Truth
     """Whether it holds."""
     reason: str
     """One word why; also the reason of the event that told of it."""

@@ -1,0 +1,143 @@
+"""Conditions of what runs: topology, engines, store, gateway, and what of them changes or leaves."""
+
+from collections.abc import Mapping, Sequence
+
+from perilune_api import names
+from perilune_api.conditions import Condition, Reason
+from perilune_api.pool import Role
+from perilune_operator.conditions.fact import Fact, listed
+from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.render import endpoints, mooncake
+from perilune_operator.render.objects import Context
+from perilune_operator.rollout import Drain, Former
+
+
+def topology(pool: Context) -> Fact:
+    """Unlabelled nodes work; they are named."""
+    kind, fabric = Condition.TOPOLOGY_RESOLVED, pool.fabric
+    if not fabric.topology.nodes:
+        return Fact(kind, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet.")
+    if fabric.unlabelled:
+        words = f"No rack label on {listed(fabric.unlabelled)}: they count as far from everything."
+        return Fact(kind, "False", Reason.UNLABELLED_NODES, words)
+    nodes = f"{len(fabric.topology.nodes)} nodes{_gpus(pool)}"
+    words = f"{nodes} in {fabric.racks} racks under {fabric.spines} spines."
+    return Fact(kind, "True", Reason.RESOLVED, words)
+
+
+def _gpus(pool: Context) -> str:
+    products = {place.gpu for place in pool.fabric.topology.nodes.values() if place.gpu}
+    return f" ({listed(list(products))})" if products else ""
+
+
+def engines(pool: Context, observed: Observed, counts: Mapping[Role, tuple[int, int]]) -> Fact:
+    """With what Kubernetes says of the first pod, or workload, that is in trouble. `counts`: ready and wanted
+    of each role."""
+    kind = Condition.ENGINES_READY
+    if not endpoints.can_run(pool):
+        words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
+        return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
+    if not any(wanted for _, wanted in counts.values()):
+        return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
+    each = [
+        f"{ready} of {wanted} {'' if role is Role.BOTH else f'{role} '}endpoints"
+        for role, (ready, wanted) in counts.items()
+    ]
+    message = f"{' and '.join(each)} are ready."
+    if all(ready >= wanted for ready, wanted in counts.values()):
+        return Fact(kind, "True", Reason.AVAILABLE, message)
+    found = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
+    troubles = [f"{p.name}: {p.trouble}" for p in found if p.trouble and not p.terminating]
+    troubles += [words for role, _ in endpoints.roles(pool) if (words := _failure(pool, observed, role))]
+    return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
+
+
+def _failure(pool: Context, observed: Observed, role: Role) -> str:
+    """Why no pod is made: a quota, for example."""
+    workload = observed.children.get(endpoints.workload(pool, role), {})
+    for condition in (workload.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return str(condition.get("message", ""))[:200]
+    return ""
+
+
+def store(pool: Context, observed: Observed) -> Fact:
+    """Of a pool that has one."""
+    kind = Condition.STORE_READY
+    if _available(pool, observed, mooncake.master_name(pool.name)):
+        return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
+    return Fact(kind, "False", Reason.WAITING_FOR_STORE, "The master does not serve yet.")
+
+
+def gateway(pool: Context, observed: Observed) -> Fact:
+    kind = Condition.GATEWAY_READY
+    if pool.spec.gateway.replicas == 0 and pool.spec.gateway.min_replicas is None:
+        return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0: nobody decides.")
+    if _available(pool, observed, names.gateway_name(pool.name)):
+        return Fact(kind, "True", Reason.AVAILABLE, "The gateway serves.")
+    return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
+
+
+def progress(pool: Context, observed: Observed, former: Former) -> Fact:
+    """Whether something is still on its way to what the spec says."""
+    kind = Condition.PROGRESSING
+    if former.workloads:
+        words = f"{listed([k.name for k in former.workloads])} of the spec before goes once "
+        if not former.needed:
+            words += "its sessions have left."
+            return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
+        words += (
+            "each role has an endpoint that serves. "
+            "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
+        )
+        return Fact(kind, "True", Reason.ROLLING_OUT, words)
+    waiting = [
+        endpoints.workload_name(pool.name, role)
+        for role, spec in endpoints.roles(pool)
+        if pool.replicas.get(role, spec.replicas) != spec.replicas
+    ]
+    if waiting:
+        return Fact(kind, "True", Reason.SESSIONS_LEAVING, f"{listed(waiting)} will shrink.")
+    workloads = [
+        *(endpoints.workload(pool, role) for role, _ in endpoints.roles(pool)),
+        Key("Deployment", pool.namespace, names.gateway_name(pool.name)),
+    ]
+    rolling = [key.name for key in workloads if _is_rolling(observed.children.get(key))]
+    if rolling:
+        return Fact(kind, "True", Reason.ROLLING_OUT, f"Rolling out {listed(rolling)}.")
+    return Fact(kind, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
+
+
+def draining(pool: Context, observed: Observed, drains: Sequence[Drain], former: Former) -> Fact:
+    """Who goes first comes first; the message has all."""
+    all_ = (*former.pods, *(p for p in observed.pods if p.component == "engine"))
+    stopping = [p.name for p in all_ if p.terminating]
+    leaving = [name for made in drains for name in made.leaving]
+    emptied = [name for made in drains for name in made.emptied]
+    seconds = pool.spec.rollout.session_seconds
+    said = (
+        (Reason.SESSIONS_LEAVING, leaving, f"Waiting up to {seconds} s for the sessions of {{}} to leave."),
+        (Reason.ENDPOINTS_LEAVING, stopping, "Finishing their requests: {}."),
+        (Reason.NODES_LEAVING, emptied, "On nodes that are being emptied, without new sessions: {}."),
+    )
+    shown = [(reason, words.format(listed(who))) for reason, who, words in said if who]
+    if not shown:
+        return Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
+    return Fact(Condition.DRAINING, "True", shown[0][0], " ".join(words for _, words in shown))
+
+
+def _is_rolling(child: Object | None) -> bool:
+    """A workload that is not there yet rolls out, too."""
+    if child is None:
+        return True
+    status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
+    if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
+        return True
+    if child["kind"] == "LeaderWorkerSet":
+        return bool(status.get("updatedReplicas", 0) < replicas)
+    return bool(status.get("updatedReplicas", 0) < replicas or status.get("replicas", 0) > replicas)
+
+
+def _available(pool: Context, observed: Observed, name: str) -> int:
+    child = observed.children.get(Key("Deployment", pool.namespace, name), {})
+    return int((child.get("status") or {}).get("availableReplicas", 0))
