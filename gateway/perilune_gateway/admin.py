@@ -1,4 +1,4 @@
-"""The operator's view over HTTP: metrics, probes, decisions explained, nodes, sessions, index, health.
+"""The operator's view over HTTP: metrics, probes, decisions explained, endpoints, sessions, index, health.
 
 GET only; answers JSON but for `/` (a list of the pages), `/metrics` and the probes. Errors are
 `{"error": {"message": …, "param": …}}`. Everything is read through `Sources`, a handful of callables, when
@@ -26,7 +26,7 @@ from perilune_api.pool import PolicyParams
 from perilune_gateway import explain
 from perilune_gateway.health import Health, Status
 from perilune_gateway.policy import Policy
-from perilune_gateway.stats import NodeStats, SessionStats
+from perilune_gateway.stats import EndpointStats, SessionStats
 
 MAX_N = 1000
 YIELD_EVERY = 32
@@ -42,7 +42,7 @@ class Sources:
     decisions: explain.Decisions
     policies: Mapping[str, Policy]
     params: Callable[[], PolicyParams]
-    nodes: Callable[[], Sequence[NodeStats]]
+    endpoints: Callable[[], Sequence[EndpointStats]]
     sessions: Callable[[str], Sequence[SessionStats]]
     """Every tenant's session of that id."""
     index_stats: Callable[[], Any]
@@ -108,7 +108,7 @@ def application(sources: Sources) -> web.Application:
             web.get("/readyz", pages.readyz),
             web.get("/api/decisions", pages.decisions),
             web.get("/api/decisions/{request_id:.+}", pages.decision),
-            web.get("/api/nodes/stats", pages.nodes),
+            web.get("/api/nodes/stats", pages.endpoints),
             web.get("/api/sessions/{id:.+}", pages.session),
             web.get("/api/moves", pages.moves),
             web.get("/api/index/stats", pages.index_stats),
@@ -166,8 +166,9 @@ class _Pages:
             await asyncio.sleep(0)
         return _json(explain.to_json(record, alternatives))
 
-    async def nodes(self, request: web.Request) -> web.Response:
-        return _json({"nodes": [node_json(node) for node in self._sources.nodes()]})
+    async def endpoints(self, request: web.Request) -> web.Response:
+        """Under the name that the page has had from its beginning."""
+        return _json({"nodes": [endpoint_json(stats) for stats in self._sources.endpoints()]})
 
     async def session(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
@@ -189,9 +190,9 @@ class _Pages:
         return _json(health, 503 if health.status is Status.UNREADY else 200)
 
 
-def node_json(node: NodeStats) -> dict[str, Any]:
+def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
     """One endpoint as plain values; what is unknown is null."""
-    endpoint, load = node.endpoint, node.load
+    endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
         "role": endpoint.role,
@@ -199,18 +200,18 @@ def node_json(node: NodeStats) -> dict[str, Any]:
         "ready": endpoint.ready,
         "draining": endpoint.draining,
         "load": load._asdict(),
-        "seconds_since_move": node.seconds_since_move,
-        "index": node.index,
+        "seconds_since_move": stats.seconds_since_move,
+        "index": stats.index,
         "engine": {
-            "block_size": node.block_size or None,
-            "prefix_queries_tokens": node.prefix_queries_tokens,
-            "prefix_hits_tokens": node.prefix_hits_tokens,
-            "hit_ratio": node.engine_hit_ratio,
+            "block_size": stats.block_size or None,
+            "prefix_queries_tokens": stats.prefix_queries_tokens,
+            "prefix_hits_tokens": stats.prefix_hits_tokens,
+            "hit_ratio": stats.engine_hit_ratio,
         },
-        "calibration": node.calibration,
-        "events": node.events,
-        "parity": {"state": node.parity, "cause": node.parity_cause, "cure": node.parity_cure}
-        if node.parity
+        "calibration": stats.calibration,
+        "events": stats.events,
+        "parity": {"state": stats.parity, "cause": stats.parity_cause, "cure": stats.parity_cure}
+        if stats.parity
         else None,
     }
 

@@ -1,6 +1,6 @@
 """What is wrong, why probably, and what to do about it: a list of small checks over the stats.
 
-    NodeStats… ─▶ diagnose ─▶ Problem… ─▶ Health (/api/health)
+    EndpointStats… ─▶ diagnose ─▶ Problem… ─▶ Health (/api/health)
 
 Each check is a function from one endpoint's row to the problems it sees; no clock, no I/O. A problem degrades
 one term of the decisions (named in `effect`), it never stops the gateway; only having no endpoint does.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 
-from perilune_gateway.stats import LogStats, NodeStats
+from perilune_gateway.stats import EndpointStats, LogStats
 
 STALE_METRICS_S = 15.0
 LATE_EVENTS_S = 2.0
@@ -69,7 +69,7 @@ class Health:
 
 
 def report(
-    nodes: Sequence[NodeStats],
+    endpoints: Sequence[EndpointStats],
     *,
     block_size: int,
     pool: str,
@@ -80,14 +80,16 @@ def report(
     decision_log: LogStats | None = None,
 ) -> Health:
     """`block_size`: the pool's; `pool_error`: why the newest pool document is not in force."""
-    problems = diagnose(nodes, block_size, pool_error) + _decision_log(decision_log)
-    ready = sum(node.endpoint.ready for node in nodes)
-    usable = ready or any(node.silent for node in nodes)
+    problems = diagnose(endpoints, block_size, pool_error) + _decision_log(decision_log)
+    ready = sum(stats.endpoint.ready for stats in endpoints)
+    usable = ready or any(stats.silent for stats in endpoints)
     status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
-    return Health(status, pool, policy, version, uptime_s, len(nodes), ready, problems)
+    return Health(status, pool, policy, version, uptime_s, len(endpoints), ready, problems)
 
 
-def diagnose(nodes: Sequence[NodeStats], block_size: int, pool_error: str = "") -> tuple[Problem, ...]:
+def diagnose(
+    endpoints: Sequence[EndpointStats], block_size: int, pool_error: str = ""
+) -> tuple[Problem, ...]:
     """Every problem, the gateway's own first."""
     found: list[Problem] = []
     if pool_error:
@@ -97,26 +99,26 @@ def diagnose(nodes: Sequence[NodeStats], block_size: int, pool_error: str = "") 
                 "",
                 pool_error,
                 "the pool as it was before the edit stays in force",
-                "the newest edit of the pool document is wrong",
-                "correct the field that the message names; the file is read again within a second",
+                "the newest edit of the pool document is wrong, or it cannot be read",
+                "correct the field that the message names; it is read again within a second",
             )
         )
-    if not any(node.endpoint.ready for node in nodes):
+    if not any(stats.endpoint.ready for stats in endpoints):
         found.append(
             Problem(
                 ProblemKind.NO_ENDPOINT,
                 "",
-                f"none of {len(nodes)} endpoints is ready" if nodes else "the pool has no endpoints",
+                f"none of {len(endpoints)} endpoints is ready" if endpoints else "the pool has no endpoints",
                 "requests go to those of which only the metrics fail"
-                if any(node.silent for node in nodes)
+                if any(stats.silent for stats in endpoints)
                 else "every request is refused with 503",
-                "the engines are down or still loading" if nodes else "`spec.endpoints` is empty",
-                "see each endpoint below" if nodes else "list the engines in the pool document",
+                "the engines are down or still loading" if endpoints else "`spec.endpoints` is empty",
+                "see each endpoint below" if endpoints else "list the engines in the pool document",
             )
         )
-    for node in nodes:
-        checks = CHECKS if node.endpoint.ready else (_not_ready,)
-        found.extend(problem for check in checks for problem in check(node, block_size))
+    for stats in endpoints:
+        checks = CHECKS if stats.endpoint.ready else (_not_ready,)
+        found.extend(problem for check in checks for problem in check(stats, block_size))
     return tuple(found)
 
 
@@ -135,41 +137,41 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
     )
 
 
-Check = Callable[[NodeStats, int], Iterator[Problem]]
+Check = Callable[[EndpointStats, int], Iterator[Problem]]
 
 
-def _not_ready(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    address = node.endpoint.address
+def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    address = stats.endpoint.address
     yield Problem(
         ProblemKind.NOT_READY,
         address,
         "not ready",
-        "it gets requests only where no endpoint is ready" if node.silent else "it gets no requests",
+        "it gets requests only where no endpoint is ready" if stats.silent else "it gets no requests",
         "its /metrics does not answer: it is down, or far too busy"
-        if node.silent
+        if stats.silent
         else "it is down, still loading, or answered with errors",
         f"see its log and curl http://{address}/metrics; with its next good answer it is taken back",
     )
 
 
-def _stale_metrics(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    age_s = node.load.metrics_age_s
+def _stale_metrics(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    age_s = stats.load.metrics_age_s
     if age_s > STALE_METRICS_S:
         yield Problem(
             ProblemKind.STALE_METRICS,
-            node.endpoint.address,
+            stats.endpoint.address,
             "its metrics were never read" if isinf(age_s) else f"its metrics are {age_s:.0f} s old",
             "KV usage and running requests are what this gateway itself has sent there",
             "the engine's /metrics does not answer within 2 s",
-            f"curl http://{node.endpoint.address}/metrics from the gateway's host",
+            f"curl http://{stats.endpoint.address}/metrics from the gateway's host",
         )
 
 
-def _events(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    events, address = node.events, node.endpoint.address
+def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    events, address = stats.events, stats.endpoint.address
     if events is None:
         return
-    if not events.connected and node.prefix_queries_tokens:  # an engine that served nothing says nothing
+    if not events.connected and stats.prefix_queries_tokens:  # an engine that served nothing says nothing
         yield Problem(
             ProblemKind.NO_EVENTS,
             address,
@@ -198,27 +200,27 @@ def _events(node: NodeStats, block_size: int) -> Iterator[Problem]:
         )
 
 
-def _parity(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    if node.parity_cause:
+def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    if stats.parity_cause:
         yield Problem(
             ProblemKind.PARITY,
-            node.endpoint.address,
+            stats.endpoint.address,
             "block hashes computed here differ from those it announces",
             "predicted cache hits may be wrong",
-            node.parity_cause,
-            node.parity_cure,
+            stats.parity_cause,
+            stats.parity_cure,
         )
 
 
-def _block_size(node: NodeStats, block_size: int) -> Iterator[Problem]:
-    if node.block_size and node.block_size != block_size:
+def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    if stats.block_size and stats.block_size != block_size:
         yield Problem(
             ProblemKind.BLOCK_SIZE,
-            node.endpoint.address,
-            f"its KV blocks hold {node.block_size} tokens, the pool says {block_size}",
+            stats.endpoint.address,
+            f"its KV blocks hold {stats.block_size} tokens, the pool says {block_size}",
             "no prefix of it will match",
             "the engine was started with another --block-size than `spec.engine.blockSize`",
-            f"set `spec.engine.blockSize: {node.block_size}`, or start the engine with {block_size}",
+            f"set `spec.engine.blockSize: {stats.block_size}`, or start the engine with {block_size}",
         )
 
 

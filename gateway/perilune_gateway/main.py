@@ -133,6 +133,7 @@ class Gateway:
         self.server = SERVERS[transport](self.service)
         snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
+        self.metrics.count_streams(self.service)
         self.metrics.describe(version("perilune"), spec.routing.policy)
         self.admin = Admin(
             Sources(
@@ -140,7 +141,7 @@ class Gateway:
                 self.decisions,
                 LIVE,
                 lambda: self.router.pool.spec.routing.params,
-                snapshots.nodes,
+                snapshots.endpoints,
                 snapshots.sessions,
                 lambda: self.index.stats(clock()),
                 snapshots.moves,

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
+from typing import Protocol
 
 import prometheus_client as prometheus
 from msgspec import Struct
@@ -33,7 +34,7 @@ from perilune_gateway import move_rows
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, Outcome, Phase, Reason, RefuseReason, Tier, TokenSource
 from perilune_gateway.state.engine_blocks import Unused
-from perilune_gateway.stats import IndexStats, LogStats, NodeStats, Snapshot
+from perilune_gateway.stats import EndpointStats, IndexStats, LogStats, Snapshot
 
 SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
@@ -125,6 +126,15 @@ class _Alike(Struct, gc=False):
     cached_tokens: int = 0
 
 
+class StreamCounts(Protocol):
+    """transport.Service, as far as a scrape reads it."""
+
+    streams_total: int
+    protocol_errors: int
+    failures: int
+    late_tokens: int
+
+
 class Metrics:
     """What the router, the exchange and the feeds report, and what a scrape reads."""
 
@@ -141,6 +151,7 @@ class Metrics:
         self._open = 0
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
+        self._streams: StreamCounts | None = None
 
         def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
             return prometheus.Counter(f"perilune_{name}", text, labels, registry=registry)
@@ -240,6 +251,10 @@ class Metrics:
         """From now on a scrape shows what this function returns."""
         self._snapshot = snapshot
 
+    def count_streams(self, streams: StreamCounts) -> None:
+        """From now on a scrape shows these counts too."""
+        self._streams = streams
+
     def hit_ratio(self) -> float | None:
         """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
         return self._window.ratio(self._clock())
@@ -262,6 +277,10 @@ class Metrics:
             found.add_metric((step.value,), seconds.cumulated(), seconds.sum)
         return found
 
+    def streams(self) -> Iterator[CounterMetricFamily]:
+        for name, text, field in STREAM_COUNTERS if self._streams else ():
+            yield CounterMetricFamily(f"perilune_{name}", text, getattr(self._streams, field))
+
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None
 
@@ -275,7 +294,7 @@ def affinity_of(host: str, decision: Decision) -> Affinity:
     return Affinity.MOVED if decision.moved_from else Affinity.LEFT
 
 
-Row = tuple[str, str, Callable[[NodeStats], float]]
+Row = tuple[str, str, Callable[[EndpointStats], float]]
 
 LOAD_GAUGES: tuple[Row, ...] = (
     ("pending_prefill_tokens", "Prompt tokens not yet prefilled.", lambda n: n.load.pending_prefill_tokens),
@@ -306,6 +325,15 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("unknown", "Events of types that this version does not know."),
 )
 """perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
+
+
+STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("streams", "Envoy streams opened.", "streams_total"),
+    ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
+    ("stream_failures", "Streams ended by a bug of this gateway.", "failures"),
+    ("late_tokens", "Prompts routed by their bytes, since their tokens came too late.", "late_tokens"),
+)
+"""perilune_<name>_total, and its field of StreamCounts."""
 
 
 class _Emptied:
@@ -342,10 +370,11 @@ class _Mirror:
         if ratio is not None:
             hit.add_metric((), ratio)
         yield hit
+        yield from self._metrics.streams()
         snapshot = self._metrics.snapshot()
         if snapshot is None:
             return
-        yield from _nodes(snapshot.nodes)
+        yield from _endpoints(snapshot.endpoints)
         index = snapshot.index
         yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
         yield _gauge("index_store_blocks", "Blocks known in the shared store.", index.store)
@@ -362,11 +391,11 @@ class _Mirror:
             yield from _decision_log(snapshot.decision_log)
 
 
-def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
+def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
     for name, text, value in LOAD_GAUGES:
         load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
-        for node in nodes:
-            load.add_metric((node.endpoint.address, node.endpoint.role.value), value(node))
+        for stats in endpoints:
+            load.add_metric((stats.endpoint.address, stats.endpoint.role.value), value(stats))
         yield load
     blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
     speculative = GaugeMetricFamily(
@@ -381,17 +410,17 @@ def _nodes(nodes: tuple[NodeStats, ...]) -> Iterator[Metric]:
         (field, CounterMetricFamily(f"perilune_events_{field}", text, labels=("endpoint",)))
         for field, text in EVENT_COUNTERS
     ]
-    for node in nodes:
-        address = node.endpoint.address
-        blocks.add_metric((address, Tier.DEVICE.value), node.index.device)
-        blocks.add_metric((address, Tier.HOST.value), node.index.host)
-        speculative.add_metric((address,), node.index.speculative)
-        if node.parity:
-            parity.add_metric((address, node.parity), 1)
-        if node.events is not None:
-            lag.add_metric((address,), node.events.lag_s)
+    for stats in endpoints:
+        address = stats.endpoint.address
+        blocks.add_metric((address, Tier.DEVICE.value), stats.index.device)
+        blocks.add_metric((address, Tier.HOST.value), stats.index.host)
+        speculative.add_metric((address,), stats.index.speculative)
+        if stats.parity:
+            parity.add_metric((address, stats.parity), 1)
+        if stats.events is not None:
+            lag.add_metric((address,), stats.events.lag_s)
             for field, family in counters:
-                family.add_metric((address,), getattr(node.events, field))
+                family.add_metric((address,), getattr(stats.events, field))
     yield from (blocks, speculative, parity, lag, *(family for _, family in counters))
 
 

@@ -12,7 +12,7 @@ from perilune_gateway.feeds.pool_events import EventFeeds
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.stats import EndpointBlocks, LogStats, NodeStats, SessionStats, Snapshot
+from perilune_gateway.stats import EndpointBlocks, EndpointStats, LogStats, SessionStats, Snapshot
 
 
 class Snapshots:
@@ -38,7 +38,7 @@ class Snapshots:
     def snapshot(self) -> Snapshot:
         index = self._router.index.stats(self._clock())
         return Snapshot(
-            self.nodes(),
+            self.endpoints(),
             index,
             len(self._router.sessions),
             {why.value: n for why, n in self._blocks.unused.items()},
@@ -50,7 +50,7 @@ class Snapshots:
         """The migration planner's page."""
         return move_rows.page(self._router.planner, self._router.calibration, self._clock())
 
-    def nodes(self) -> tuple[NodeStats, ...]:
+    def endpoints(self) -> tuple[EndpointStats, ...]:
         now, router = self._clock(), self._router
         held, silent = router.index.stats(now).endpoints, router.fleet.silent(now)
         rows = []
@@ -59,7 +59,7 @@ class Snapshots:
             said = router.fleet.engine_metrics(address)
             parity = self._parity.report(address)
             rows.append(
-                NodeStats(
+                EndpointStats(
                     view.endpoint,
                     view.load,
                     held.get(address, EndpointBlocks()),
@@ -101,7 +101,7 @@ class Snapshots:
         """`pool_error`: why the newest pool document is not in force."""
         pool = self._router.pool
         return health.report(
-            self.nodes(),
+            self.endpoints(),
             block_size=pool.spec.engine.block_size,
             pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
             policy=pool.spec.routing.policy,

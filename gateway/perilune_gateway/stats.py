@@ -75,7 +75,7 @@ class EndpointCalibration:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStats:
+class EndpointStats:
     """One endpoint."""
 
     endpoint: Endpoint
@@ -155,7 +155,7 @@ class LogStats:
 class Snapshot:
     """Everything that a scrape mirrors."""
 
-    nodes: tuple[NodeStats, ...] = ()
+    endpoints: tuple[EndpointStats, ...] = ()
     index: IndexStats = IndexStats()
     sessions_bound: int = 0
     unused_blocks: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,14 @@ from perilune_gateway.health import Health, report
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Endpoint, Load, Outcome, Reason
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, NodeStats, SessionStats, Snapshot
+from perilune_gateway.stats import (
+    EndpointBlocks,
+    EndpointStats,
+    EventStats,
+    IndexStats,
+    SessionStats,
+    Snapshot,
+)
 from perilune_gateway.testing import fleet, request, session
 
 
@@ -25,13 +32,13 @@ class World:
 
     metrics: Metrics = field(default_factory=lambda: Metrics(CollectorRegistry()))
     decisions: Decisions = field(default_factory=Decisions)
-    nodes: tuple[NodeStats, ...] = (NodeStats(Endpoint("a"), Load(metrics_age_s=0.5)),)
+    endpoints: tuple[EndpointStats, ...] = (EndpointStats(Endpoint("a"), Load(metrics_age_s=0.5)),)
     sessions: dict[str, list[SessionStats]] = field(default_factory=dict)
     ready: bool = True
 
     def health(self) -> Health:
         return report(
-            self.nodes, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
+            self.endpoints, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
         )
 
     def sources(self) -> Sources:
@@ -40,7 +47,7 @@ class World:
             decisions=self.decisions,
             policies=POLICIES,
             params=PolicyParams,
-            nodes=lambda: self.nodes,
+            endpoints=lambda: self.endpoints,
             sessions=lambda id: self.sessions.get(id, []),
             index_stats=lambda: IndexStats(entries=4, endpoints={"a": EndpointBlocks(3, 1)}),
             moves=lambda: {"offers": []},
@@ -138,8 +145,8 @@ class TestDecisions:
 
 class TestState:
     async def test_nodes(self, world):
-        world.nodes = (
-            NodeStats(
+        world.endpoints = (
+            EndpointStats(
                 Endpoint("a"),
                 Load(pending_prefill_s=0.5, in_flight=2, sessions=3, metrics_age_s=1.0),
                 index=EndpointBlocks(device=7),
@@ -148,7 +155,7 @@ class TestState:
                 events=EventStats(connected=True, lag_s=0.01, gaps=1),
                 parity="ok",
             ),
-            NodeStats(Endpoint("b", ready=False)),
+            EndpointStats(Endpoint("b", ready=False)),
         )
         async with browsing(world) as get:
             status, body = await get("/api/nodes/stats")
@@ -194,17 +201,17 @@ class TestState:
         async with browsing(world) as get:
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"]) == (200, "ok", [])
-            world.nodes = (replace(world.nodes[0], block_size=32),)
+            world.endpoints = (replace(world.endpoints[0], block_size=32),)
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"][0]["kind"]) == (200, "degraded", "block_size")
-            world.nodes = ()
+            world.endpoints = ()
             status, body = await get("/api/health")
             assert (status, body["status"]) == (503, "unready")
 
 
 class TestPlainPages:
     async def test_metrics(self, world):
-        world.metrics.mirror(lambda: Snapshot(world.nodes))
+        world.metrics.mirror(lambda: Snapshot(world.endpoints))
         world.metrics.body_received(9)
         async with browsing(world) as get:
             status, text = await get("/metrics")

@@ -4,75 +4,77 @@ import pytest
 
 from perilune_gateway.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.stats import EventStats, LogStats, NodeStats
+from perilune_gateway.stats import EndpointStats, EventStats, LogStats
 
 
-def node(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> NodeStats:
-    return NodeStats(Endpoint(address, ready=ready), Load(metrics_age_s=age_s), **changes)
+def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> EndpointStats:
+    return EndpointStats(Endpoint(address, ready=ready), Load(metrics_age_s=age_s), **changes)
 
 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        pytest.param(node(), [], id="all well"),
-        pytest.param(node(ready=False), [ProblemKind.NOT_READY], id="not ready"),
-        pytest.param(node(age_s=15.1), [ProblemKind.STALE_METRICS], id="metrics old"),
-        pytest.param(node(age_s=15.0), [], id="metrics just fresh"),
-        pytest.param(node(age_s=float("inf")), [ProblemKind.STALE_METRICS], id="metrics never read"),
-        pytest.param(node(events=EventStats()), [], id="no events, nothing served yet"),
+        pytest.param(stats(), [], id="all well"),
+        pytest.param(stats(ready=False), [ProblemKind.NOT_READY], id="not ready"),
+        pytest.param(stats(age_s=15.1), [ProblemKind.STALE_METRICS], id="metrics old"),
+        pytest.param(stats(age_s=15.0), [], id="metrics just fresh"),
+        pytest.param(stats(age_s=float("inf")), [ProblemKind.STALE_METRICS], id="metrics never read"),
+        pytest.param(stats(events=EventStats()), [], id="no events, nothing served yet"),
         pytest.param(
-            node(events=EventStats(), prefix_queries_tokens=9.0), [ProblemKind.NO_EVENTS], id="no events"
+            stats(events=EventStats(), prefix_queries_tokens=9.0), [ProblemKind.NO_EVENTS], id="no events"
         ),
         pytest.param(
-            node(ready=False, age_s=99.0, block_size=32), [ProblemKind.NOT_READY], id="down explains the rest"
+            stats(ready=False, age_s=99.0, block_size=32),
+            [ProblemKind.NOT_READY],
+            id="down explains the rest",
         ),
-        pytest.param(node(events=EventStats(True, 0.1)), [], id="events flow"),
-        pytest.param(node(events=EventStats(True)), [], id="connected, no batch yet"),
-        pytest.param(node(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
-        pytest.param(node(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
+        pytest.param(stats(events=EventStats(True, 0.1)), [], id="events flow"),
+        pytest.param(stats(events=EventStats(True)), [], id="connected, no batch yet"),
+        pytest.param(stats(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
+        pytest.param(stats(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
         pytest.param(
-            node(events=EventStats(True, 0.1, gaps=2, rebuilds=1)), [ProblemKind.LOST_EVENTS], id="rebuilt"
+            stats(events=EventStats(True, 0.1, gaps=2, rebuilds=1)), [ProblemKind.LOST_EVENTS], id="rebuilt"
         ),
-        pytest.param(node(parity="ok"), [], id="hashes equal"),
+        pytest.param(stats(parity="ok"), [], id="hashes equal"),
         pytest.param(
-            node(parity="seed", parity_cause="seed", parity_cure="set it"),
+            stats(parity="seed", parity_cause="seed", parity_cure="set it"),
             [ProblemKind.PARITY],
             id="hashes differ",
         ),
-        pytest.param(node(block_size=16), [], id="block size equal"),
-        pytest.param(node(block_size=32), [ProblemKind.BLOCK_SIZE], id="block size differs"),
+        pytest.param(stats(block_size=16), [], id="block size equal"),
+        pytest.param(stats(block_size=32), [ProblemKind.BLOCK_SIZE], id="block size differs"),
     ],
 )
 def test_one_endpoint(row, expected):
-    found = diagnose([row, node("healthy")], 16)
+    found = diagnose([row, stats("healthy")], 16)
     assert [p.kind for p in found] == expected
     assert all(p.endpoint == "a" and p.message and p.effect and p.cause and p.cure for p in found)
 
 
 def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own():
     about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
-    fine = report([node()], **about, decision_log=LogStats("/var/log/d", written=9))
+    fine = report([stats()], **about, decision_log=LogStats("/var/log/d", written=9))
     assert fine.status is Status.OK
-    ill = report([node()], **about, decision_log=LogStats("/var/log/d", dropped=3, error="disk full"))
+    ill = report([stats()], **about, decision_log=LogStats("/var/log/d", dropped=3, error="disk full"))
     (problem,) = ill.problems
     assert (ill.status, problem.kind, problem.endpoint) == (Status.DEGRADED, ProblemKind.DECISION_LOG, "")
     assert problem.message == "/var/log/d cannot be written (disk full); 3 entries are lost"
 
 
 def test_parity_says_its_own_cause_and_cure():
-    (problem,) = diagnose([node(parity="seed", parity_cause="the seed", parity_cure="set it")], 16)
+    (problem,) = diagnose([stats(parity="seed", parity_cause="the seed", parity_cure="set it")], 16)
     assert (problem.cause, problem.cure) == ("the seed", "set it")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "pool_error", "status", "first"),
+    ("endpoints", "pool_error", "status", "first"),
     [
-        pytest.param([node()], "", Status.OK, None, id="ok"),
-        pytest.param([node(age_s=99)], "", Status.DEGRADED, ProblemKind.STALE_METRICS, id="degraded"),
-        pytest.param([node()], "at `$.spec`", Status.DEGRADED, ProblemKind.POOL_FILE, id="bad edit"),
-        pytest.param([node(ready=False)], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="all down"),
+        pytest.param([stats()], "", Status.OK, None, id="ok"),
+        pytest.param([stats(age_s=99)], "", Status.DEGRADED, ProblemKind.STALE_METRICS, id="degraded"),
+        pytest.param([stats()], "at `$.spec`", Status.DEGRADED, ProblemKind.POOL_FILE, id="bad edit"),
+        pytest.param([stats(ready=False)], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="all down"),
         pytest.param(
-            [node(ready=False), node("b", ready=False, silent=True)],
+            [stats(ready=False), stats("b", ready=False, silent=True)],
             "",
             Status.DEGRADED,
             ProblemKind.NO_ENDPOINT,
@@ -81,9 +83,9 @@ def test_parity_says_its_own_cause_and_cure():
         pytest.param([], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="empty pool"),
     ],
 )
-def test_report(nodes, pool_error, status, first):
+def test_report(endpoints, pool_error, status, first):
     health = report(
-        nodes,
+        endpoints,
         block_size=16,
         pool="default/p",
         policy="ear",
@@ -93,4 +95,7 @@ def test_report(nodes, pool_error, status, first):
     )
     assert health.status is status
     assert (health.problems[0].kind if health.problems else None) == first
-    assert (health.endpoints, health.endpoints_ready) == (len(nodes), sum(n.endpoint.ready for n in nodes))
+    assert (health.endpoints, health.endpoints_ready) == (
+        len(endpoints),
+        sum(n.endpoint.ready for n in endpoints),
+    )

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
 
-from perilune_api.pool import Role
+from perilune_api.pool import Limits, Role
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.metrics import Affinity, Metrics, Step, Window, affinity_of
 from perilune_gateway.model import (
@@ -21,8 +21,9 @@ from perilune_gateway.model import (
     RefuseReason,
     TokenSource,
 )
-from perilune_gateway.stats import EndpointBlocks, EventStats, IndexStats, LogStats, NodeStats, Snapshot
+from perilune_gateway.stats import EndpointBlocks, EndpointStats, EventStats, IndexStats, LogStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
+from perilune_gateway.transport.service import Service
 
 
 class Clock:
@@ -165,9 +166,31 @@ def test_the_plain_counters(metrics):
     assert value(metrics, "build_info", version="0.1.0", policy="ear") == 1
 
 
+class TestStreams:
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("streams_total", 1),
+            ("stream_protocol_errors_total", 1),
+            ("stream_failures_total", 0),
+            ("late_tokens_total", 0),
+        ],
+    )
+    def test_what_streams_count_is_read_when_asked(self, metrics, name, expected):
+        service = Service(None, None, limits=Limits())
+        metrics.count_streams(service)
+        stream = service.open()
+        stream.receive(b"no message of Envoy's")
+        stream.closed()
+        assert value(metrics, name) == expected
+
+    def test_without_streams_there_are_no_series_of_them(self, metrics):
+        assert value(metrics, "streams_total") is None
+
+
 class TestMirror:
     def snapshot(self) -> Snapshot:
-        node = NodeStats(
+        stats = EndpointStats(
             Endpoint("a", Role.PREFILL, draining=True),
             Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
             index=EndpointBlocks(40, 2, 6),
@@ -175,7 +198,7 @@ class TestMirror:
             parity="ok",
         )
         return Snapshot(
-            (node, NodeStats(Endpoint("b"))),
+            (stats, EndpointStats(Endpoint("b"))),
             IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
             sessions_bound=3,
         )

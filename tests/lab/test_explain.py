@@ -53,7 +53,7 @@ async def gateway(*records: DecisionRecord):
         decisions=decisions,
         policies=POLICIES,
         params=PolicyParams,
-        nodes=tuple,
+        endpoints=tuple,
         sessions=lambda id: (),
         index_stats=dict,
         moves=dict,
