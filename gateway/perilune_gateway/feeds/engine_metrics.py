@@ -44,13 +44,8 @@ class EngineMetrics:
     kv_usage: float = 0.0
     """0 to 1."""
     prefix_queries_tokens: float = 0.0
+    """Prompt tokens that were looked up in its prefix cache, and those of them that were found."""
     prefix_hits_tokens: float = 0.0
-    external_queries_tokens: float = 0.0
-    """Of a KV connector: what other engines' or a store's cache was asked for."""
-    external_hits_tokens: float = 0.0
-    preemptions: float = 0.0
-    succeeded: float = 0.0
-    """Requests finished, whatever the reason."""
     block_size: int = 0
     """0: not said."""
     gpu_blocks: int = 0
@@ -77,31 +72,23 @@ def parse(text: bytes) -> EngineMetrics:
     return EngineMetrics(
         running=int(sum(_values(text, b"vllm:num_requests_running"))),
         waiting=int(sum(_values(text, b"vllm:num_requests_waiting"))),
-        kv_usage=sum(usage) / len(usage) if usage else 0.0,
-        prefix_queries_tokens=_counter(text, b"vllm:prefix_cache_queries"),
-        prefix_hits_tokens=_counter(text, b"vllm:prefix_cache_hits"),
-        external_queries_tokens=_counter(text, b"vllm:external_prefix_cache_queries"),
-        external_hits_tokens=_counter(text, b"vllm:external_prefix_cache_hits"),
-        preemptions=_counter(text, b"vllm:num_preemptions"),
-        succeeded=_counter(text, b"vllm:request_success"),
+        kv_usage=min(sum(usage) / len(usage), 1.0) if usage else 0.0,
+        prefix_queries_tokens=sum(_values(text, b"vllm:prefix_cache_queries_total")),
+        prefix_hits_tokens=sum(_values(text, b"vllm:prefix_cache_hits_total")),
         block_size=block_size,
         gpu_blocks=gpu_blocks,
     )
 
 
-def _counter(text: bytes, name: bytes) -> float:
-    return sum(_values(text, name + b"_total"))
-
-
 def _values(text: bytes, name: bytes) -> list[float]:
-    """Finite values of every series called `name`."""
+    """Values of every series called `name`, but those that are no finite number from 0 on."""
     values = []
     for _, number in _series(text, name):
         try:
             value = float(number)
         except ValueError:
             continue
-        if -1e300 < value < 1e300:  # neither NaN nor infinite
+        if 0.0 <= value < 1e300:
             values.append(value)
     return values
 
@@ -112,16 +99,14 @@ def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
     needle = b"\n" + name
     at = text.find(needle)
     while at >= 0:
-        start = at + len(needle)
-        line_end = text.find(b"\n", start)
+        after = at + len(needle)
+        line_end = text.find(b"\n", after)
         if line_end < 0:
             line_end = len(text)
         labels = b""
-        after = start
-        if text[start : start + 1] == b"{":
-            after = _closing(text, start, line_end) + 1
-            labels = text[start + 1 : after - 1]
-        if after and text[after : after + 1] in (b" ", b"\t"):
+        if match := _LABEL_SET.match(text, after, line_end):
+            labels, after = match[1], match.end()
+        if text[after : after + 1] in (b" ", b"\t"):
             number = text[after:line_end].split(None, 1)
             if number:
                 found.append((labels, number[0]))
@@ -129,29 +114,19 @@ def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _closing(text: bytes, start: int, end: int) -> int:
-    """Index of the brace that closes the one at `start`; -1: there is none before `end`."""
-    close = text.find(b"}", start, end)
-    # A brace inside a label value has an odd number of quotes before it.
-    while close >= 0 and _quotes(text[start:close]) % 2:
-        close = text.find(b"}", close + 1, end)
-    return close
-
-
-def _quotes(piece: bytes) -> int:
-    if b"\\" in piece:
-        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return piece.count(b'"')
-
-
-_LABELS = re.compile(rb'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?')
+# What matched is never tried another way (`*+`), so that a line takes its length, whatever stands in it.
+_QUOTED = rb'"((?:[^"\\]|\\.)*+)"'
+_LABEL_SET = re.compile(rb'\{((?:[^"}]*+%b)*+[^"}]*+)\}' % _QUOTED.replace(b"((?:", b"(?:(?:"))
+_LABEL = re.compile(rb"[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+" + _QUOTED)
 
 
 def _int_label(labels: bytes, name: bytes) -> int:
     """A label's value as a number; 0 where it is missing or something else (vLLM writes `None`)."""
-    for match in _LABELS.finditer(labels):
+    at = 0
+    while match := _LABEL.match(labels, at):
         if match[1] == name:
             return int(match[2]) if match[2].isdigit() and len(match[2]) < 16 else 0
+        at = match.end()
     return 0
 
 
