@@ -47,8 +47,9 @@ from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.tokens import Tokenizer
 from perilune_gateway.tokens.metrics import TokenMetrics
-from perilune_gateway.transport import SERVERS, Transport
+from perilune_gateway.transport import Transport, new_server
 from perilune_gateway.transport.service import Service
+from perilune_gateway.transport.tls import KeyPair
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +81,13 @@ class Gateway:
         source: Source,
         *,
         transport: Transport = Transport.H2,
+        key_pair: KeyPair | None = None,
         conformance: bool = False,
         seed: int | None = None,
         log_file: RotatedFile | None = None,
     ) -> None:
-        """`log_file`: for every decision; None: none is kept there."""
+        """`key_pair`: for TLS. `log_file`: for every decision; None: none is kept there. Raises SpecError
+        for a key pair that the transport cannot use."""
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
         registry = CollectorRegistry()
@@ -130,7 +133,7 @@ class Gateway:
             conformance=conformance,
             hooks=self.metrics,
         )
-        self.server = SERVERS[transport](self.service)
+        self.server = new_server(transport, self.service, key_pair)
         snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
@@ -290,6 +293,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="who serves ext_proc: h2, a lean HTTP/2 server for a trusted Envoy at a sixth of the CPU, or"
         " grpc's own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
     )
+    tls = parser.add_argument_group("TLS towards Envoy", "with --transport grpc; renewed files are taken up")
+    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
+    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM, without password")
     parser.add_argument(
         "--drain-seconds",
         type=_seconds,
@@ -334,7 +340,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text")
     parser.add_argument("--version", action="version", version=f"perilune {version('perilune')}")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        parser.error("--tls-cert and --tls-key go together")
+    try:
+        args.key_pair = KeyPair(args.tls_cert, args.tls_key) if args.tls_cert else None
+        if args.key_pair and args.transport is not Transport.GRPC:
+            parser.error("TLS needs --transport grpc")
+    except SpecError as error:
+        parser.error(str(error))
+    return args
 
 
 def _address(text: str) -> str:
@@ -396,6 +411,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asy
         pool,
         source,
         transport=args.transport,
+        key_pair=args.key_pair,
         conformance=args.conformance,
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
