@@ -1,4 +1,5 @@
-"""Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); settings of properties."""
+"""Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); a router; settings of
+properties."""
 
 import json
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from router_rig import Rig, pool
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
@@ -72,3 +74,9 @@ def replay_frames() -> list[list[bytes]]:
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     return FIXTURES
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """A router of two endpoints, with real state."""
+    return Rig(pool())

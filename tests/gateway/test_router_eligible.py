@@ -1,35 +1,15 @@
 """Whatever the policy, whatever the planner offers: nobody is sent where they may not go."""
 
-from random import Random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
-from prometheus_client import CollectorRegistry
+from router_rig import Rig, pool
 
-from perilune_api.pool import (
-    EndpointSpec,
-    Engine,
-    Metadata,
-    Migration,
-    Model,
-    MoveTrigger,
-    Pool,
-    Role,
-    Routing,
-    Spec,
-)
-from perilune_gateway.explain import Decisions
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import NeedBody, Outcome, Refusal, RefuseReason, RequestHead, Routed
+from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Role, Routing
+from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.policy import LIVE
-from perilune_gateway.router import Router
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.tokens import Tokenizer
 
+ENGINE = Engine(block_size=16, kv_pool_tokens=10_000)
 ADDRESSES = [f"10.0.0.{i}:8000" for i in range(1, 6)]
 endpoints_strategy = st.lists(
     st.builds(
@@ -64,48 +44,30 @@ turns_strategy = st.lists(
 )
 def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) -> None:
     """Sessions are made in one pool, which then changes: endpoints leave, drain, die, change their role."""
-    spec = Spec(
-        Model("m", tokenize="estimate"),
-        Engine(block_size=16, kv_pool_tokens=10_000),
-        Routing(policy, migration=Migration(tuple(MoveTrigger))),
-        endpoints=tuple(before),
-    )
-    now = [1000.0]
-    router = Router(
-        Pool(Metadata("p"), spec),
-        Fleet(10_000),
-        Sessions(100, 600.0),
-        PrefixIndex(10_000, 30.0),
-        Tokenizer(spec.model),
-        Decisions(),
-        Metrics(CollectorRegistry()),
-        clock=lambda: now[0],
-        rng=Random(1),
-    )
-    for half, pool in enumerate((before, after)):
-        router.configure(Pool(Metadata("p"), structs.replace(spec, endpoints=tuple(pool))))
-        by_address = {e.address: e for e in pool}
+    routing = Routing(policy, migration=Migration(tuple(MoveTrigger)))
+    rig = Rig(pool(endpoints=before, routing=routing, engine=ENGINE), seed=1)
+    router = rig.router
+    for half, endpoints in enumerate((before, after)):
+        router.configure(pool(endpoints=endpoints, routing=routing, engine=ENGINE))
+        by_address = {e.address: e for e in endpoints}
         if half:
             for address in dead:
-                router.fleet.suspect(address, now[0])
+                router.fleet.suspect(address, rig.now)
         for name, tokens, subset, ends, wait_s in turns:
-            now[0] += wait_s
+            rig.now += wait_s
             router.plan_moves()
             asked = RequestHead("POST", "/v1/completions", {"x-session-id": name}, subset)
             host = next((s.host for s in router.sessions.matching(name)), "")
-            verdict = router.on_headers(asked)
-            if isinstance(verdict, NeedBody):
-                body = f'{{"model": "m", "prompt": {list(range(tokens))}}}'.encode()
-                verdict = router.on_body(asked, body)
+            verdict = rig.ask(range(tokens), asked)
             if isinstance(verdict, Refusal):
                 assert verdict.reason in (RefuseReason.NO_ENDPOINT, RefuseReason.SUBSET_EMPTY)
                 continue
             assert isinstance(verdict, Routed)
-            ready = {v.endpoint.address for v in router.fleet.view(now[0]) if v.endpoint.ready}
+            ready = {v.endpoint.address for v in router.fleet.view(rig.now) if v.endpoint.ready}
             for address in verdict.destinations:
                 assert address in ready
                 assert by_address[address].role is not Role.PREFILL
                 assert not by_address[address].draining or address == host
                 assert subset is None or address in subset
             if ends:
-                router.finished(verdict.ticket, Outcome.COMPLETED)
+                rig.finish(verdict)

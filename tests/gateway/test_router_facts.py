@@ -1,117 +1,52 @@
 """What the router tells policies and learns on the way: prefix, links, speeds, SLOs."""
 
 from collections.abc import Sequence
-from random import Random
 
 import pytest
 from msgspec.structs import replace
-from prometheus_client import CollectorRegistry
+from router_rig import USUAL, A, B, C, Rig, completion, pool
 
-from perilune_api.pool import (
-    EndpointSpec,
-    Engine,
-    Limits,
-    Metadata,
-    Model,
-    NodePlace,
-    Pool,
-    Routing,
-    Spec,
-    SpecError,
-    Topology,
-)
+from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecError, Topology
 from perilune_api.topology import Level
-from perilune_gateway import blocks
 from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.explain import DecisionRecord, Decisions
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import (
-    Decision,
-    Location,
-    NeedBody,
-    Outcome,
-    Overlap,
-    Refusal,
-    RefuseReason,
-    Routed,
-    Tier,
-)
+from perilune_gateway.explain import DecisionRecord
+from perilune_gateway.model import Decision, Location, Overlap, Refusal, RefuseReason, Routed, Tier
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
-from perilune_gateway.router import Router
-from perilune_gateway.state.engine_blocks import Applied
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.testing import head
-from perilune_gateway.tokens import Tokenizer
 
-A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
-BLOCK = 16
 LONG = range(32_000)
+TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")})
 
 
-class Rig:
-    """A router of three endpoints on two racks; only time is virtual."""
-
-    def __init__(self, **routing: object) -> None:
-        topology = Topology(
-            {"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")}
+def rig_of(**routing: object) -> Rig:
+    """Three endpoints on two racks."""
+    at = zip((A, B, C), TWO_RACKS.nodes, strict=True)
+    endpoints = [EndpointSpec(a, node=node, events=(f"tcp://{a}",)) for a, node in at]
+    return Rig(
+        pool(
+            endpoints=endpoints,
+            routing=Routing(**routing),  # type: ignore[arg-type]
+            engine=USUAL,
+            topology=TWO_RACKS,
         )
-        endpoints = [
-            EndpointSpec(a, node=n, events=(f"tcp://{a}",)) for a, n in ((A, "n1"), (B, "n2"), (C, "n3"))
-        ]
-        spec = Spec(
-            Model("m", tokenize="estimate"),
-            Engine(block_size=BLOCK),
-            Routing(**routing),  # type: ignore[arg-type]
-            topology,
-            tuple(endpoints),
-        )
-        self.now = 1000.0
-        self.router = Router(
-            Pool(Metadata("p"), spec),
-            Fleet(spec.engine.kv_pool_tokens),
-            Sessions(1000, 1800.0),
-            PrefixIndex(100_000, 30.0),
-            Tokenizer(spec.model),
-            Decisions(),
-            Metrics(CollectorRegistry()),
-            clock=lambda: self.now,
-            rng=Random(0),
-        )
+    )
 
-    def ask(self, ids: Sequence[int], **headers: str) -> Routed | Refusal:
-        h = head("/v1/completions", **headers)
-        verdict = self.router.on_headers(h)
-        if isinstance(verdict, NeedBody):
-            answer = self.router.on_body(h, f'{{"model": "m", "prompt": {list(ids)}}}'.encode())
-            assert isinstance(answer, Routed | Refusal)
-            return answer
-        return verdict
 
-    def route(self, ids: Sequence[int], **headers: str) -> tuple[Routed, DecisionRecord]:
-        routed = self.ask(ids, **headers)
-        assert isinstance(routed, Routed), routed
-        record = self.router.decisions.get(routed.request_id)
-        assert record
-        return routed, record
+def ask(rig: Rig, ids: Sequence[int], **headers: str) -> Routed | Refusal:
+    return rig.ask(ids, head("/v1/completions", **headers))
 
-    def stored(self, address: str, ids: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
-        chain = blocks.chain(list(ids), BLOCK, 0)
-        self.router.index.stored(address, tier, chain, self.now)
-        self.router.on_applied(Applied(address, tier=tier, parent=0, stored=tuple(chain)))
 
-    def queue(self, ticket: int, address: str, seconds: float) -> None:
-        self.router.fleet.start(
-            ticket, address, uncached_tokens=9_999, prefill_s=seconds, context_tokens=10_000
-        )
+def route(rig: Rig, ids: Sequence[int], **headers: str) -> tuple[Routed, DecisionRecord]:
+    routed = ask(rig, ids, **headers)
+    assert isinstance(routed, Routed), routed
+    return routed, rig.record(routed)
 
 
 def test_a_prompt_carries_its_longest_prefix_and_who_holds_it() -> None:
-    rig = Rig(policy="mooncake")
+    rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))
     rig.stored(B, range(160))
-    _, record = rig.route(range(640))
+    _, record = route(rig, range(640))
     prefix = record.view.prefix
     assert prefix.locations == (Location(A, 320), Location(B, 160))
     assert not prefix.pullable
@@ -120,35 +55,35 @@ def test_a_prompt_carries_its_longest_prefix_and_who_holds_it() -> None:
 
 
 def test_hotness_counts_uses() -> None:
-    rig = Rig(policy="mooncake")
+    rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))
     for hits in range(3):
-        routed, record = rig.route(range(330))
+        routed, record = route(rig, range(330))
         assert record.view.prefix.hits == hits
-        rig.router.finished(routed.ticket, Outcome.COMPLETED)
+        rig.finish(routed)
 
 
 def test_links_are_as_slow_as_they_were_observed_to_be() -> None:
-    rig = Rig(policy="mooncake")
+    rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))
     rig.router.calibration.transfer(A, B, 3.0, 1.0, rig.now)
-    _, record = rig.route(range(640))
+    _, record = route(rig, range(640))
     slowdowns = {c.address: c.links[A].slowdown for c in record.candidates if c.address != A}
     assert slowdowns == {B: 2.0, C: 2.0}
 
 
 def test_an_engine_slower_than_believed_is_found_out() -> None:
-    rig = Rig(policy="least_loaded")
+    rig = rig_of(policy="least_loaded")
     predicted_s = H20_30B.prefill_s(len(LONG))
     for n in range(10):
         ids = range(100_000 * n, 100_000 * n + len(LONG))
-        routed, record = rig.route(ids)
+        routed, record = route(rig, ids)
         before = rig.router.calibration.prefill_ratio(record.target, rig.now)
         rig.now += 2.0 * predicted_s
         rig.stored(record.target, ids)
         assert rig.router.calibration.prefill_ratio(record.target, rig.now) > before
         rig.now += 5.0
-        rig.router.finished(routed.ticket, Outcome.COMPLETED)
+        rig.finish(routed)
     known = rig.router.calibration.of(record.target, rig.now)
     assert 1.5 < known.prefill.ratio <= 2.0
     assert known.decode_s == pytest.approx(5.0)
@@ -157,36 +92,35 @@ def test_an_engine_slower_than_believed_is_found_out() -> None:
 
 
 def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill() -> None:
-    rig = Rig(policy="least_loaded")
+    rig = rig_of(policy="least_loaded")
     engine = H20_30B
     for n in range(1, 4):
         start = n * 1_000_000
         ids = range(start, start + 32_000)
-        rig.stored(C, ids[:24_000], Tier.STORE)
-        routed, record = rig.route(ids)
+        rig.stored(C, ids[:24_000], tier=Tier.STORE)
+        routed, record = route(rig, ids)
         assert record.cached_tokens == 24_000
         fetch_s = engine.store_s(24_000)
-        (load,) = [v.load for v in rig.router.fleet.view(rig.now) if v.endpoint.address == record.target]
-        assert load.pending_prefill_tokens == 8_000
+        assert rig.pending()[record.target] == 8_000
         rest_s = engine.prefill_s(8_000, 24_000) + engine.request_overhead_s(32_000)
         rig.now += 3 * fetch_s + rest_s
         rig.stored(record.target, ids)
-        rig.router.finished(routed.ticket, Outcome.COMPLETED)
+        rig.finish(routed)
     known = [rig.router.calibration.of(a, rig.now) for a in (A, B, C)]
     assert sum(k.store.observations for k in known) == 3
     assert sum(k.prefill.observations for k in known) == 0
     assert all(2.5 <= k.store.ratio < 3.0 for k in known), "who loaded nothing is as slow as the pool"
-    _, record = rig.route(range(9_000_000, 9_032_000))
+    _, record = route(rig, range(9_000_000, 9_032_000))
     slower = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
     assert all(2.45 <= times < 3.0 for times in slower), "and so policies are told"
 
 
 def test_a_pull_teaches_the_link_it_came_over() -> None:
-    rig = Rig(policy="mooncake")
+    rig = rig_of(policy="mooncake")
     rig.stored(A, LONG)
     pullable(rig)
-    rig.queue(99, A, 30.0)  # nobody wants to wait there
-    routed, record = rig.route(LONG)
+    rig.queue(A, 30.0)  # nobody wants to wait there
+    routed, record = route(rig, LONG)
     decision = record.verdict
     assert isinstance(decision, Decision)
     assert decision.replicate_from == A
@@ -195,7 +129,7 @@ def test_a_pull_teaches_the_link_it_came_over() -> None:
     rest_s = H20_30B.prefill_s(16, 31_984) + H20_30B.request_overhead_s(32_000)
     rig.now += 4 * H20_30B.transfer_s(31_984, link.bandwidth_bytes_per_s) + rest_s
     rig.stored(record.target, LONG)
-    rig.router.finished(routed.ticket, Outcome.COMPLETED)
+    rig.finish(routed)
     assert rig.router.calibration.slowdown(A, record.target, rig.now) == pytest.approx(2.5, rel=0.01)
     assert set(rig.router.calibration.links(rig.now)) == {(A, record.target)}
 
@@ -213,13 +147,11 @@ def pullable(rig: Rig) -> None:
 
 
 def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
-    rig = Rig(policy="sticky")
-    first, record = rig.route(LONG, x_session_id="s")
+    rig = rig_of(policy="sticky")
+    first, record = route(rig, LONG, x_session_id="s")
     predicted_s = H20_30B.prefill_s(len(LONG))
     other = range(500_000, 500_000 + len(LONG))
-    second = rig.router.on_body(
-        head("/v1/completions", x_session_id="s"), f'{{"model": "m", "prompt": {list(other)}}}'.encode()
-    )
+    second = rig.router.on_body(head("/v1/completions", x_session_id="s"), completion(other))
     assert isinstance(second, Routed)
     assert second.destinations[0] == record.target
     rig.now += predicted_s
@@ -234,7 +166,7 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
 
 
 def test_of_an_empty_prompt_nothing_is_cached() -> None:
-    record = Rig().route([])[1]
+    record = route(rig_of(), [])[1]
     assert record.view.prompt_tokens == 0
     assert {c.overlap for c in record.candidates} == {Overlap(0, 0, 0)}
 
@@ -256,8 +188,8 @@ def test_of_an_empty_prompt_nothing_is_cached() -> None:
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_slos_and_priority_of_a_request_or_else_of_the_pool(headers: dict, expected: tuple) -> None:
-    rig = Rig(limits=Limits(ttft_slo_seconds=4.0, objectives={"batch": -1, "chat": 2}))
-    view = rig.route(range(100), **headers)[1].view
+    rig = rig_of(limits=Limits(ttft_slo_seconds=4.0, objectives={"batch": -1, "chat": 2}))
+    view = route(rig, range(100), **headers)[1].view
     assert (view.level, view.slo_ttft_s, view.slo_tpot_s) == expected
 
 
@@ -265,19 +197,19 @@ def test_slos_and_priority_of_a_request_or_else_of_the_pool(headers: dict, expec
 @pytest.mark.parametrize("value", ["soon", "250ms", "nan"])
 @pytest.mark.parametrize("known", [True, False], ids=["by headers", "by body"])
 def test_an_slo_that_is_no_number_is_refused(name: str, value: str, known: bool) -> None:
-    rig = Rig(limits=Limits(ttft_slo_seconds=4.0))
+    rig = rig_of(limits=Limits(ttft_slo_seconds=4.0))
     if known:
-        rig.route(range(100), x_session_id="s")
-    refusal = rig.ask(range(100), x_session_id="s", **{name.replace("-", "_"): value})
+        route(rig, range(100), x_session_id="s")
+    refusal = ask(rig, range(100), x_session_id="s", **{name.replace("-", "_"): value})
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (RefuseReason.BAD_REQUEST, 400)
     assert refusal.message == f"{value!r} is no number of milliseconds - in {name}"
 
 
 def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_gone() -> None:
-    rig = Rig(limits=Limits(ttft_slo_seconds=1.0))
+    rig = rig_of(limits=Limits(ttft_slo_seconds=1.0))
     for ticket, address in enumerate((A, B, C)):
-        rig.queue(90 + ticket, address, 5.0 + ticket)
+        rig.queue(address, 5.0 + ticket)
     refusal = rig.ask(range(100))
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (RefuseReason.OVERLOADED, 429)
@@ -288,8 +220,8 @@ def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_g
 @pytest.mark.parametrize("name", SIMULATED_ONLY)
 def test_policies_that_split_prefill_and_decode_do_not_start_live(name: str) -> None:
     with pytest.raises(SpecError, match=rf"{name}.* simulator only: it .* at `\$.spec.routing.policy`"):
-        Rig(policy=name)
-    refusal = Rig(allow_policy_header=True).ask(range(100), x_perilune_policy=name)
+        rig_of(policy=name)
+    refusal = ask(rig_of(allow_policy_header=True), range(100), x_perilune_policy=name)
     assert isinstance(refusal, Refusal)
     assert refusal.status == 400
     assert "simulator only" in refusal.message
@@ -297,28 +229,24 @@ def test_policies_that_split_prefill_and_decode_do_not_start_live(name: str) -> 
 
 @pytest.mark.parametrize("name", LIVE)
 def test_every_live_policy_routes_and_shows_its_terms(name: str) -> None:
-    rig = Rig(allow_policy_header=True)
+    rig = rig_of(allow_policy_header=True)
     rig.stored(A, range(320))
     for turn in range(3):
-        routed, record = rig.route(range(640 + 64 * turn), x_perilune_policy=name, x_session_id="s")
+        routed, record = route(rig, range(640 + 64 * turn), x_perilune_policy=name, x_session_id="s")
         assert record.policy == name
         assert [c.address for c in record.costs] == [A, B, C]
         assert all(c.terms for c in record.costs)
-        rig.router.finished(routed.ticket, Outcome.COMPLETED)
-    assert all(not v.load.pending_prefill_tokens for v in rig.router.fleet.view(rig.now))
+        rig.finish(routed)
+    assert not any(rig.pending().values())
 
 
 def test_prefilling_requests_are_counted() -> None:
-    rig = Rig(policy="least_loaded")
-
-    def load(address: str):
-        return next(v.load for v in rig.router.fleet.view(rig.now) if v.endpoint.address == address)
-
-    routed, record = rig.route(range(160))
-    there = load(record.target)
+    rig = rig_of(policy="least_loaded")
+    routed, record = route(rig, range(160))
+    there = rig.load(record.target)
     assert (there.in_flight, there.prefilling, there.decoding, there.active_kv_tokens) == (1, 1, 0, 160)
     rig.stored(record.target, range(160))
-    there = load(record.target)
+    there = rig.load(record.target)
     assert (there.in_flight, there.prefilling, there.decoding, there.idle) == (1, 0, 1, False)
-    rig.router.finished(routed.ticket, Outcome.COMPLETED)
-    assert load(record.target).idle
+    rig.finish(routed)
+    assert rig.load(record.target).idle

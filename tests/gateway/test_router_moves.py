@@ -1,94 +1,48 @@
 """The migration planner over the router's real state: sessions leave, copies are made, the page tells."""
 
 from collections.abc import Mapping, Sequence
-from random import Random
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
+from router_rig import USUAL, A, B, C, Rig, completion, pool
 
-from perilune_api.pool import (
-    EndpointSpec,
-    Engine,
-    Metadata,
-    Migration,
-    Model,
-    MoveTrigger,
-    Pool,
-    Routing,
-    Spec,
-)
-from perilune_gateway import blocks, move_rows
-from perilune_gateway.explain import DecisionRecord, Decisions, to_json
-from perilune_gateway.metrics import Metrics
+from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
+from perilune_gateway import move_rows
+from perilune_gateway.explain import DecisionRecord, to_json
 from perilune_gateway.migration import MoveReason
-from perilune_gateway.model import NeedBody, Outcome, Phase, Reason, Routed, Tier
+from perilune_gateway.model import Outcome, Phase, Reason, Routed
 from perilune_gateway.planner import State
-from perilune_gateway.router import Router
-from perilune_gateway.state.engine_blocks import Applied
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
 from perilune_gateway.stats import Snapshot
 from perilune_gateway.testing import head
-from perilune_gateway.tokens import Tokenizer
 
-A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
-BLOCK = 16
 LONG = 32_000
 """Tokens whose prefill takes about 4.5 s."""
 
 
-class Rig:
-    """A router of three endpoints; only time is virtual."""
+class Moving(Rig):
+    """Three endpoints, and sessions whose turns say how long they are."""
 
     def __init__(self, policy: str = "sticky", *triggers: MoveTrigger) -> None:
         self.routing = Routing(policy, migration=Migration(triggers or tuple(MoveTrigger)))
-        self.now = 1000.0
-        self.router = Router(
-            self.pool(),
-            Fleet(281_600),
-            Sessions(100, 600.0),
-            PrefixIndex(100_000, 30.0),
-            Tokenizer(Model("m", tokenize="estimate")),
-            Decisions(),
-            Metrics(CollectorRegistry()),
-            clock=lambda: self.now,
-            rng=Random(0),
-        )
+        super().__init__(self.pool())
 
     def pool(self, draining: str = "") -> Pool:
         listed = [EndpointSpec(a, events=(f"tcp://{a}",), draining=a == draining) for a in (A, B, C)]
-        model = Model("m", tokenize="estimate")
-        return Pool(
-            Metadata("p"), Spec(model, Engine(block_size=BLOCK), self.routing, endpoints=tuple(listed))
-        )
+        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
 
-    def ask(self, session: str, ids: Sequence[int]) -> Routed:
-        body = '{"model": "m", "prompt": ' + str(list(ids)) + "}"
-        h = head("/v1/completions", x_session_id=session, content_length=str(len(body)))
-        verdict = self.router.on_headers(h)
-        if isinstance(verdict, NeedBody):
-            verdict = self.router.on_body(h, body.encode())
-        assert isinstance(verdict, Routed), verdict
-        return verdict
+    def drain(self, address: str) -> None:
+        self.router.configure(self.pool(draining=address))
 
-    def record(self, routed: Routed) -> DecisionRecord:
-        found = self.router.decisions.get(routed.request_id)
-        assert found is not None
-        return found
-
-    def prefilled(self, address: str, ids: Sequence[int]) -> None:
-        """The engine at `address` announces all full blocks of these ids."""
-        chain = blocks.chain(list(ids), BLOCK, 0)
-        self.router.index.stored(address, Tier.DEVICE, chain, self.now)
-        self.router.on_applied(Applied(address, parent=0, stored=tuple(chain)))
+    def send(self, session: str, ids: Sequence[int]) -> Routed:
+        length = str(len(completion(ids)))
+        return self.route(ids, head("/v1/completions", x_session_id=session, content_length=length))
 
     def turn(self, session: str, ids: Sequence[int]) -> DecisionRecord:
-        """A whole turn."""
-        routed = self.ask(session, ids)
-        self.prefilled(routed.destinations[0], ids)
-        self.router.finished(routed.ticket, Outcome.COMPLETED)
+        """A whole one."""
+        routed = self.send(session, ids)
+        self.stored(routed.destinations[0], ids)
+        self.finish(routed)
         return self.record(routed)
 
     def page(self) -> Mapping[str, Any]:
@@ -104,9 +58,9 @@ def text(seed: int, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("policy", ["sticky", "ear", "least_loaded", "lmetric_plus_one"])
 def test_sessions_of_a_draining_endpoint_leave_with_their_next_request(policy: str) -> None:
-    rig = Rig(policy, MoveTrigger.DRAIN)
+    rig = Moving(policy, MoveTrigger.DRAIN)
     host = rig.turn("s", text(1, 320)).target
-    rig.router.configure(rig.pool(draining=host))
+    rig.drain(host)
     rig.router.plan_moves()
     record = rig.turn("s", text(1, 480))
     assert record.reason == Reason.PLANNED
@@ -120,36 +74,36 @@ def test_sessions_of_a_draining_endpoint_leave_with_their_next_request(policy: s
 
 
 def test_without_the_trigger_sticky_stays_until_the_endpoint_is_gone() -> None:
-    rig = Rig("sticky", MoveTrigger.REPLICATE)
+    rig = Moving("sticky", MoveTrigger.REPLICATE)
     host = rig.turn("s", text(1, 320)).target
-    rig.router.configure(rig.pool(draining=host))
+    rig.drain(host)
     rig.router.plan_moves()
     assert rig.turn("s", text(1, 480)).target == host
 
 
 def test_a_session_leaves_a_hot_host_and_the_header_only_path_makes_room_for_that() -> None:
-    rig = Rig("sticky", MoveTrigger.HOT_HOST)
+    rig = Moving("sticky", MoveTrigger.HOT_HOST)
     host = rig.turn("s", text(1, 320)).target
-    others = [rig.ask(f"t{i}", text(i + 2, LONG)) for i in range(6)]
+    others = [rig.send(f"t{i}", text(i + 2, LONG)) for i in range(6)]
     assert sum(o.destinations[0] == host for o in others) == 2, "sessions are spread by load"
     rig.router.plan_moves()
     assert rig.router.planner.offers == (), "all are as hot"
     for routed in others:
         if routed.destinations[0] != host:
-            rig.router.finished(routed.ticket, Outcome.COMPLETED)
+            rig.finish(routed)
     rig.router.plan_moves()
     offers = {move.subject.session_id: move for move in rig.router.planner.offers}  # type: ignore[attr-defined]
     assert offers["s"].source == host
-    record = rig.record(routed := rig.ask("s", text(1, 480)))
+    record = rig.record(routed := rig.send("s", text(1, 480)))
     assert (record.reason, record.moved_from, record.phase) == (Reason.PLANNED, host, Phase.BODY)
     assert record.target == offers["s"].target
     assert rig.router.planner.stats(rig.now).moves[MoveReason.HOT_HOST, State.STARTED] == 1
-    rig.router.finished(routed.ticket, Outcome.FAILED)
+    rig.finish(routed, Outcome.FAILED)
     assert rig.states()[-1] == State.FAILED
 
 
 def test_a_prefix_that_many_begin_with_gets_a_copy() -> None:
-    rig = Rig("perilune", MoveTrigger.REPLICATE)
+    rig = Moving("perilune", MoveTrigger.REPLICATE)
     system = text(9, 16_000)
     first = rig.turn("s0", [*system, *text(10, 320)]).target
     for i in range(1, 4):
@@ -165,10 +119,10 @@ def test_a_prefix_that_many_begin_with_gets_a_copy() -> None:
 
 
 def test_the_page_and_the_metrics_tell_all_of_it() -> None:
-    rig = Rig("sticky", MoveTrigger.DRAIN)
+    rig = Moving("sticky", MoveTrigger.DRAIN)
     host = rig.turn("s", text(1, 320)).target
     rig.turn("t", text(2, 320))
-    rig.router.configure(rig.pool(draining=host))
+    rig.drain(host)
     rig.router.plan_moves()
     rig.now += 0.5
     page = rig.page()
@@ -193,5 +147,5 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
 
 
 def test_before_the_first_plan_the_page_is_empty() -> None:
-    page = Rig().page()
+    page = Moving().page()
     assert (page["seconds_since_plan"], page["offers"], page["stays"], page["ended"]) == (None, [], [], [])

@@ -1,0 +1,98 @@
+"""A request's load, from its decision until its end, and what its answer says of the endpoint."""
+
+import pytest
+from router_rig import A, B, Rig
+
+from perilune_gateway.feeds.engine_metrics import EngineMetrics
+from perilune_gateway.model import Outcome
+from perilune_gateway.state.fleet import DEAD_SCRAPES
+from perilune_gateway.testing import head
+
+
+@pytest.mark.parametrize(
+    ("release", "left"),
+    [
+        pytest.param(lambda rig, routed: rig.stored(routed.destinations[0], range(20)), 0, id="its KV event"),
+        pytest.param(
+            lambda rig, routed: rig.router.on_response(routed.ticket, 200, "", streamed=False),
+            0,
+            id="whole answer",
+        ),
+        pytest.param(
+            lambda rig, routed: rig.router.on_response(routed.ticket, 200, "", streamed=True),
+            20,
+            id="a stream's head is no release",
+        ),
+        pytest.param(
+            lambda rig, routed: rig.finish(routed, Outcome.CANCELLED),
+            0,
+            id="the stream's end",
+        ),
+    ],
+)
+def test_pending_prefill_is_released_by_the_first_of(rig: Rig, release: object, left: int) -> None:
+    routed = rig.route(range(20))
+    assert rig.pending()[routed.destinations[0]] == 20
+    release(rig, routed)  # type: ignore[operator]
+    assert rig.pending()[routed.destinations[0]] == left
+
+
+def test_releasing_twice_is_an_error(rig: Rig) -> None:
+    routed = rig.route()
+    rig.finish(routed)
+    with pytest.raises(KeyError):
+        rig.finish(routed)
+
+
+def test_binding_load_and_credit_follow_who_really_served(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s")
+    routed = rig.route(range(21), h)
+    target, other = routed.destinations
+    rig.router.on_response(routed.ticket, 200, other, streamed=True)
+    assert rig.pending() == {target: 0, other: 21}
+    assert rig.router.sessions.matching("s")[0].host == other
+    assert rig.record(rig.route(range(21))).excluded == {target: "not_ready"}
+    rig.finish(routed)
+    assert rig.record(routed).ending is not None
+    assert rig.record(routed).ending.served == other  # type: ignore[union-attr]
+
+
+def test_an_endpoint_that_fails_is_left_out_for_a_while(rig: Rig) -> None:
+    routed = rig.route()
+    rig.router.on_response(routed.ticket, 503, "", streamed=False)
+    rig.finish(routed, Outcome.FAILED)
+    assert rig.route().destinations[0] != routed.destinations[0]
+
+
+def test_an_engines_own_500_is_no_reason_to_leave_it_out(rig: Rig) -> None:
+    routed = rig.route()
+    rig.router.on_response(routed.ticket, 500, "", streamed=False)
+    rig.finish(routed, Outcome.FAILED)
+    assert not rig.record(rig.route()).excluded
+
+
+def test_engines_too_busy_to_tell_their_metrics_are_chosen_from_rather_than_nobody(rig: Rig) -> None:
+    fleet = rig.router.fleet
+    for address in (A, B):
+        fleet.metrics(address, EngineMetrics(), rig.now)
+        for _ in range(DEAD_SCRAPES):
+            fleet.metrics(address, None, rig.now)
+    routed = rig.route()
+    assert rig.record(routed).excluded == {}
+    rig.finish(routed, Outcome.FAILED)  # nobody could reach it
+    assert rig.route().destinations == tuple({A, B} - {routed.destinations[0]})
+    fleet.metrics(A, EngineMetrics(), rig.now)
+    record = rig.record(rig.route())
+    assert (record.target, record.excluded) == (A, {B: "not_ready"})
+
+
+def test_of_two_requests_with_one_id_each_gets_its_own_end(rig: Rig) -> None:
+    h = head("/v1/completions", x_request_id="same")
+    first, second = rig.route(h=h), rig.route(h=h)
+    rig.finish(first, Outcome.FAILED)
+    assert rig.record(second).ending is None
+    rig.finish(second)
+    assert [r.ending.outcome for r in rig.router.decisions.query(n=2) if r.ending] == [
+        Outcome.COMPLETED,
+        Outcome.FAILED,
+    ]

@@ -1,0 +1,98 @@
+"""Who may be chosen, and who is told what where nobody may."""
+
+import pytest
+from router_rig import A, B, Rig, completion, pool
+
+from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing, SpecError
+from perilune_gateway.model import Refusal, RefuseReason, RequestHead
+from perilune_gateway.testing import head
+
+
+def test_subset_hint(rig: Rig) -> None:
+    h = RequestHead("POST", "/v1/completions", {}, frozenset({B}))
+    assert rig.route(h=h).destinations == (B,)
+
+
+@pytest.mark.parametrize("subset", [frozenset(), frozenset({"1.1.1.1:1"})])
+def test_a_subset_without_an_endpoint_of_ours_is_refused(rig: Rig, subset: frozenset[str]) -> None:
+    refusal = rig.ask(h=RequestHead("POST", "/v1/completions", {}, subset))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.SUBSET_EMPTY, 503)
+
+
+def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s")
+    host = rig.route(h=h).destinations[0]
+    rig.router.configure(pool(endpoints=[EndpointSpec(a, draining=a == host) for a in (A, B)]))
+    assert rig.route(h=h).destinations[0] == host
+    assert rig.route(range(100, 120)).destinations[0] != host
+
+
+def test_prefill_only_endpoints_are_left_out() -> None:
+    rig = Rig(pool(endpoints=[EndpointSpec(A, role=Role.PREFILL), EndpointSpec(B)]))
+    assert rig.route().destinations == (B,)
+
+
+def test_no_endpoint_at_all() -> None:
+    refusal = Rig(pool(endpoints=[])).ask()
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (RefuseReason.NO_ENDPOINT, 503)
+    assert refusal.retry_after_s > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "status"),
+    [
+        pytest.param(b"{", RefuseReason.BAD_JSON, 400, id="no JSON"),
+        pytest.param(b'{"prompt": "x"}', RefuseReason.NO_MODEL, 400, id="no model"),
+        pytest.param(
+            b'{"model": "other", "prompt": "x"}', RefuseReason.UNKNOWN_MODEL, 404, id="unknown model"
+        ),
+        pytest.param(completion(range(200)), RefuseReason.TOO_LONG, 400, id="longer than the context"),
+        pytest.param(b"x" * 5_000, RefuseReason.BODY_TOO_LARGE, 413, id="too many bytes"),
+    ],
+)
+def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
+    rig = Rig(
+        pool(
+            model=Model("m", context_tokens=200, tokenize="estimate"),
+            routing=Routing(limits=Limits(max_body_bytes=4_000)),
+        )
+    )
+    refusal = rig.router.on_body(head("/v1/completions"), body)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.status) == (reason, status)
+    assert rig.router.fleet.in_flight == 0
+    kept = rig.router.decisions.query(n=1)[0]
+    assert kept.reason == reason
+    assert kept.timings_us["total"] > 0
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_unseen() -> None:
+    rig = Rig(pool(routing=Routing(limits=Limits(max_body_bytes=4_000))))
+    refusal = rig.router.on_headers(head("/v1/completions", content_length="4001"))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.BODY_TOO_LARGE
+
+
+def test_overload_is_429_with_the_time_until_the_shortest_queue_fits() -> None:
+    rig = Rig(pool(routing=Routing(limits=Limits(max_pending_seconds=2.0))))
+    rig.queue(A, 5.0)
+    rig.queue(B, 6.0)
+    refusal = rig.ask()
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.retry_after_s) == (429, pytest.approx(3.0))
+
+
+def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
+    for address in (A, B):
+        rig.router.fleet.suspect(address, rig.now)
+    refusal = rig.ask()
+    assert isinstance(refusal, Refusal)
+    assert "not_ready: 2" in refusal.message
+    assert A not in refusal.message
+
+
+def test_an_unknown_policy_is_the_documents_fault() -> None:
+    with pytest.raises(SpecError, match=r"known are .*ear.* at `\$.spec.routing.policy`"):
+        Rig(pool(routing=Routing(policy="nearest")))

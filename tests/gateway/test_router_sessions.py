@@ -1,0 +1,102 @@
+"""Whose host a request goes to: sessions that are named, inferred, moved, ended, a child of another."""
+
+import pytest
+from router_rig import A, B, Rig, pool
+
+from perilune_api.pool import Routing, SessionKeys
+from perilune_gateway.model import NeedBody, Phase, Reason, Routed
+from perilune_gateway.testing import head
+
+
+def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s", content_length="200")
+    assert isinstance(rig.router.on_headers(h), NeedBody)
+    first = rig.route(h=h)
+    rig.finish(first)
+    second = rig.router.on_headers(h)
+    assert isinstance(second, Routed)
+    assert second.destinations[0] == first.destinations[0]
+    assert rig.record(second).phase is Phase.HEADERS
+    assert rig.record(second).reason == Reason.HOST
+
+
+def test_a_hot_host_needs_the_body_and_the_session_moves(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s", content_length="200")
+    host = rig.route(h=h).destinations[0]
+    other = B if host == A else A
+    rig.queue(host, 1.0, tokens=20_000)
+    assert isinstance(rig.router.on_headers(h), NeedBody)
+    moved = rig.route(h=h)
+    assert moved.destinations == (other, host)
+    record = rig.record(moved)
+    assert (record.reason, record.moved_from) == (Reason.MOVED, host)
+    rig.now += 1.0
+    assert isinstance(rig.router.on_headers(h), Routed)
+    rig.queue(other, 1.0, tokens=30_000)
+    assert rig.record(rig.route(h=h)).reason == Reason.HOT_COOLDOWN
+
+
+def test_a_prompt_that_extends_an_earlier_one_continues_its_session(rig: Rig) -> None:
+    first = rig.route(range(40))
+    rig.route(range(100, 140))
+    third = rig.route(range(60))
+    assert third.destinations[0] == first.destinations[0]
+    assert rig.record(third).reason == Reason.HOST
+    assert rig.record(third).session_id == rig.record(first).session_id
+
+
+def test_no_inference_where_the_pool_says_so() -> None:
+    rig = Rig(pool(routing=Routing(session=SessionKeys(infer=False))))
+    rig.route(range(40))
+    assert rig.record(rig.route(range(60))).session_id == ""
+
+
+def test_a_known_sessions_body_is_read_where_its_length_is_not_told(rig: Rig) -> None:
+    """Else it could be longer than any is allowed to be."""
+    rig.route(h=head("/v1/completions", x_session_id="s"))
+    assert isinstance(rig.router.on_headers(head("/v1/completions", x_session_id="s")), NeedBody)
+    told = head("/v1/completions", x_session_id="s", content_length="200")
+    assert isinstance(rig.router.on_headers(told), Routed)
+
+
+def test_another_tenant_cannot_steer_a_session(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s", content_length="200", authorization="a")
+    rig.route(h=h)
+    assert isinstance(rig.router.on_headers(h), Routed)
+    stranger = head("/v1/completions", x_session_id="s", content_length="200", authorization="b")
+    assert isinstance(rig.router.on_headers(stranger), NeedBody)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        pytest.param({"x_session_id": "child", "x_parent_session_id": "s"}, {}, id="its parent's host"),
+        pytest.param({"x_session_id": "x"}, {"prompt_cache_key": "k"}, id="where its cache key went last"),
+    ],
+)
+def test_a_new_session_prefers_among_equals(headers: dict[str, str], body: dict[str, str]) -> None:
+    rig = Rig(pool(endpoints=[f"10.0.0.{i}:8000" for i in range(8)]))
+    first = rig.route(range(20), head("/v1/completions", x_session_id="s"), prompt_cache_key="k")
+    rig.finish(first)
+    rig.now += 1.0
+    child = rig.route(range(40, 60), head("/v1/completions", **headers), **body)
+    assert child.destinations[0] == first.destinations[0]
+
+
+def test_the_last_turn_frees_the_binding(rig: Rig) -> None:
+    h = head("/v1/completions", x_session_id="s", content_length="200")
+    rig.route(h=h)
+    last = rig.route(h=head("/v1/completions", x_session_id="s", x_dynamo_session_final="true"))
+    assert isinstance(rig.router.on_headers(h), Routed)
+    rig.finish(last)
+    assert isinstance(rig.router.on_headers(h), NeedBody)
+
+
+def test_a_session_that_has_ended_is_bound_no_more_by_what_is_in_flight(rig: Rig) -> None:
+    last = rig.route(range(21), head("/v1/completions", x_session_id="s", x_dynamo_session_final="true"))
+    after = rig.route(range(21), head("/v1/completions", x_session_id="s"))
+    rig.finish(last)
+    rig.router.on_response(after.ticket, 200, after.destinations[1], streamed=True)
+    rig.finish(after)
+    assert not rig.router.sessions.matching("s")
+    assert not rig.router.sessions.bound

@@ -1,0 +1,121 @@
+"""A router over real state, and a client's and an engine's view of it; only time is virtual.
+
+rig = Rig(pool(endpoints=[A, B]))
+routed = rig.route(range(20), head("/v1/completions", x_session_id="s"))
+rig.stored(routed.destinations[0], range(20))
+rig.finish(routed)
+"""
+
+import json
+from collections.abc import Sequence
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec, Topology
+from perilune_gateway import blocks
+from perilune_gateway.explain import DecisionRecord, Decisions
+from perilune_gateway.metrics import Metrics
+from perilune_gateway.model import Encode, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
+from perilune_gateway.router import Router
+from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.testing import head
+from perilune_gateway.tokens import Tokenizer
+
+A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+SMALL = Engine(block_size=4, kv_pool_tokens=10_000)
+USUAL = Engine(block_size=16)
+MODEL = Model("m", tokenize="estimate")
+
+
+def pool(
+    *,
+    endpoints: Sequence[str | EndpointSpec] = (A, B),
+    routing: Routing = Routing(),  # noqa: B008
+    model: Model = MODEL,
+    engine: Engine = SMALL,
+    topology: Topology = Topology(),  # noqa: B008
+) -> Pool:
+    """An endpoint that is only named announces its blocks."""
+    listed = tuple(EndpointSpec(e, events=(f"tcp://{e}",)) if isinstance(e, str) else e for e in endpoints)
+    return Pool(Metadata("p"), Spec(model, engine, routing, topology, listed))
+
+
+def completion(ids: Sequence[int], **body: object) -> bytes:
+    return json.dumps({"model": "m", "prompt": list(ids), **body}).encode()
+
+
+class Rig:
+    def __init__(self, document: Pool, *, conformance: bool = False, seed: int = 0) -> None:
+        spec = document.spec
+        self.document = document
+        self.block_size = spec.engine.block_size
+        self.now = 1000.0
+        self.router = Router(
+            document,
+            Fleet(spec.engine.kv_pool_tokens),
+            Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds),
+            PrefixIndex(100_000, 30.0),
+            Tokenizer(spec.model),
+            Decisions(),
+            Metrics(CollectorRegistry()),
+            clock=lambda: self.now,
+            rng=Random(seed),
+            conformance=conformance,
+        )
+        self._queued = 0
+
+    # -- a client's view
+
+    def ask(
+        self, ids: Sequence[int] = range(20), h: RequestHead | None = None, **body: object
+    ) -> Routed | Refusal:
+        """A completions request with these token ids, headers first, body where it is needed."""
+        h = h or head("/v1/completions")
+        verdict = self.router.on_headers(h)
+        if isinstance(verdict, NeedBody):
+            answer = self.router.on_body(h, completion(ids, **body))
+            assert not isinstance(answer, Encode)
+            return answer
+        return verdict
+
+    def route(self, ids: Sequence[int] = range(20), h: RequestHead | None = None, **body: object) -> Routed:
+        verdict = self.ask(ids, h, **body)
+        assert isinstance(verdict, Routed), verdict
+        return verdict
+
+    def finish(self, routed: Routed, outcome: Outcome = Outcome.COMPLETED) -> None:
+        self.router.finished(routed.ticket, outcome)
+
+    # -- an engine's
+
+    def stored(self, address: str, ids: Sequence[int], *, after: int = 0, tier: Tier = Tier.DEVICE) -> None:
+        """The engine at `address` announces the blocks of these ids, the first `after` left out."""
+        chain = blocks.chain(list(ids), self.block_size, 0)
+        parent = chain[after - 1] if after else 0
+        self.router.index.stored(address, tier, chain[after:], self.now)
+        self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
+
+    def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
+        """It has so much to prefill, of somebody else's."""
+        self._queued -= 1
+        self.router.fleet.start(
+            self._queued, address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0
+        )
+
+    # -- ours
+
+    def record(self, routed: Routed) -> DecisionRecord:
+        found = self.router.decisions.get(routed.request_id)
+        assert found is not None
+        return found
+
+    def load(self, address: str) -> Load:
+        return next(v.load for v in self.router.fleet.view(self.now) if v.endpoint.address == address)
+
+    def pending(self) -> dict[str, int]:
+        """Prefill tokens, by address."""
+        return {v.endpoint.address: v.load.pending_prefill_tokens for v in self.router.fleet.view(self.now)}
