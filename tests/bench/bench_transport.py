@@ -27,6 +27,7 @@ from time import process_time
 import aiohttp
 import bars
 import pytest
+from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway import wire
@@ -105,7 +106,7 @@ class Measured:
 class Subject:
     """An Envoy, and the gateway behind it, if any."""
 
-    envoy: envoy.Envoy
+    envoy: Envoy
     gateway: Child | None = None
     admin: str = ""
 
@@ -194,8 +195,8 @@ async def measure(folder: Path, rounds: int, seconds: int) -> dict[tuple[str, ..
             stack.push_async_callback(started.stop, 5.0)
             return started, await started.until_ready(20)
 
-        async def front(config: envoy.Json) -> envoy.Envoy:
-            return await stack.enter_async_context(envoy.Envoy(config))
+        async def front(config: envoy.Json) -> Envoy:
+            return await stack.enter_async_context(Envoy(config))
 
         _, facts = await child("endpoint", str(PARTS), "endpoint", str(ENDPOINTS))
         endpoints = facts["at"].split(",")

@@ -16,13 +16,14 @@ import envoy_doubles as doubles
 import pytest
 import pytest_asyncio
 from envoy_doubles import ScriptedRouter, StubEndpoint, StubProcessor
+from running_envoy import Envoy
 
 from perilune_api.pool import Limits
 from perilune_gateway.model import Tokens
 from perilune_gateway.openai import ParsedRequest
 from perilune_gateway.transport import SERVERS, Server, Transport
 from perilune_gateway.transport.service import Service
-from perilune_lab.envoy import Envoy, Mode, config
+from perilune_lab.envoy import Mode, config
 
 
 class SlowTokenizer:

@@ -27,10 +27,11 @@ import pytest
 import pytest_asyncio
 import zmq
 import zmq.asyncio
+from running_envoy import Envoy
 
 from perilune_api import pool as spec
 from perilune_gateway.transport import Transport
-from perilune_lab.envoy import Envoy, Mode, config
+from perilune_lab.envoy import Mode, config
 from perilune_lab.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -1,4 +1,4 @@
-"""Envoy's configuration in Envoy Gateway's shape, and the process."""
+"""Envoy's configuration in Envoy Gateway's shape, and a process that takes it."""
 
 import asyncio
 import json
@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from running_envoy import Envoy
 
 from perilune_api.names import DESTINATION_HEADER
 from perilune_lab import envoy
-from perilune_lab.envoy import Cluster, Envoy, Mode, config
+from perilune_lab.child import StackError
+from perilune_lab.envoy import Cluster, Mode, config
 
 ENDPOINTS, GATEWAY = ["127.0.0.1:1", "[::1]:2"], ["127.0.0.1:3"]
 
@@ -85,13 +87,12 @@ async def test_process_serves_and_leaves_nothing():
         assert running.admin_url.startswith("http://127.0.0.1:")
     with pytest.raises(OSError, match="Connect call failed"):
         await asyncio.open_connection(host, int(port))
-    await running.stop()
 
 
 async def test_envoy_that_cannot_start_says_why():
     bootstrap = config(ENDPOINTS, GATEWAY)
     bootstrap["static_resources"]["listeners"][0]["name"] = 7.5
-    with pytest.raises(RuntimeError, match=r"Envoy ended with 1:(?s:.*)name"):
+    with pytest.raises(StackError, match=r"envoy \(pid \d+\) ended with exit status 1;(?s:.*)name"):
         async with Envoy(bootstrap):
             pass
 
