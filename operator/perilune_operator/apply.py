@@ -1,4 +1,4 @@
-"""Plan → cluster: the only writer. Server-side apply with one field manager, pruning, status, events.
+"""A plan's objects → cluster: server-side apply with one field manager, and pruning.
 
 Nothing is written when nothing changes: an object is skipped when its stored hash (an annotation) is that of
 what we want and our field manager still owns exactly the fields that it owned after our last apply. The first
@@ -14,8 +14,6 @@ written, so that what runs goes on as it was.
 
 Objects of a pool are asked about and written side by side. Over all pools at most REQUESTS_AT_ONCE are on
 their way, a status or an event beside them: a small API server answers a few fast sooner than many slowly.
-
-Every write first asks the fence (we are leader, for so many seconds more) and may take no longer than that.
 """
 
 import asyncio
@@ -23,22 +21,19 @@ import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from perilune_api import kube
-from perilune_api.crd import API_VERSION, KIND, PLURAL
-from perilune_api.inference_pool.status import InferencePoolStatus, StatusCondition
-from perilune_operator.kinds import collection, path
-from perilune_operator.observe import MANAGER, Key, Object, key
+from perilune_operator.kinds import path
+from perilune_operator.observe import MANAGER, Key, Object, PoolName, key, version
 from perilune_operator.refusal import Refusal, causes
-from perilune_operator.rollout import Mark
+from perilune_operator.writer import ANOTHER, Owner, Writer
 
 log = logging.getLogger(__name__)
 
 HASH = "perilune.dev/hash"
-SETTLE_S = 3.0
+WATCH_LAG_S = 3.0
 """How long an object that we wrote may be missing from the watch."""
 REQUESTS_AT_ONCE = 16
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
@@ -55,27 +50,7 @@ class Applied:
     errors: tuple[str, ...]
     """What the API server refused, in words."""
     settled: bool
-    """The watches have shown all that we wrote. If not, look again after SETTLE_S, whatever they say."""
-
-
-class NotLeaderError(Exception):
-    """Another operator acts, or may by now."""
-
-
-class Fence(Protocol):
-    """lease.Lease."""
-
-    def remaining_s(self) -> float:
-        """Seconds for which we are surely leader; 0 or less: we are not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The object whose children and status are written."""
-
-    namespace: str
-    name: str
-    uid: str
+    """The watches have shown all that we wrote. If not, look again after WATCH_LAG_S, whatever they say."""
 
 
 def digest(obj: Object) -> str:
@@ -100,30 +75,23 @@ class _Memory:
 class Applier:
     """Remembers of each object what we own in it."""
 
-    def __init__(
-        self,
-        client: kube.Client,
-        fence: Fence,
-        clock: Callable[[], float],
-        on_write: Callable[[str, str], None] = lambda verb, kind: None,
-    ) -> None:
+    def __init__(self, client: kube.Client, writer: Writer, clock: Callable[[], float]) -> None:
         self._client = client
-        self._fence = fence
+        self._writer = writer
         self._clock = clock
-        self._on_write = on_write
-        self._memories: dict[tuple[str, str], tuple[str, _Memory]] = {}
-        """By namespace and name: uid, and what is known of the pool that has it."""
+        self._memories: dict[PoolName, tuple[str, _Memory]] = {}
+        """Uid, and what is known of the pool that has it."""
         self._turns = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def look(
-        self, pool: Pool, wanted: Sequence[Object], children: Mapping[Key, Object]
+        self, owner: Owner, wanted: Sequence[Object], children: Mapping[Key, Object]
     ) -> tuple[frozenset[Key], tuple[Refusal, ...]]:
         """Which of them are somebody else's, and what the API server would refuse for what is in it. Raises
         NotLeaderError, OSError."""
-        memory = self._memory(pool)
+        memory = self._memory(owner)
         unseen = [obj for obj in wanted if key(obj) not in children and key(obj) not in memory.ours]
         others, refused = await asyncio.gather(
-            asyncio.gather(*(self._is_anothers(pool, obj) for obj in unseen)),
+            asyncio.gather(*(self._is_anothers(owner, obj) for obj in unseen)),
             self._rehearse_new(memory, wanted, children),
         )
         foreign = frozenset(key(obj) for obj, is_ in zip(unseen, others, strict=True) if is_)
@@ -150,7 +118,7 @@ class Applier:
         params = {"fieldManager": MANAGER, "force": "true", "dryRun": "All"}
         try:
             async with self._turns:
-                await self._send("PATCH", path(obj), "", obj, params=params, content_type=kube.APPLY)
+                await self._writer.send("PATCH", path(obj), "", obj, params=params, content_type=kube.APPLY)
         except kube.ApiError as error:
             found = causes(error)
             return Refusal(obj, found) if found else None  # for another reason: the write will meet it too
@@ -158,7 +126,7 @@ class Applier:
 
     async def apply(
         self,
-        pool: Pool,
+        owner: Owner,
         wanted: Sequence[Object],
         children: Mapping[Key, Object],
         foreign: frozenset[Key] = frozenset(),
@@ -174,107 +142,50 @@ class Applier:
         mine = [obj for obj in wanted if key(obj) not in foreign]
         for wave in (False, True):
             now = [obj for obj in mine if (obj["kind"] in SECOND_WAVE) is wave]
-            now = [obj for obj in now if not self._is_as_wanted(pool, obj, children.get(key(obj)))]
+            now = [obj for obj in now if not self._is_as_wanted(owner, obj, children.get(key(obj)))]
             if wave and now and before_workloads is not None:
                 await before_workloads()
-            errors += await asyncio.gather(*(self._apply(pool, obj, children.get(key(obj))) for obj in now))
+            errors += await asyncio.gather(*(self._apply(owner, obj, children.get(key(obj))) for obj in now))
         gone = [child for k, child in children.items() if k not in keep | kept]
-        errors += await asyncio.gather(*(self._delete(pool, child) for child in gone))
-        return Applied(tuple(filter(None, errors)), not any(k in self._memory(pool).written for k in keep))
+        errors += await asyncio.gather(*(self._delete(owner, child) for child in gone))
+        return Applied(tuple(filter(None, errors)), not any(k in self._memory(owner).written for k in keep))
 
-    async def mark(self, pool: Pool, mark: Mark) -> str:
-        """Annotate a pod. Through its status, which is all that the right to do so then covers. Returns what
-        the API server refused, in words; empty: nothing."""
-        body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
-        where = f"{collection('v1', pool.namespace, 'pods')}/{mark.pod}/status"
-        try:
-            await self._send("PATCH", where, "Pod", body, content_type=kube.MERGE)
-        except kube.ApiError as error:
-            if error.status not in (404, 409):  # gone, or another one of that name by now
-                return f"Pod {mark.pod}: {error.message}"
-        return ""
-
-    async def scale(self, pool: Pool, replicas: int) -> None:
-        """Write the pool's own replicas: once, when an autoscaler takes over."""
-        where = f"{collection(API_VERSION, pool.namespace, PLURAL)}/{pool.name}/scale"
-        await self._send("PATCH", where, KIND, {"spec": {"replicas": replicas}}, content_type=kube.MERGE)
-
-    async def status(self, pool: Pool, old: Object, new: InferencePoolStatus) -> Object | None:
-        """Write the status where it differs; the pool as it then is. None: as it was, or gone by now."""
-        wanted = msgspec.json.decode(msgspec.json.encode(new))
-        if {k: v for k, v in wanted.items() if v is not None} == old:
-            return None
-        where = f"{collection(API_VERSION, pool.namespace, PLURAL)}/{pool.name}/status"
-        body = {"metadata": {"uid": pool.uid}, "status": wanted}
-        try:
-            return await self._send("PATCH", where, KIND, body, content_type=kube.MERGE)
-        except kube.ApiError as error:
-            if error.status not in (404, 409):
-                raise
-            return None
-
-    async def event(self, pool: Pool, condition: StatusCondition, now: str, number: int) -> None:
-        """Tell of one changed condition. An event that cannot be written is not worth a failed round."""
-        bad = condition.status == "False" and condition.type in ("Accepted", "Ready")
-        body = {
-            "metadata": {"name": f"{pool.name}.{number:x}", "namespace": pool.namespace},
-            "involvedObject": {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "namespace": pool.namespace,
-                "name": pool.name,
-                "uid": pool.uid,
-            },
-            "type": "Warning" if bad or condition.reason == "ApplyFailed" else "Normal",
-            "reason": condition.reason,
-            "message": f"{condition.type}={condition.status}: {condition.message}"[:1000],
-            "source": {"component": MANAGER},
-            "reportingComponent": MANAGER,
-            "firstTimestamp": now,
-            "lastTimestamp": now,
-            "count": 1,
-        }
-        try:
-            await self._send("POST", collection("v1", pool.namespace, "events"), "Event", body)
-        except kube.ApiError as error:
-            log.warning("event not written pool=%s error=%s", pool.name, error)
-
-    def wrote(self, pool: tuple[str, str], obj: Object) -> bool:
+    def wrote(self, pool: PoolName, obj: Object) -> bool:
         """Whether this very version of it is what we wrote last: no news."""
         _, memory = self._memories.get(pool, ("", _Memory()))
         written = memory.written.get(key(obj))
-        return written is not None and _version(written[0]) == _version(obj)
+        return written is not None and version(written[0]) == version(obj)
 
-    def forget(self, namespace: str, pool: str) -> None:
+    def forget(self, pool: PoolName) -> None:
         """A pool is gone; garbage collection takes its objects."""
-        self._memories.pop((namespace, pool), None)
+        self._memories.pop(pool, None)
 
-    def _memory(self, pool: Pool) -> _Memory:
-        uid, memory = self._memories.get((pool.namespace, pool.name), ("", _Memory()))
-        if uid != pool.uid:
+    def _memory(self, owner: Owner) -> _Memory:
+        uid, memory = self._memories.get((owner.namespace, owner.name), ("", _Memory()))
+        if uid != owner.uid:
             memory = _Memory()
-            self._memories[pool.namespace, pool.name] = pool.uid, memory
+            self._memories[owner.namespace, owner.name] = owner.uid, memory
         return memory
 
-    def _is_as_wanted(self, pool: Pool, obj: Object, live: Object | None) -> bool:
-        k, stamped, memory = key(obj), digest(obj), self._memory(pool)
+    def _is_as_wanted(self, owner: Owner, obj: Object, live: Object | None) -> bool:
+        k, stamped, memory = key(obj), digest(obj), self._memory(owner)
         live = self._newest(memory, k, live)
         if live is None:
             return False
-        stored = (live["metadata"].get("annotations") or {}).get(_hash_name(pool, obj))
-        return stored == stamped and memory.ours.get(k) == (stamped, _owned(live, _manager(pool, obj)))
+        stored = (live["metadata"].get("annotations") or {}).get(_hash_name(owner, obj))
+        return stored == stamped and memory.ours.get(k) == (stamped, _owned(live, _manager(owner, obj)))
 
-    async def _apply(self, pool: Pool, obj: Object, live: Object | None) -> str:
+    async def _apply(self, owner: Owner, obj: Object, live: Object | None) -> str:
         """What the API server refused, in words; empty: nothing."""
-        k, stamped, manager = key(obj), digest(obj), _manager(pool, obj)
-        memory, meta = self._memory(pool), obj["metadata"]
+        k, stamped, manager = key(obj), digest(obj), _manager(owner, obj)
+        memory, meta = self._memory(owner), obj["metadata"]
         live = self._newest(memory, k, live)
-        annotations = {**(meta.get("annotations") or {}), _hash_name(pool, obj): stamped}
+        annotations = {**(meta.get("annotations") or {}), _hash_name(owner, obj): stamped}
         body = {**obj, "metadata": {**meta, "annotations": annotations}}
         params = {"fieldManager": manager, "force": "true"}
         try:
             async with self._turns:
-                made = await self._send(
+                made = await self._writer.send(
                     "PATCH", path(obj), obj["kind"], body, params=params, content_type=kube.APPLY
                 )
         except kube.ApiError as error:
@@ -290,7 +201,7 @@ class Applier:
         memory.ours[k] = (stamped, _owned(made, manager))
         return ""
 
-    async def _is_anothers(self, pool: Pool, obj: Object) -> bool:
+    async def _is_anothers(self, owner: Owner, obj: Object) -> bool:
         """An object of that name that we do not watch: a user's own, or that of an earlier pool, going."""
         if _is_shared(obj):
             return False
@@ -301,10 +212,10 @@ class Applier:
                 )
         except kube.ApiError:
             return False  # not there; or an error that the write will meet too
-        return not _owned_by(pool, found)
+        return not _owned_by(owner, found)
 
-    async def _delete(self, pool: Pool, live: Object) -> str:
-        if "deletionTimestamp" in live["metadata"] or not _owned_by(pool, live):
+    async def _delete(self, owner: Owner, live: Object) -> str:
+        if "deletionTimestamp" in live["metadata"] or not _owned_by(owner, live):
             return ""
         kind, name = live["kind"], live["metadata"]["name"]
         body = {
@@ -313,13 +224,13 @@ class Applier:
         }
         try:
             async with self._turns:
-                await self._send("DELETE", path(live), kind, body)
+                await self._writer.send("DELETE", path(live), kind, body)
         except kube.ApiError as error:
-            if error.status not in (404, 409):  # gone, or another one of that name by now
+            if error.status not in ANOTHER:
                 return f"{kind} {name}: {error.message}"
         else:
-            log.info("pruned kind=%s object=%s/%s", kind, pool.namespace, name)
-        memory = self._memory(pool)
+            log.info("pruned kind=%s object=%s/%s", kind, owner.namespace, name)
+        memory = self._memory(owner)
         for known in (memory.ours, memory.written, memory.rehearsed):
             known.pop(key(live), None)
         return ""
@@ -329,59 +240,30 @@ class Applier:
         if k not in memory.written:
             return live
         written, at = memory.written[k]
-        if live is None and self._clock() - at < SETTLE_S:
+        if live is None and self._clock() - at < WATCH_LAG_S:
             return written
-        if live is not None and _version(live) < _version(written):
+        if live is not None and version(live) < version(written):
             return written
         del memory.written[k]
         return live
 
-    async def _send(
-        self,
-        method: str,
-        where: str,
-        kind: str,
-        body: Object,
-        *,
-        params: Mapping[str, str] | None = None,
-        content_type: str = "application/json",
-    ) -> Object:
-        """`kind`: what is written; empty: nothing, it is a rehearsal."""
-        left = self._fence.remaining_s()
-        if left <= 0:
-            raise NotLeaderError
-        if kind:
-            self._on_write(method, kind)
-        return await self._client.request(
-            method,
-            where,
-            body,
-            params=params,
-            content_type=content_type,
-            timeout_s=min(left, kube.TIMEOUT_S),
-        )
 
-
-def _version(obj: Object) -> int:
-    return int(obj["metadata"]["resourceVersion"])
-
-
-def _manager(pool: Pool, obj: Object) -> str:
+def _manager(owner: Owner, obj: Object) -> str:
     """An object that several pools own has a manager for each, or each would take away the others' owner."""
-    return f"{MANAGER}-{pool.uid[:8]}" if _is_shared(obj) else MANAGER
+    return f"{MANAGER}-{owner.uid[:8]}" if _is_shared(obj) else MANAGER
 
 
-def _hash_name(pool: Pool, obj: Object) -> str:
-    return f"{HASH}-{pool.uid[:8]}" if _is_shared(obj) else HASH
+def _hash_name(owner: Owner, obj: Object) -> str:
+    return f"{HASH}-{owner.uid[:8]}" if _is_shared(obj) else HASH
 
 
 def _is_shared(obj: Object) -> bool:
-    return not any(owner.get("controller") for owner in obj["metadata"].get("ownerReferences") or ())
+    return not any(named.get("controller") for named in obj["metadata"].get("ownerReferences") or ())
 
 
-def _owned_by(pool: Pool, live: Object) -> bool:
-    owners = live["metadata"].get("ownerReferences") or ()
-    return any(owner["uid"] == pool.uid and owner.get("controller") for owner in owners)
+def _owned_by(owner: Owner, live: Object) -> bool:
+    references = live["metadata"].get("ownerReferences") or ()
+    return any(named["uid"] == owner.uid and named.get("controller") for named in references)
 
 
 def _owned(live: Object, manager: str) -> str:

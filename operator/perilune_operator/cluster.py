@@ -7,7 +7,7 @@ ConfigMap and pod of the cluster would pass through us. Each change names the po
 Pools are kopf's, but for those that are gone: kopf tells of a deletion that it sees, and never learns of one
 while it could not watch (an API server that starts, a long sleep). A copy that is listed anew does.
 
-Changes of one kind are taken in together, SETTLE_S after the first: looking through a thousand pods for each
+Changes of one kind are taken in together, BURST_S after the first: looking through a thousand pods for each
 event of a burst would cost more than everything else.
 """
 
@@ -40,7 +40,7 @@ DISCOVER_S = 20.0
 GONE_AFTER = 3
 """Discoveries in a row without a kind that was there, until it counts as gone: an API server that starts does
 not know its CRDs for a while, and what we made of a kind that is gone is not wanted any more."""
-SETTLE_S = 0.05
+BURST_S = 0.05
 
 
 class Cluster:
@@ -189,7 +189,7 @@ class Cluster:
                 self._take(api, kind, objects)
                 return
             if kind not in self._due:
-                asyncio.get_running_loop().call_later(SETTLE_S, self._take_due, api, kind)
+                asyncio.get_running_loop().call_later(BURST_S, self._take_due, api, kind)
             self._due[kind] = objects
 
         where = collection(api, self._namespace, plural)

@@ -1,6 +1,7 @@
 """Every metric of the operator on one page."""
 
 from collections.abc import Callable
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -8,6 +9,16 @@ BUCKETS_S = (
     *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0),
 )
+
+
+class Outcome(StrEnum):
+    """What became of a round."""
+
+    DONE = "done"
+    FAILED = "failed"
+    """It is tried again."""
+    NOT_LEADER = "not_leader"
+    """Leadership was lost on the way."""
 
 
 class Metrics:
@@ -41,7 +52,7 @@ class Metrics:
         leader = Gauge("perilune_operator_leader", "1: this replica acts.", registry=registry)
         leader.set_function(lambda: float(leads_s() > 0))
 
-    def round(self, outcome: str, seconds: float, reaction_s: float, *, changed: bool) -> None:
+    def round(self, outcome: Outcome, seconds: float, reaction_s: float, *, changed: bool) -> None:
         self._rounds.labels(outcome).inc()
         self._seconds.observe(seconds)
         self._reaction.labels(str(changed).lower()).observe(reaction_s)

@@ -170,6 +170,11 @@ def key(obj: Object) -> Key:
     return Key(obj["kind"], meta.get("namespace", ""), meta["name"])
 
 
+def version(obj: Object) -> int:
+    """A later one of the same object is a greater number."""
+    return int(obj["metadata"]["resourceVersion"])
+
+
 def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) -> list[Verdict]:
     """Of these types. `generation`: the object's own; who says nothing of generations is believed."""
     return [

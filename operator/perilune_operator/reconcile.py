@@ -33,15 +33,16 @@ from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.pool import SpecError
 from perilune_operator import observe, refusal, status
-from perilune_operator.apply import SETTLE_S, Applier, Fence, NotLeaderError, Pool
+from perilune_operator.apply import WATCH_LAG_S, Applier
 from perilune_operator.cluster import Cluster
-from perilune_operator.metrics import Metrics
+from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe import GatewayStats, Object, Observed, PoolName
 from perilune_operator.plan import STATS_S, plan
 from perilune_operator.render.gateway import ADMIN_PORT
 from perilune_operator.render.objects import Defaults
 from perilune_operator.stamps import stamp
 from perilune_operator.turns import Turn, Turns
+from perilune_operator.writer import Fence, NotLeaderError, Owner, Writer
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class Reconciler:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._applier = Applier(client, fence, clock, metrics.wrote)
+        self._writer = Writer(client, fence, metrics.wrote)
+        self._applier = Applier(client, self._writer, clock)
         self.cluster = Cluster(client, namespace, self.wake, self._applier.wrote, self.pool_gone)
         self._fence = fence
         self._defaults = defaults
@@ -116,10 +118,10 @@ class Reconciler:
                 asyncio.create_task(self._follow_stats(name, worker)),
             )
             self._metrics.pools.set(len(self._workers))
-        elif int(body["metadata"]["resourceVersion"]) <= int(worker.body["metadata"]["resourceVersion"]):
+        elif observe.version(body) <= observe.version(worker.body):
             return  # what we wrote ourselves, or older
         worker.body = body
-        if _version(body) != worker.done:
+        if _spec_version(body) != worker.done:
             worker.changed.set()
         worker.wake(self._clock())
 
@@ -131,7 +133,7 @@ class Reconciler:
         for task in worker.tasks:
             task.cancel()
         del self._workers[pool]
-        self._applier.forget(*pool)
+        self._applier.forget(pool)
         self._metrics.pools.set(len(self._workers))
 
     def wake(self, pool: PoolName | None) -> None:
@@ -177,20 +179,20 @@ class Reconciler:
         is_new = worker.changed.is_set()
         worker.awake.clear()
         worker.changed.clear()
-        worker.done = _version(worker.body)
-        outcome = "failed"
+        worker.done = _spec_version(worker.body)
+        outcome = Outcome.FAILED
         try:
             again_in = await self._round(name, worker, turn.step_back if is_new else None)
-            outcome = "done"
+            outcome = Outcome.DONE
         except NotLeaderError:
-            outcome = "not_leader"
+            outcome = Outcome.NOT_LEADER
         except (OSError, kube.ApiError) as error:
             log.warning("round failed pool=%s/%s error=%s", *name, error)
             again_in = self._pause(worker)
         except Exception:  # a bug of ours: said loudly, and no other pool's business
             log.exception("round broken pool=%s/%s", *name)
             again_in = self._pause(worker)
-        if outcome != "done":
+        if outcome is not Outcome.DONE:
             worker.done = None
             worker.changed.set()
         ended = self._clock()
@@ -210,35 +212,35 @@ class Reconciler:
         if "deletionTimestamp" in body["metadata"]:
             return STATS_S  # garbage collection does the rest
         namespace, pool_name = name
-        pool = Pool(namespace, pool_name, body["metadata"]["uid"])
+        owner = Owner(namespace, pool_name, body["metadata"]["uid"])
         spec = _spec(body)
         observed = self._observe(name, worker, spec)
         made = plan(pool_name, namespace, spec, observed, now, self._defaults)
         said, again_in, objects = made.status, made.again_in, made.objects
-        foreign, refused = await self._applier.look(pool, objects or (), observed.children)
+        foreign, refused = await self._applier.look(owner, objects or (), observed.children)
         if refused:
             words = refusal.told(refused, body["spec"])
             said, objects = status.of_refusal(words, observed, now), None
         if objects is not None:
             if made.scale_to is not None:
                 log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
-                await self._applier.scale(pool, made.scale_to)
-            marked = await asyncio.gather(*(self._applier.mark(pool, mark) for mark in made.marks))
+                await self._writer.scale(owner, made.scale_to)
+            marked = await asyncio.gather(*(self._writer.mark(owner, mark) for mark in made.marks))
             applied = await self._applier.apply(
-                pool, objects, observed.children, foreign, before_workloads, made.kept
+                owner, objects, observed.children, foreign, before_workloads, made.kept
             )
             if errors := [*filter(None, marked), *applied.errors]:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)
             else:
                 worker.failures = 0
-                again_in = again_in if applied.settled else min(again_in, SETTLE_S)
+                again_in = again_in if applied.settled else min(again_in, WATCH_LAG_S)
         news = status.changed(observed.status, said)
         for condition in news:
             log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
         written, *_ = await asyncio.gather(
-            self._applier.status(pool, observed.status, said),
-            *(self._applier.event(pool, c, stamp(now), int(now * 1e6) + i) for i, c in enumerate(news)),
+            self._writer.status(owner, observed.status, said),
+            *(self._writer.event(owner, c, stamp(now), int(now * 1e6) + i) for i, c in enumerate(news)),
         )
         if written is not None:  # or the next round might find the old status, and tell it all again
             worker.body = _newest(worker.body, written)
@@ -298,12 +300,10 @@ async def _within(seconds: float, event: asyncio.Event) -> None:
 
 def _newest(one: Object, other: Object) -> Object:
     """A pool made anew has another uid, and a later version too."""
-    versions = [int(body["metadata"]["resourceVersion"]) for body in (one, other)]
-    return one if versions[0] > versions[1] else other
+    return max(other, one, key=observe.version)
 
 
-def _version(body: Object) -> object:
-    """Of the spec."""
+def _spec_version(body: Object) -> object:
     return body["metadata"]["uid"], body["metadata"].get("generation", 0)
 
 

@@ -1,8 +1,9 @@
 """What the applier does when the cluster is not, by the time it writes, what the plan was made from."""
 
 from perilune_api import kube
-from perilune_operator.apply import Applier, Pool
+from perilune_operator.apply import Applier
 from perilune_operator.observe import Object, key
+from perilune_operator.writer import Owner, Writer
 
 
 class _Leader:
@@ -12,11 +13,11 @@ class _Leader:
 
 async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client, namespace: str) -> None:
     """On the way to autoscaling: replicas that we read hold only for the version they were read from."""
-    applier = Applier(client, _Leader(), clock=lambda: 0.0)
+    applier = Applier(client, Writer(client, _Leader()), clock=lambda: 0.0)
     owner = await client.request(
         "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
     )
-    pool = Pool(namespace, "p", owner["metadata"]["uid"])
+    pool = Owner(namespace, "p", owner["metadata"]["uid"])
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
 
     async def apply(replicas: int, image: str, live: Object | None) -> None:
@@ -43,19 +44,20 @@ async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client
 async def test_a_pool_that_goes_takes_only_its_own_memory(client: kube.Client, namespace: str) -> None:
     """Not that of another whose name begins alike: what it has is not written again."""
     written: list[str] = []
-    applier = Applier(client, _Leader(), clock=lambda: 0.0, on_write=lambda verb, kind: written.append(kind))
+    writer = Writer(client, _Leader(), on_write=lambda method, kind: written.append(kind))
+    applier = Applier(client, writer, clock=lambda: 0.0)
     owner = await client.request(
         "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
     )
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
-    pool, uid = Pool(namespace, "p-b", owner["metadata"]["uid"]), owner["metadata"]["uid"]
+    pool, uid = Owner(namespace, "p-b", owner["metadata"]["uid"]), owner["metadata"]["uid"]
     wanted = _deployment(namespace, uid, 1, "a")
     await applier.apply(pool, [wanted], {})
     live = await client.request("GET", path)
-    applier.forget(namespace, "p")
+    applier.forget((namespace, "p"))
     await applier.apply(pool, [wanted], {key(live): live})
     assert written == ["Deployment"]
-    applier.forget(namespace, "p-b")
+    applier.forget((namespace, "p-b"))
     await applier.apply(pool, [wanted], {key(live): live})
     assert written == ["Deployment", "Deployment"]
 

@@ -13,6 +13,7 @@ from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
 from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
 from perilune_operator.metrics import Metrics as OperatorMetrics
+from perilune_operator.metrics import Outcome as RoundOutcome
 from perilune_operator.observe import GatewayStats, gateway_stats
 
 DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
@@ -51,7 +52,7 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     registry = CollectorRegistry()
     operator = OperatorMetrics(registry, lambda: 0.0)
-    operator.round("done", 0.1, 0.1, changed=True)
+    operator.round(RoundOutcome.DONE, 0.1, 0.1, changed=True)
     operator.wrote("PATCH", "ConfigMap")
     pages = page(prompts=True) + generate_latest(registry).decode()
     known = set(re.findall(r"^(perilune_\w+)", pages, re.MULTILINE))
@@ -72,7 +73,7 @@ SCRAPED = frozenset({"namespace", "service", "pod", "le"})
 
 def test_the_dashboard_asks_by_labels_that_these_metrics_have() -> None:
     registry = CollectorRegistry()
-    OperatorMetrics(registry, lambda: 0.0).round("done", 0.1, 0.1, changed=True)
+    OperatorMetrics(registry, lambda: 0.0).round(RoundOutcome.DONE, 0.1, 0.1, changed=True)
     pages = page(prompts=True) + generate_latest(registry).decode()
     labels: dict[str, set[str]] = {}
     for name, told in re.findall(r"^(perilune_\w+)(?:{(.*)})? ", pages, re.MULTILINE):

@@ -14,7 +14,7 @@ from perilune_api.inference_pool.arguments import FORBIDDEN_ARGS, GATEWAY_ARGS, 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError, parse
-from perilune_gateway.main import arguments
+from perilune_gateway.arguments import arguments
 from perilune_operator import observe
 from perilune_operator.kinds import OPTIONAL, full_name, path
 from perilune_operator.observe import NodeFacts, Observed, PodFacts
