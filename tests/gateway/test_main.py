@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import re
+import subprocess
+import sys
 
 import aiohttp
 import grpc.aio
@@ -92,9 +94,32 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
         await gateway.server.stop(0)
 
 
-@pytest.mark.parametrize("value", ["-1", "nan", "inf", "soon", ""])
-@pytest.mark.parametrize("name", ["--drain-seconds", "--grace-seconds"])
-def test_seconds_that_are_none_are_a_wrong_call(capsys, name: str, value: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main.arguments(["--pool", "x", f"{name}={value}"])
-    assert f"argument {name}: {value!r} is no number of seconds" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        pytest.param(["--pool", "absent"], 2, "absent: No such file or directory", id="no pool file"),
+        pytest.param(["--pool", "."], 2, ".: Is a directory", id="a folder for a pool file"),
+        pytest.param(["--pool", "empty"], 2, "empty: Expected `object`, got `null`", id="no document"),
+        pytest.param(
+            ["--pool", "pool", "--decision-log", "absent/log"],
+            2,
+            "absent/log: No such file or directory",
+            id="no folder for the decision log",
+        ),
+        pytest.param(
+            ["--pool", "pool", "--admin", "1.2.3.4:9003"],
+            1,
+            "admin cannot listen on 1.2.3.4:9003: ",
+            id="no address of this machine",
+        ),
+    ],
+)
+def test_what_a_start_fails_of_is_told_in_a_line(tmp_path, monkeypatch, options, status, says) -> None:
+    """By a process of its own: what a gateway sets up is the whole process's."""
+    (tmp_path / "empty").touch()
+    (tmp_path / "pool").write_text("metadata: {name: p}\nspec: {model: {name: m}, endpoints: []}\n")
+    command = [sys.executable, "-m", "perilune_gateway.main", *options]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == status
+    assert ended.stderr.startswith(f"perilune-gateway: {says}")
+    assert ended.stderr.count("\n") == 1
