@@ -255,6 +255,26 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert ours | {"--pool", "--drain-seconds"} == GATEWAY_ARGS
 
 
+@pytest.mark.parametrize(
+    ("args", "probe"),
+    [
+        pytest.param([], {"grpc": {"port": 9002, "service": "readiness"}}, id="plain"),
+        pytest.param(
+            ["--tls-cert=/tls/tls.crt"], {"httpGet": {"path": "/readyz", "port": "admin"}}, id="TLS"
+        ),
+    ],
+)
+def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str], probe: Object) -> None:
+    objects = made({"model": {"name": "m"}, "gateway": {"args": args}}, Observed("u", 1)).objects or ()
+    (pod,) = (
+        o["spec"]["template"]["spec"]
+        for o in objects
+        if o["metadata"]["name"] == "p-gateway" and o["kind"] == "Deployment"
+    )
+    asked = pod["containers"][0]["readinessProbe"]
+    assert {name: asked[name] for name in ("grpc", "httpGet") if name in asked} == probe
+
+
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
     model = {"name": "m", "aliases": ["n"], "loras": [{"name": "a", "path": "/a"}]}
     spec = {"model": model, "routing": {"params": {"ageingWeight": 1}}}
