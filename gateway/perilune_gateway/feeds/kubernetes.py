@@ -48,23 +48,30 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         return None
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
-    port = annotations.get(names.EVENTS_PORT, "")
-    known = port.isdigit()
+    port = _port(annotations.get(names.EVENTS_PORT, ""))
     role = (meta.get("labels") or {}).get(names.ROLE_LABEL, "")
     return EndpointSpec(
         f"{host}:{names.ENGINE_PORT}",
         Role(role) if role in set(Role) else Role.BOTH,
         pod.get("spec", {}).get("nodeName", ""),
-        (f"tcp://{host}:{port}",) if known else (),
-        (f"tcp://{host}:{int(port) + 1}",) if known else (),
+        (f"tcp://{host}:{port}",) if port else (),
+        (f"tcp://{host}:{port + 1}",) if port else (),
         names.DRAINING in annotations,
         ready,
     )
 
 
+def _port(text: str) -> int:
+    """0: it is none; whoever may annotate pods may write anything there."""
+    known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_535
+    return int(text) if known else 0
+
+
 def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
-    """The document with these pods as its endpoints; nodes that it does not know are far from everything."""
-    endpoints = tuple(sorted(_chosen_from(pods), key=lambda e: e.address))
+    """The document with these pods as its endpoints; nodes that it does not know are far from everything. Of
+    two pods with one address (that of their node) a ready one counts."""
+    by_address = {e.address: e for e in sorted(_chosen_from(pods), key=lambda e: e.ready)}
+    endpoints = tuple(by_address[address] for address in sorted(by_address))
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
     spec = msgspec.structs.replace(

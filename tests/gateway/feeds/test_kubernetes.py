@@ -80,9 +80,22 @@ def test_a_pod_is_an_endpoint(given: Object, expected: EndpointSpec | None) -> N
     assert endpoint(given) == expected
 
 
+@pytest.mark.parametrize("port", ["", "x", "-1", "0", "65535", "²", "5557 ", "9" * 5000])
+def test_a_port_that_is_none_is_no_reason_to_end(port: str) -> None:
+    found = endpoint(pod(annotations={"perilune.dev/kv-events-port": port}))
+    assert found == EndpointSpec("10.0.0.1:8000", node="n1")
+
+
 def test_a_node_that_the_document_does_not_know_has_a_place_of_its_own() -> None:
     pool = with_pods(document(nodes={"n2": NodePlace("r1")}), [pod()])
     assert pool.spec.topology.nodes == {"n1": NodePlace(), "n2": NodePlace("r1")}
+
+
+def test_of_two_pods_with_one_address_a_ready_one_counts() -> None:
+    """Theirs is their node's. As two endpoints they would have the whole pool refused."""
+    pods = [pod("a"), pod("b", ready=False, started=True)]
+    for order in (pods, pods[::-1]):
+        assert with_pods(document(), order).spec.endpoints == (EndpointSpec("10.0.0.1:8000", node="n1"),)
 
 
 @pytest.mark.parametrize(
