@@ -3,15 +3,15 @@
     levels("info,perilune_gateway.recording=debug")  →  {"": INFO, "perilune_gateway.recording": DEBUG}
 
 A bare level is everybody's; `module=level` is that module's and of what lies below it. Lines are
-`time level module message key=value…`, or one JSON object each. Called once, by `main`.
+`time level module message key=value…`, or one JSON object each; an exception follows in lines that begin with
+blanks. Called once, by `main`.
 """
 
+import json
 import logging
 import sys
 import time
 from typing import Literal
-
-import msgspec
 
 from perilune_api.pool import SpecError
 
@@ -42,7 +42,8 @@ class TextFormatter(logging.Formatter):
         message = record.getMessage().translate(_ESCAPES)
         line = f"{_time(record)} {record.levelname.lower()} {record.name} {message}"
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            told = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n    {part.translate(_ESCAPES)}" for part in told)
         return line
 
 
@@ -58,7 +59,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return json.dumps(line)
 
 
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}

@@ -50,6 +50,21 @@ def test_text_never_breaks_out_of_its_line():
     assert line.endswith(r"path=/a\nfaked\r\x1b[2J")
 
 
+def test_an_exception_does_not_begin_a_record_of_its_own():
+    fake = "it\n1970-01-01T00:00:00.250Z info perilune_gateway.x all is well\x1b[2J"
+    first, *rest = TextFormatter().format(made("failed", error=ValueError(fake))).split("\n")
+    assert first.endswith("perilune_gateway.x failed")
+    assert rest[-1] == r"    1970-01-01T00:00:00.250Z info perilune_gateway.x all is well\x1b[2J"
+    assert all(line.startswith("    ") for line in rest)
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_what_is_no_text_is_logged_all_the_same(formatter):
+    """A file's name may be any bytes."""
+    line = formatter.format(made("path=%s", b"/a\xff".decode(errors="surrogateescape")))
+    assert "\\udcff" in line.encode("ascii", "backslashreplace").decode()
+
+
 def test_json_is_one_object_a_line():
     line = JsonFormatter().format(made("path=%s", '/a\n"b"'))
     assert "\n" not in line

@@ -44,10 +44,11 @@ class RotatedFile:
     def rotate(self) -> None:
         """Begin a new file. Raises OSError; the next `append` tries again."""
         self.close()
-        for i in range(self._keep, 0, -1):
-            older = self._older(i - 1)
-            if older.exists():
-                os.replace(older, self._older(i))
+        there = 0
+        while there < self._keep and self._older(there).exists():
+            there += 1
+        for i in range(there, 0, -1):
+            os.replace(self._older(i - 1), self._older(i))
         if not self._keep:
             self.path.unlink(missing_ok=True)
         self.size = 0

@@ -1,4 +1,5 @@
-"""What the tokenizer did, on /metrics: read when a scrape asks for it."""
+"""What the tokenizer did, on /metrics: read when a scrape asks for it. Series of every label exist from the
+start: a rate over one that appears late is wrong."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from perilune_gateway.tokens.incremental import IncrementalEncoder
-from perilune_gateway.tokens.tokenizer import Tokenizer
+from perilune_gateway.model import TokenSource
+from perilune_gateway.tokens.incremental import IncrementalEncoder, Why
+from perilune_gateway.tokens.tokenizer import Cause, Tokenizer
 
 
 class TokenMetrics:
-    """A collector; register it once. Labels come from enums."""
+    """A collector; register it once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -24,14 +26,14 @@ class TokenMetrics:
         prompts = CounterMetricFamily(
             "perilune_tokenized_prompts", "Prompts, by the source of their tokens.", labels=("source",)
         )
-        for source, count in tokenizer.counts.items():
-            prompts.add_metric((source.value,), count)
+        for source in TokenSource:
+            prompts.add_metric((source.value,), tokenizer.counts[source])
         yield prompts
         passed = CounterMetricFamily(
             "perilune_tokenizer_passed_on", "Times that a source could not tell.", labels=("cause",)
         )
-        for cause, count in tokenizer.causes.items():
-            passed.add_metric((cause.value,), count)
+        for cause in Cause:
+            passed.add_metric((cause.value,), tokenizer.causes[cause])
         yield passed
         if tokenizer.local is not None:
             yield from _local(tokenizer.local)
@@ -45,8 +47,8 @@ def _local(local: IncrementalEncoder) -> Iterator[Metric]:
         "perilune_encoded_texts", "Texts encoded here, by what was known of them.", labels=("known",)
     )
     texts.add_metric(("part",), local.hits)
-    for why, count in local.whole.items():
-        texts.add_metric((why.value,), count)
+    for why in Why:  # threads may add one meanwhile
+        texts.add_metric((why.value,), local.whole[why])
     yield texts
     yield _count("perilune_kept_tokens", "Tokens of texts that were known.", local.kept_tokens)
     yield _count("perilune_encoded_tokens", "Tokens of texts that had to be encoded.", local.encoded_tokens)

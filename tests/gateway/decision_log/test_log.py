@@ -189,6 +189,18 @@ class TestRotatedFile:
         assert kept[0] > 0
         assert [p.stat().st_size < 6_000 for p in tmp_path.iterdir()] == [True] * 3
 
+    def test_files_are_renamed_as_far_as_there_are_any(self, tmp_path):
+        """However many may stay."""
+        file = RotatedFile(tmp_path / "log", 1, 10**12)
+        for text in (b"1", b"2", b"3"):
+            file.append(text)
+            file.rotate()
+        file.append(b"4")
+        file.close()
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {
+            "log": b"4", "log.1": b"3", "log.2": b"2", "log.3": b"1",
+        }  # fmt: skip
+
     def test_without_older_files_it_begins_anew(self, tmp_path):
         file = RotatedFile(tmp_path / "log", 4, 0)
         file.append(b"old\n")

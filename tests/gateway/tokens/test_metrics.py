@@ -60,5 +60,7 @@ async def test_no_local_tokenizer():
     completion(tokenizer, "hello")
     page = scrape(tokenizer)
     assert 'perilune_tokenized_prompts_total{source="estimate"} 1.0' in page
+    assert 'perilune_tokenized_prompts_total{source="engine"} 0.0' in page, "from the start"
+    assert 'perilune_tokenizer_passed_on_total{cause="timeout"} 0.0' in page
     assert "perilune_tokenizer_info" not in page
     await tokenizer.close()
