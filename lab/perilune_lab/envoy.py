@@ -81,6 +81,7 @@ def config(
     grpc_retries: int = 8,
     keepalive_s: float = 0.0,
     health_check_s: float = 0.0,
+    processor_ca: Path | None = None,
     filters_before: Sequence[Json] = (),
     processing_mode: Json | None = None,
     ext_proc: Json | None = None,
@@ -90,8 +91,9 @@ def config(
     `retry_on` has `reset`: an endpoint that dies before it answers then costs nobody a request, also on a
     connection that was open. (`reset-before-request` would spare the next endpoint a prompt that kills.)
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready, 0: never. `filters_before` run before
-    ours. `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
+    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of whoever signed the
+    certificates of gateways that do TLS; None: they do none. `filters_before` run before ours.
+    `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
     return {
@@ -140,7 +142,9 @@ def config(
             ],
             "clusters": [
                 _endpoint_cluster(cluster, endpoints, buffer_bytes, connect_timeout_s),
-                _processor_cluster(processors, buffer_bytes, connect_timeout_s, keepalive_s, health_check_s),
+                _processor_cluster(
+                    processors, buffer_bytes, connect_timeout_s, keepalive_s, health_check_s, processor_ca
+                ),
             ],
         },
     }
@@ -318,6 +322,7 @@ def _processor_cluster(
     connect_timeout_s: float,
     keepalive_s: float,
     health_check_s: float,
+    ca: Path | None,
 ) -> Json:
     http2: Json = {"initial_stream_window_size": 16 * MIB, "initial_connection_window_size": 16 * MIB}
     if keepalive_s:
@@ -330,8 +335,10 @@ def _processor_cluster(
             "health_checks": [{**every, **once, "grpc_health_check": {"service_name": "readiness"}}],
             "common_lb_config": {"update_merge_window": "0s"},  # else workers hear of it up to 1 s later
         }
+    tls = {"transport_socket": _tls(ca)} if ca else {}
     return {
         **checks,
+        **tls,
         "name": "processors",
         "type": "STATIC",
         "connect_timeout": f"{connect_timeout_s}s",
@@ -340,6 +347,16 @@ def _processor_cluster(
         "load_assignment": _load_assignment("processors", processors),
         "typed_extension_protocol_options": _http("http2_protocol_options", http2),
     }
+
+
+def _tls(ca: Path) -> Json:
+    """Towards gateways: whoever has a certificate that `ca` signed is one."""
+    common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
+    return _named(
+        "envoy.transport_sockets.tls",
+        "transport_sockets.tls.v3.UpstreamTlsContext",
+        common_tls_context=common,
+    )
 
 
 def _ip_port(text: str) -> str:
@@ -370,6 +387,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="its --listen (default %(default)s)",
     )
     parser.add_argument(
+        "--gateway-ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM file of whoever signed its --tls-cert (default: it does no TLS)",
+    )
+    parser.add_argument(
         "--listen",
         type=_ip_port,
         default="127.0.0.1:10000",
@@ -381,7 +404,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         " request (default %(default)s)",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    bootstrap = config(args.endpoints, [args.gateway], mode=args.mode, listen=args.listen)
+    ca = args.gateway_ca.resolve() if args.gateway_ca else None
+    bootstrap = config(args.endpoints, [args.gateway], mode=args.mode, listen=args.listen, processor_ca=ca)
     print(json.dumps(bootstrap, indent=2))
     return 0
 
