@@ -42,6 +42,10 @@ SCHEDULING_BUCKETS_S = (
 )
 
 
+LEFT = "left"
+"""Stands for all endpoints that have left the pool."""
+
+
 class Step(StrEnum):
     """Steps of one decision: keys of `DecisionRecord.timings_us`."""
 
@@ -149,6 +153,8 @@ class Metrics:
         """Received since then."""
         self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
         self._open = 0
+        self._left: set[str] = set()
+        """Endpoints that are out of the pool, where requests may still be in flight."""
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
         self._streams: StreamCounts | None = None
@@ -228,6 +234,7 @@ class Metrics:
         """The counters get what was counted since the last time."""
         decisions, self._alike = self._alike, {}
         for (policy, reason, phase, target, source, affinity), alike in decisions.items():
+            self._left.discard(target)
             self._decisions.labels(policy, reason, phase).inc(alike.count)
             if reason is Reason.PASS_THROUGH:
                 continue
@@ -238,7 +245,7 @@ class Metrics:
                 self._affinity[affinity].inc(alike.count)
         ended, self._ended = self._ended, Counter()
         for (endpoint, outcome), count in ended.items():
-            self._requests.labels(endpoint, outcome).inc(count)
+            self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc(count)
         self._body.inc(self._body_bytes)
         self._body_bytes = 0
 
@@ -260,8 +267,10 @@ class Metrics:
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
-        """Drop the series of an endpoint that has left the pool."""
+        """Drop the series of an endpoint that has left the pool. What ends there afterwards counts as LEFT's:
+        else every pod that ever was would have its series again."""
         self.empty()
+        self._left.add(endpoint)
         for counter in (self._prompt, self._cached, self._scrape_errors):
             counter.remove(endpoint)
         for outcome in Outcome:

@@ -12,7 +12,8 @@ chat template. Store keys and engines that share a pool depend on all of them.
 3. `request_blocks_seen` is the router's side: hashes may agree while a prompt's own blocks never show up in
    the engine's stores. Then the prompt was tokenized differently here: the template. Where events come late
    (`heard`: a gateway that has just started, an engine that has too much to do) it says nothing.
-4. `report` gives an endpoint's state from its last results, with a sentence for people.
+4. `report` gives an endpoint's state from its last results, with a sentence for people; `news` only where it
+   has changed.
 
 Costs: about 3 µs per compared block, nothing for a store that is not sampled; the search for a cause is done
 only on a disagreement, and for at most one block.
@@ -32,7 +33,9 @@ from perilune_gateway.feeds.kv_events import BlockStored
 from perilune_gateway.state.engine_blocks import mm_of, salt_of
 
 _RECENT = 32
-_ENOUGH_REQUESTS = 8
+"""Results that a report is about."""
+_ENOUGH_REQUESTS, _FEW_SEEN = 8, 0.25
+"""Of so many prompts at least, less than this share showed up: the template differs."""
 LATE_S = 1.0
 """Events that lag more may be missing when `request_blocks_seen` is asked, which is so long after an end."""
 
@@ -78,6 +81,8 @@ class _Endpoint:
     """Its last batch was, or none has come yet."""
     requests: int = 0
     requests_seen: int = 0
+    told: Parity = Parity.UNKNOWN
+    """As `news` said last."""
     recent_requests: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
@@ -141,25 +146,30 @@ class ParityCheck:
         """The endpoint is gone, or a new process answers under its address."""
         self._endpoints.pop(endpoint, None)
 
+    def news(self, endpoint: str) -> Report | None:
+        """Its report, if its parity is another than the last time that it was asked for here."""
+        state, found = self._endpoints.get(endpoint), self.report(endpoint)
+        if state is None or found.parity is state.told:
+            return None
+        state.told = found.parity
+        return found
+
     def report(self, endpoint: str) -> Report:
         """The most frequent disagreement of the last results; OK if there is none."""
         state = self._endpoints.get(endpoint)
         if state is None:
             return Report()
         wrong = Counter(result for result in state.recent if result[0] is not Parity.OK)
+        requests = state.recent_requests
+        parity, cause = (Parity.OK if state.recent else Parity.UNKNOWN), ""
         if wrong:
             (parity, cause), _ = wrong.most_common(1)[0]
-        else:
-            requests = state.recent_requests
-            strangers = len(requests) >= _ENOUGH_REQUESTS and 4 * sum(requests) < len(requests)
-            if strangers:
-                parity = Parity.TEMPLATE
-                cause = (
-                    f"{len(requests) - sum(requests)} of its last {len(requests)} prompts never showed up"
-                    " among its blocks, although hashes agree: they were tokenized differently here"
-                )
-            else:
-                parity, cause = (Parity.OK if state.recent else Parity.UNKNOWN), ""
+        elif len(requests) >= _ENOUGH_REQUESTS and sum(requests) < _FEW_SEEN * len(requests):
+            parity = Parity.TEMPLATE
+            cause = (
+                f"{len(requests) - sum(requests)} of its last {len(requests)} prompts never showed up"
+                " among its blocks, although hashes agree: they were tokenized differently here"
+            )
         return Report(
             parity,
             cause,

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from perilune_api.pool import Limits, Role
 from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.metrics import Affinity, Metrics, Step, Window, affinity_of
+from perilune_gateway.metrics import LEFT, Affinity, Metrics, Step, Window, affinity_of
 from perilune_gateway.model import (
     Decision,
     Endpoint,
@@ -275,6 +275,16 @@ class TestMirror:
         assert b'endpoint="a"' not in generate_latest(metrics.registry)
         metrics.decided(record())
         assert value(metrics, "prompt_tokens_total", endpoint="a") == 1_000
+
+    def test_what_ends_on_an_endpoint_that_has_left_leaves_no_series_of_it(self, metrics):
+        metrics.decided(record())
+        metrics.forget("a")
+        metrics.ended("a", Outcome.COMPLETED)
+        assert b'endpoint="a"' not in generate_latest(metrics.registry)
+        assert value(metrics, "requests_total", endpoint=LEFT, outcome="completed") == 1
+        metrics.decided(record())
+        metrics.ended("a", Outcome.COMPLETED)
+        assert value(metrics, "requests_total", endpoint="a", outcome="completed") == 1, "it is back"
 
 
 class TestWindow:

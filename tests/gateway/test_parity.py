@@ -209,3 +209,17 @@ def test_where_events_come_late_missing_ones_say_nothing(lags_s):
 )
 def test_what_is_not_compared(event):
     assert check().observe(ENGINE, event) is None
+
+
+def test_news_are_told_once():
+    it = check()
+    assert it.news(ENGINE) is None, "nothing has been heard"
+    it.observe(ENGINE, announced())
+    assert it.news(ENGINE).parity is Parity.OK
+    it.observe(ENGINE, announced())
+    assert it.news(ENGINE) is None
+    it.observe(ENGINE, announced(Hashing(seed="0")))
+    assert it.news(ENGINE).parity is Parity.SEED
+    it.forget(ENGINE)
+    it.observe(ENGINE, announced(Hashing(seed="0")))
+    assert it.news(ENGINE).parity is Parity.SEED, "of another engine, for all that is known"

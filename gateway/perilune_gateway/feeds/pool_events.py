@@ -25,7 +25,7 @@ from perilune_gateway.feeds.kv_events import Batch, BlockStored
 from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
 from perilune_gateway.feeds.turn_budget import TurnBudget
 from perilune_gateway.model import Endpoint
-from perilune_gateway.parity import Parity, ParityCheck
+from perilune_gateway.parity import Parity, ParityCheck, Report
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.stats import EventStats
 
@@ -51,15 +51,13 @@ class EventSink:
         self._parity = parity
         self._router = router
         self._clock = clock
-        self._said: dict[str, Parity] = {}
-        """The parity that was last logged, by endpoint."""
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
         now = self._clock()
         self._parity.heard(endpoint, lag_s)
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
-                self._say(endpoint)
+                _tell(endpoint, self._parity.news(endpoint))
             self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
@@ -68,22 +66,21 @@ class EventSink:
             self._parity.forget(endpoint)
         self._router.on_applied(self._blocks.reset(endpoint, rank))
 
-    def _say(self, endpoint: str) -> None:
-        """One line when an endpoint's parity changes."""
-        found = self._parity.report(endpoint)
-        if found.parity is self._said.get(endpoint, Parity.UNKNOWN):
-            return
-        self._said[endpoint] = found.parity
-        if found.parity is Parity.OK:
-            log.info("block hashes equal the engine's endpoint=%s", endpoint)
-        else:
-            log.warning(
-                "block hashes differ from the engine's endpoint=%s parity=%s cause=%r cure=%r",
-                endpoint,
-                found.parity,
-                found.cause,
-                found.cure,
-            )
+
+def _tell(endpoint: str, news: Report | None) -> None:
+    """A line in the log when its parity changes."""
+    if news is None:
+        return
+    if news.parity is Parity.OK:
+        log.info("block hashes equal the engine's endpoint=%s", endpoint)
+        return
+    log.warning(
+        "block hashes differ from the engine's endpoint=%s parity=%s cause=%r cure=%r",
+        endpoint,
+        news.parity,
+        news.cause,
+        news.cure,
+    )
 
 
 class EventFeeds:
