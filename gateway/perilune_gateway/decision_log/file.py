@@ -1,12 +1,14 @@
 """A file that whole batches are appended to: all of a batch or nothing.
 
 A file that has become too large is renamed FILE.1, the one before it FILE.2 …; the oldest goes. A process
-that is killed may leave its last line cut; the next one starts on a line of its own.
+that is killed may leave its last line cut; the next one starts on a line of its own. A file that somebody
+moves, deletes or cuts is begun anew (`touched`).
 
-Does not: wait for the disk to have it (no fsync), share a file with another process.
+Does not: wait for the disk to have it (no fsync), share a file with another process that writes.
 """
 
 import os
+import stat
 from pathlib import Path
 
 MAX_BYTES = 256 * 2**20
@@ -36,6 +38,23 @@ class RotatedFile:
             os.ftruncate(self._fd, self.size)
             raise
         self.size += len(data)
+
+    def touched(self) -> bool:
+        """Somebody has moved, deleted or cut the file since the last append; it is open anew then. Raises
+        OSError."""
+        if self._fd >= 0:
+            ours = os.fstat(self._fd)
+            if not stat.S_ISREG(ours.st_mode) or (ours.st_size >= self.size and self._is_at_path(ours)):
+                return False
+        self.close()
+        self._open()
+        return True
+
+    def _is_at_path(self, ours: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(ours, os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     @property
     def full(self) -> bool:

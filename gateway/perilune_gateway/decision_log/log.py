@@ -117,6 +117,8 @@ class DecisionLog:
         lines: list[bytes] = []
         size_bytes = entries = rows = 0
         try:
+            if await loop.run_in_executor(self._thread, self._file.touched):
+                self._headed = False
             if self._file.full:
                 self._headed = False
                 await loop.run_in_executor(self._thread, self._file.rotate)

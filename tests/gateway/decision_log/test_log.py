@@ -156,6 +156,43 @@ class TestDecisionLog:
             await until(lambda: log.written == 2)
         assert numbers(folder / "log") == [1]
 
+    @pytest.mark.parametrize("how", ["deleted", "moved", "replaced", "cut"])
+    async def test_a_file_that_somebody_touches_is_begun_anew(self, tmp_path, how):
+        """As `rm` and logrotate do."""
+        path, moved = tmp_path / "log", tmp_path / "moved"
+        log = DecisionLog(RotatedFile(path, 10**6, 1), POOL, "1", lambda: 7.0)
+        async with running(log):
+            log.decided(0, record(0))
+            await until(lambda: log.written == 1)
+            match how:
+                case "deleted":
+                    path.unlink()
+                case "moved":
+                    path.rename(moved)
+                case "replaced":
+                    path.rename(moved)
+                    path.touch()
+                case "cut":
+                    os.truncate(path, 0)
+            for n in (1, 2):
+                log.decided(n, record(n))
+                await until(lambda n=n: log.written == n + 1)
+        assert numbers(path) == [1, 2]
+        assert not moved.exists() or numbers(moved) == [0]
+
+    async def test_a_pipe_is_no_file_that_can_be_touched(self, tmp_path):
+        os.mkfifo(tmp_path / "log")
+        reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+        log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
+        async with running(log):
+            for n in (0, 1):
+                log.decided(n, record(n))
+                await until(lambda n=n: log.written == n + 1)
+        lines = os.read(reader, 10**6).splitlines(True)
+        os.close(reader)
+        assert [e.number for e in read(lines, "pipe")] == [0, 1]
+        assert sum(b'"kind":"pool"' in line for line in lines) == 1
+
     async def test_others_run_while_much_is_written(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**9, 1), POOL, "1", lambda: 7.0)
         for n in range(400):
