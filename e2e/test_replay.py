@@ -3,7 +3,7 @@
     .venv/bin/python -m pytest e2e/test_replay.py -m e2e -s
 
 The reported hit rate is compared with an offline pass: an LRU of blocks per endpoint, over the endpoints that
-served and the order in which they admitted, outputs included (`perilune_lab.traces.offline`). About a
+served and the order in which they admitted, outputs included (tests/support/offline_pass.py). About a
 minute and a half per policy.
 """
 
@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 
 import msgspec
+import offline_pass
 import pytest
 
 from perilune_api.pool import Routing
 from perilune_lab.report import Report
 from perilune_lab.stack import EngineOptions, Programs, Stack
-from perilune_lab.traces import mooncake, offline
+from perilune_lab.traces import mooncake
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -59,9 +60,9 @@ async def test_2000_requests_at_high_speed(tmp_path: Path, policy: str):
         seen = served[row["request_id"]]
         turn = turns[seen["session"], seen["turn"]]
         visits.append(
-            offline.Visit(seen["endpoint"], row["admitted_s"], row["ended_s"], turn.prompt, turn.answer)
+            offline_pass.Visit(seen["endpoint"], row["admitted_s"], row["ended_s"], turn.prompt, turn.answer)
         )
     assert len(visits) == REQUESTS
-    expected = offline.total(offline.replay(visits, BLOCK, POOL_TOKENS))
+    expected = offline_pass.total(offline_pass.replay(visits, BLOCK, POOL_TOKENS))
     print(f"{policy}: reported {run.apc:.2%}, offline {expected.rate:.2%}, ceiling {run.apc_ceiling.any:.2%}")
     assert run.apc == pytest.approx(expected.rate, abs=0.02)

@@ -228,10 +228,10 @@ class Replay:
             o.requests.write_bytes(lines)
             self.err.print(f"requests: {o.requests}", highlight=False)
         if o.png:
-            from perilune_lab import figures  # matplotlib takes half a second
+            from perilune_lab.report import figure as drawing  # matplotlib takes half a second
 
             ttft_s = [r.ttft_s * o.time_scale for r in self.results if r.ttft_s is not None]
-            figures.draw(document, o.png, {document.runs[0].policy: ttft_s})
+            drawing.draw(document, o.png, {document.runs[0].policy: ttft_s})
             self.err.print(f"figure: {o.png}", highlight=False)
 
 

@@ -336,18 +336,6 @@ class Stack:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def processes(run: str) -> list[int]:
-    """Pids of all living processes whose PERILUNE_RUN is `run`; Linux only."""
-    wanted, found = f"{RUN_VARIABLE}={run}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            pass  # gone since, or not ours
-    return found
-
-
 def _write_tokenizer(folder: Path) -> None:
     """Tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
     from perilune_lab.vocabulary import Vocabulary, write_tokenizer

@@ -18,7 +18,7 @@ import bars
 import pytest
 
 from perilune_gateway.policy import POLICIES
-from perilune_lab.simulator import measure, scale
+from perilune_lab.simulator import large_fleet, measure
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
@@ -54,11 +54,11 @@ def test_decisions_at_1000_endpoints():
     comparison = Comparison(("lmetric_plus_one", "ear", "perilune"), load, SimulatedFleet(1000))
     played = piece(comparison, (200.0, 1))
     print()
-    for line in scale.lines(played):
+    for line in large_fleet.lines(played):
         print(line)
     for row in played:
-        assert row.seen.agreed >= scale.AGREED * row.seen.audited
-        assert sorted(row.seen.decision_s)[int(0.99 * len(row.seen.decision_s))] < scale.DECISION_P99_S
+        assert row.seen.agreed >= large_fleet.AGREED * row.seen.audited
+        assert sorted(row.seen.decision_s)[int(0.99 * len(row.seen.decision_s))] < large_fleet.DECISION_P99_S
 
 
 # -- beside Dynamo's offline replay ------------------------------------------------------------------------

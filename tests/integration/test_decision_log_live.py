@@ -13,8 +13,8 @@ from perilune_api import pool as spec
 from perilune_gateway.decision_log import Ended, Logged, read
 from perilune_gateway.policy import LIVE
 from perilune_lab.client import Load, run_load
+from perilune_lab.demo.load import demo_load
 from perilune_lab.stack import EngineOptions, Stack
-from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.vocabulary import Vocabulary
 from perilune_lab.whatif import cli as whatif
 
@@ -23,7 +23,7 @@ SECONDS, SCALE = 2.5, 40.0
 
 async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
     """The log of a gateway under a few seconds of agentic load. `kill`: it gets no time to end it."""
-    load = demo_workload(3, 1, SECONDS, SCALE)
+    load = demo_load(3, 1, SECONDS, SCALE)
     log = folder / f"{policy}.jsonl"
     stack = Stack(
         engines=3,

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from run_processes import processes
 
 from perilune_api import pool as spec
 from perilune_lab import envoy
 from perilune_lab.child import ready_facts
-from perilune_lab.stack import EngineOptions, Programs, Stack, StackError, places, processes
+from perilune_lab.stack import EngineOptions, Programs, Stack, StackError, places
 
 PART = """
 import os, signal, socket, sys, threading

@@ -4,7 +4,7 @@ Steps, for each policy in turn: a fresh stack (`Stack`) → the same sessions fo
 `--seconds` of wall time (`client.run_load`) → meanwhile a view of the gateway's own admin pages (`watch`,
 `live`) → end of the stack → one `report.Run`. Then the comparison table, the gains, and the report.
 
-The workload (`agentic.demo_workload`) is a fleet at a quarter of its size, so that a laptop carries it: token
+The load (`load.py`) is a fleet at a quarter of its size, so that a laptop carries it: token
 lengths and KV pools of a measured coding agent on H20 × 0.25, work at H20 speed × `--time-scale`, load in
 proportion to the endpoints. Over a run the sessions of one endpoint hold several times what its KV pool does,
 and spreading every session over all endpoints multiplies that: there routing matters.
@@ -37,12 +37,12 @@ from perilune_lab import report
 from perilune_lab.client import Load, run_load
 from perilune_lab.console import Console
 from perilune_lab.demo import live, text
+from perilune_lab.demo.load import demo_load
 from perilune_lab.demo.options import Options, parse
 from perilune_lab.demo.watch import Watch
 from perilune_lab.report import Report
 from perilune_lab.shares import as_percent
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
-from perilune_lab.traces.agentic import demo_workload
 from perilune_lab.traces.model import Mode
 from perilune_lab.vocabulary import Vocabulary
 
@@ -73,7 +73,7 @@ class Demo:
         self.options = options
         self.console = console
         self.programs = programs
-        self.load = demo_workload(options.endpoints, options.seed, options.seconds, options.time_scale)
+        self.load = demo_load(options.endpoints, options.seed, options.seconds, options.time_scale)
         engine_s = options.seconds * options.time_scale
         self.sessions = tuple(takewhile(lambda s: s.start_s < engine_s, self.load.sessions()))
         self.words = Vocabulary().words_for
@@ -234,9 +234,9 @@ class Demo:
             self.options.json.write_bytes(report.encode(document))
             self.console.print(f"report: {self.options.json}")
         if self.options.png:
-            from perilune_lab import figures  # matplotlib takes half a second
+            from perilune_lab.report import figure as drawing  # matplotlib takes half a second
 
-            figures.draw(document, self.options.png, {policy: ran.ttft_s for policy, ran in self.ran.items()})
+            drawing.draw(document, self.options.png, {policy: ran.ttft_s for policy, ran in self.ran.items()})
             self.console.print(f"figure: {self.options.png}")
 
 

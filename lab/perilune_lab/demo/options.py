@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import figure, output
-from perilune_lab.traces.agentic import demo_time_scale
+from perilune_lab.demo.load import usual_time_scale
 
 Number = TypeVar("Number", int, float)
 
@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--no-live", dest="live", action="store_false", help="lines instead of the live view")
     args = parser.parse_args(argv)
     compare = tuple(policy for policy in args.compare if policy != args.policy)
-    scale = args.time_scale or min(MOST_TIME_SCALE, demo_time_scale(args.endpoints))
+    scale = args.time_scale or min(MOST_TIME_SCALE, usual_time_scale(args.endpoints))
     return Options(**{**vars(args), "compare": compare, "time_scale": scale})
 
 

@@ -12,26 +12,26 @@ from rich.text import Text
 from perilune_api import names
 from perilune_lab import report
 from perilune_lab.client import SESSION_HEADER
+from perilune_lab.demo.load import DemoLoad
 from perilune_lab.demo.options import Options
 from perilune_lab.stack import Stack
-from perilune_lab.traces.agentic import Workload
 from perilune_lab.traces.model import Session
 
 
-def parameters(options: Options, workload: Workload, sessions: Sequence[Session]) -> Table:
+def parameters(options: Options, load: DemoLoad, sessions: Sequence[Session]) -> Table:
     """What will run."""
     grid = Table.grid(padding=(0, 2))
     grid.add_row("policies", f"{', '.join(options.order)}; {options.seconds:g} s each, fresh engines each")
     grid.add_row(
         "engines",
-        f"{options.endpoints} simulated (30B model on H20), KV pool {workload.kv_tokens:,} tokens each,"
+        f"{options.endpoints} simulated (30B model on H20), KV pool {load.kv_tokens:,} tokens each,"
         f" time scale {options.time_scale:g}",
     )
     requests = sum(len(session.turns) for session in sessions)
     grid.add_row("load", f"agentic, closed loop: {len(sessions)} sessions, up to {requests} requests")
     values = [
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in workload.describe().items()
+        for name, value in load.describe().items()
         if name != "kv_tokens"
     ]
     grid.add_row("", Text(", ".join(values), style="dim"))

@@ -37,29 +37,27 @@ class Extra(msgspec.Struct, frozen=True):
 
 
 def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:
-    good = [
-        s for s in outcome.requests if s.task.ideal_at_s >= workload.warmup_s and not (s.failed or s.rejected)
-    ]
-    span_s = max(s.finished_s for s in good) - min(s.submitted_s for s in good) if good else 0.0
+    good = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s and r.succeeded]
+    span_s = max(r.finished_s for r in good) - min(r.submitted_s for r in good) if good else 0.0
     return Extra(
-        in_flight=sum(s.finished_s - s.submitted_s for s in good) / span_s if span_s else 0.0,
+        in_flight=sum(r.e2e_s for r in good) / span_s if span_s else 0.0,
         turns_per_s=len(good) / span_s if span_s else 0.0,
         transfers_per_minute=60 * len(outcome.transfer_s) / (outcome.simulated_s or 1.0),
-        request_kv=quantiles((s.prompt_tokens + s.output_tokens) / pool_tokens for s in good),
+        request_kv=quantiles((r.prompt_tokens + r.output_tokens) / pool_tokens for r in good),
         decode_kv=quantiles(_occupancy(good, pool_tokens)),
         turns_left=quantiles(
-            len(workload.jobs[s.task.session].tasks) - 1 - s.task.number for s in good if s.reason in MOVING
+            len(workload.jobs[r.task.session].tasks) - 1 - r.task.number for r in good if r.reason in MOVING
         ),
-        moved_tokens=quantiles(s.moved_tokens for s in good if s.moved_tokens),
+        moved_tokens=quantiles(r.moved_tokens for r in good if r.moved_tokens),
     )
 
 
 def _occupancy(good: Sequence[SimulatedRequest], pool_tokens: int) -> list[float]:
     """KV of decoding requests over the pool, seen by each request that begins to decode (itself included)."""
     by_endpoint: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for s in good:
-        tokens = s.prompt_tokens + s.output_tokens
-        by_endpoint[s.endpoint] += [(s.first_token_s, tokens), (s.finished_s, -tokens)]
+    for r in good:
+        tokens = r.prompt_tokens + r.output_tokens
+        by_endpoint[r.endpoint] += [(r.first_token_s, tokens), (r.finished_s, -tokens)]
     found = []
     for events in by_endpoint.values():
         events.sort()

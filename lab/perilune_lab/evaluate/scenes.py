@@ -22,8 +22,8 @@ def watch(cell: Cell) -> Scene:
     """Plays it. Costs a second."""
     workload = cell.scenario.workload(cell.seed)
     outcome = play(cell, workload)
-    ended = [s for s in outcome.requests if not (s.failed or s.rejected)]
-    return Scene(cell, workload, tuple(sorted(ended, key=lambda s: s.number)))
+    ended = [r for r in outcome.requests if r.succeeded]
+    return Scene(cell, workload, tuple(sorted(ended, key=lambda r: r.number)))
 
 
 def steps(
@@ -46,9 +46,9 @@ def steps(
 def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[float, float, float]]:
     """Spans of uncached prompt that waits or runs there, in tokens or in seconds, as the router believed."""
     return [
-        (s.submitted_s, s.first_token_s, s.predicted_s if in_seconds else float(s.uncached_tokens))
-        for s in scene.requests
-        if s.prefill_endpoint == endpoint
+        (r.submitted_s, r.first_token_s, r.predicted_s if in_seconds else float(r.uncached_tokens))
+        for r in scene.requests
+        if r.prefill_endpoint == endpoint
     ]
 
 
@@ -56,7 +56,7 @@ def open_sessions(scene: Scene) -> list[tuple[float, float, float]]:
     """Spans from each session's first submission to its last answer."""
     first: dict[int, float] = {}
     last: dict[int, float] = {}
-    for s in scene.requests:
-        first.setdefault(s.task.session, s.submitted_s)
-        last[s.task.session] = max(last.get(s.task.session, 0.0), s.finished_s)
+    for r in scene.requests:
+        first.setdefault(r.task.session, r.submitted_s)
+        last[r.task.session] = max(last.get(r.task.session, 0.0), r.finished_s)
     return [(first[session], last[session], 1.0) for session in first]

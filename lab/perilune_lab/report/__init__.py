@@ -1,6 +1,6 @@
 """Reports: what a run measured, as one versioned document (`perilune.report/v1`) and as a table.
 
-    client's results ─▶ Measured ─run─▶ Run ─▶ Report ─▶ encode, table, figures.draw
+    client's results ─▶ Measured ─run─▶ Run ─▶ Report ─▶ encode, table, figure.draw
 
 `document` is the document, `measured` computes one policy's numbers, `columns` puts runs side by side. A
 field that the caller cannot know is absent in the document, never 0 or null; `docs/report.md` describes it

@@ -54,9 +54,6 @@ class Measured:
     queue_samples: Sequence[Sequence[float]] = ()
     """Queue length of every endpoint, sampled evenly in time."""
     scheduling: Scheduling | None = None
-    migration_bytes: int | None = None
-    """None: nobody knows."""
-    transfer_s: Sequence[float] = ()
 
 
 def run(measured: Measured) -> Run:
@@ -158,8 +155,6 @@ def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migration
         total=moves,
         per_minute=moves / span_s * 60,
         per_request=moves / len(good),
-        bytes=UNSET if m.migration_bytes is None else m.migration_bytes,
-        transfer_s=quantiles(m.transfer_s),
         accuracy=accurate / judged if judged else UNSET,
         thrash_rate=thrash / moves if moves else UNSET,
     )

@@ -27,7 +27,7 @@ from perilune_lab.arguments import output as output_file
 from perilune_lab.console import Console
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.simulator import faults as faults_of
-from perilune_lab.simulator import output, scale
+from perilune_lab.simulator import large_fleet, output
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20, LINKS, with_store
 from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, play, pooled, r_of
@@ -115,7 +115,7 @@ def run(options: Options, out: Console, err: Console) -> int:
             f" {requests / max(wall_s, 1e-9):,.0f} requests per second, {took_s:.1f} s in all",
             highlight=False,
         )
-        for line in scale.lines(rows):
+        for line in large_fleet.lines(rows):
             out.print(line, highlight=False)
     return 0
 

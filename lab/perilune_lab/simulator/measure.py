@@ -19,7 +19,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from perilune_gateway.model import MOVING
-from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
     GOODPUT_TPOT_S,
@@ -42,12 +41,12 @@ _RESAMPLES = 1000
 
 def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
     """One policy's numbers of one seed, of the turns after the workload's warm-up; makespans are of all."""
-    done = [s for s in outcome.requests if s.task.ideal_at_s >= workload.warmup_s]
-    good = [s for s in done if not (s.failed or s.rejected)]
-    prompt = sum(s.prompt_tokens for s in good)
-    span_s = (max(s.finished_s for s in good) - min(s.submitted_s for s in done)) if good else 0.0
-    ttft_s = [s.first_token_s - s.submitted_s for s in good]
-    tpot = [(s, _tpot_s(s)) for s in good if s.output_tokens > 1]
+    done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
+    good = [r for r in done if r.succeeded]
+    prompt = sum(r.prompt_tokens for r in good)
+    span_s = (max(r.finished_s for r in good) - min(r.submitted_s for r in done)) if good else 0.0
+    ttft_s = [r.ttft_s for r in good]
+    tpot = [(r, r.tpot_s) for r in good if r.output_tokens > 1]
     closed = workload.mode != "timestamps"
     floor = [task.ideal_ttft_s for task in workload.measured]
     measured = quantiles(ttft_s)
@@ -55,28 +54,28 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
         policy=outcome.policy,
         requests=len(done),
         succeeded=len(good),
-        rejected=sum(s.rejected for s in done),
+        rejected=sum(r.rejected for r in done),
         success_rate=len(good) / len(done) if done else 0.0,
-        apc=sum(_cached(s) for s in good) / prompt if prompt else UNSET,
+        apc=sum(_cached(r) for r in good) / prompt if prompt else UNSET,
         apc_ceiling=Ceiling(
-            any=sum(s.task.any_tokens for s in good) / prompt,
-            intra_session=sum(s.task.own_tokens for s in good) / prompt,
+            any=sum(r.task.any_tokens for r in good) / prompt,
+            intra_session=sum(r.task.own_tokens for r in good) / prompt,
         )
         if prompt
         else UNSET,
         ttft_s=measured,
         tpot_s=quantiles(t for _, t in tpot),
         itl_s=_weighted(outcome.gaps),
-        e2e_s=quantiles(s.finished_s - s.submitted_s for s in good),
-        turn_s=quantiles(s.finished_s - s.due_s for s in good),
-        output_tokens_per_s=sum(s.output_tokens for s in good) / span_s if span_s else UNSET,
+        e2e_s=quantiles(r.e2e_s for r in good),
+        turn_s=quantiles(r.finished_s - r.due_s for r in good),
+        output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
         migrations=_migrations(outcome, good, span_s, cooldown_s),
         hotspot=_hotspot(good),
-        interference=mean(t * (s.output_tokens - 1) / s.task.ideal_decode_s for s, t in tpot)
+        interference=mean(t * (r.output_tokens - 1) / r.task.ideal_decode_s for r, t in tpot)
         if tpot
         else UNSET,
         node_load_variance=mean(outcome.queue_variance) if outcome.queue_variance else UNSET,
-        goodput_per_s=sum(_inside(s) for s in good) / span_s if span_s else UNSET,
+        goodput_per_s=sum(_inside(r) for r in good) / span_s if span_s else UNSET,
         wall_clock_factor=outcome.simulated_s / ideal_makespan_s(workload) if closed and good else UNSET,
         wall_clock_factor_legacy=_legacy_factor(outcome, workload) if good else UNSET,
         stretch=quantiles(_stretches(good, workload)) if closed else UNSET,
@@ -101,10 +100,10 @@ def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | Uns
     return outcome.simulated_s / span_s if span_s else UNSET
 
 
-def _inside(s: SimulatedRequest) -> bool:
+def _inside(r: SimulatedRequest) -> bool:
     """Both SLOs of goodput."""
-    in_time = s.first_token_s - s.submitted_s <= GOODPUT_TTFT_S
-    return in_time and (s.output_tokens < 2 or _tpot_s(s) <= GOODPUT_TPOT_S)
+    in_time = r.ttft_s <= GOODPUT_TTFT_S
+    return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
 
 
 def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
@@ -117,41 +116,8 @@ def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
     return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
 
 
-def results(outcome: SimulatedOutcome, workload: Workload) -> list[Result]:
-    """The requests as a load client would report them."""
-    rows = []
-    for s in outcome.requests:
-        good = not (s.failed or s.rejected)
-        rows.append(
-            Result(
-                session=workload.jobs[s.task.session].name,
-                turn=s.task.number,
-                request_id=str(s.number),
-                submitted_at_s=s.submitted_s,
-                finished_at_s=s.finished_s,
-                due_at_s=s.due_s,
-                status=200 if good else 429 if s.rejected else 503,
-                error="" if good else "refused" if s.rejected else "its endpoint died",
-                endpoint=outcome.addresses[s.endpoint] if s.endpoint >= 0 else "",
-                reason=s.reason or "",
-                simulated=True,
-                ttft_s=s.first_token_s - s.submitted_s if good else None,
-                tpot_s=_tpot_s(s) if good and s.output_tokens > 1 else None,
-                e2e_s=s.finished_s - s.submitted_s if good else None,
-                prompt_tokens=s.prompt_tokens,
-                cached_tokens=_cached(s) if good else None,
-                output_tokens=s.output_tokens if good else 0,
-            )
-        )
-    return rows
-
-
-def _tpot_s(s: SimulatedRequest) -> float:
-    return (s.finished_s - s.first_token_s) / (s.output_tokens - 1)
-
-
-def _cached(s: SimulatedRequest) -> int:
-    return s.cached_tokens if s.leg_cached_tokens < 0 else s.leg_cached_tokens
+def _cached(r: SimulatedRequest) -> int:
+    return r.cached_tokens if r.leg_cached_tokens < 0 else r.leg_cached_tokens
 
 
 def _migrations(
@@ -161,12 +127,12 @@ def _migrations(
         return UNSET
     moves, accurate, judged, thrash = 0, 0, 0, 0
     for rows in _by_session(good).values():
-        at = [i for i, s in enumerate(rows) if s.reason in MOVING]
+        at = [i for i, r in enumerate(rows) if r.reason in MOVING]
         moves += len(at)
         for i in at:
             after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]
             judged += bool(after)
-            accurate += bool(after) and not any(s.hot for s in after)
+            accurate += bool(after) and not any(r.hot for r in after)
         thrash += sum(rows[b].submitted_s - rows[a].submitted_s < cooldown_s for a, b in pairwise(at))
     return Migrations(
         total=moves,
@@ -181,23 +147,20 @@ def _migrations(
 
 def _by_session(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
     rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
-    for s in sorted(good, key=lambda s: s.number):
-        rows[s.task.session].append(s)
+    for r in sorted(good, key=lambda r: r.number):
+        rows[r.task.session].append(r)
     return rows
 
 
 def _by_endpoint(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
     rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
-    for s in good:
-        rows[s.endpoint].append(s)
+    for r in good:
+        rows[r.endpoint].append(r)
     return rows
 
 
 def _hotspot(good: Sequence[SimulatedRequest]) -> Hotspot | UnsetType:
-    p90s = [
-        quantile(sorted(s.first_token_s - s.submitted_s for s in rows), 0.9)
-        for rows in _by_endpoint(good).values()
-    ]
+    p90s = [quantile(sorted(r.ttft_s for r in rows), 0.9) for rows in _by_endpoint(good).values()]
     if not p90s:
         return UNSET
     middle = median(p90s)
@@ -209,16 +172,16 @@ def _per_endpoint(
 ) -> tuple[PerEndpoint, ...] | UnsetType:
     found = []
     for e, rows in sorted(_by_endpoint(good).items()):
-        prompt = sum(s.prompt_tokens for s in rows)
+        prompt = sum(r.prompt_tokens for r in rows)
         found.append(
             PerEndpoint(
                 endpoint=outcome.addresses[e],
                 requests=len(rows),
-                sessions=len({s.task.session for s in rows}),
+                sessions=len({r.task.session for r in rows}),
                 prompt_tokens=prompt,
-                output_tokens=sum(s.output_tokens for s in rows),
-                apc=sum(_cached(s) for s in rows) / prompt,
-                ttft_s=quantiles(s.first_token_s - s.submitted_s for s in rows),
+                output_tokens=sum(r.output_tokens for r in rows),
+                apc=sum(_cached(r) for r in rows) / prompt,
+                ttft_s=quantiles(r.ttft_s for r in rows),
             )
         )
     return tuple(found) or UNSET

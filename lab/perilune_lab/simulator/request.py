@@ -104,3 +104,21 @@ class SimulatedRequest:
         self.preemptions = 0
         self.failed = False
         self.rejected = False
+
+    @property
+    def succeeded(self) -> bool:
+        """Of one that has ended."""
+        return not (self.failed or self.rejected)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.submitted_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Of one with at least two tokens."""
+        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_s - self.submitted_s

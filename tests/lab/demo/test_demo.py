@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from rich.console import Console
+from run_processes import processes
 
 from perilune_lab import report
 from perilune_lab.cli import PIPE_CLOSED
@@ -20,7 +21,7 @@ from perilune_lab.client import Result
 from perilune_lab.demo import live, text
 from perilune_lab.demo.options import parse
 from perilune_lab.demo.watch import Watch
-from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions, processes
+from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions
 
 WAIT_S = 60
 UNDER_LOAD = " APC "

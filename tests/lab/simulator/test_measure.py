@@ -5,12 +5,13 @@ import pytest
 
 from perilune_gateway.model import Reason
 from perilune_lab import report
+from perilune_lab.client import Result
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, piece, pooled, r_of
 from perilune_lab.simulator.routing import Setting
-from perilune_lab.simulator.simulation import simulate
-from perilune_lab.simulator.workload import prepare
+from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
+from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode
 
@@ -23,16 +24,15 @@ def test_its_numbers_are_those_of_a_report():
     )
     workload = prepare(trace, H20.engine)
     outcome = simulate(workload, Setting("ear"))
+    assert all(r.succeeded for r in outcome.requests)
     ours = measure.run(outcome, workload)
     theirs = report.run(
         report.Measured(
             policy="ear",
-            results=measure.results(outcome, workload),
+            results=as_client_results(outcome, workload),
             sessions=trace.sessions,
             mode=Mode.THINKTIME,
             engine=H20.engine,
-            migration_bytes=outcome.moved_bytes,
-            transfer_s=outcome.transfer_s,
         )
     )
     assert any(s.reason is Reason.MOVED for s in outcome.requests)
@@ -46,6 +46,31 @@ def test_its_numbers_are_those_of_a_report():
     )
     for name, value in same.items():
         assert near(mine[name], value), name
+
+
+def as_client_results(outcome: SimulatedOutcome, workload: Workload) -> list[Result]:
+    """The requests, which all succeeded, as a load client would report them."""
+    return [
+        Result(
+            session=workload.jobs[r.task.session].name,
+            turn=r.task.number,
+            request_id=str(r.number),
+            submitted_at_s=r.submitted_s,
+            finished_at_s=r.finished_s,
+            due_at_s=r.due_s,
+            status=200,
+            endpoint=outcome.addresses[r.endpoint],
+            reason=r.reason,
+            simulated=True,
+            ttft_s=r.first_token_s - r.submitted_s,
+            tpot_s=(r.finished_s - r.first_token_s) / (r.output_tokens - 1) if r.output_tokens > 1 else None,
+            e2e_s=r.finished_s - r.submitted_s,
+            prompt_tokens=r.prompt_tokens,
+            cached_tokens=r.cached_tokens,
+            output_tokens=r.output_tokens,
+        )
+        for r in outcome.requests
+    ]
 
 
 def near(mine: object, theirs: object) -> bool:

@@ -1,9 +1,7 @@
-from itertools import islice
-
 import pytest
 
 from perilune_lab.traces import agentic
-from perilune_lab.traces.agentic import Agentic, demo_workload, gap_s, generate, sessions
+from perilune_lab.traces.agentic import Agentic, gap_s, generate, sessions
 from perilune_lab.traces.model import Role, Style, Turn
 from perilune_lab.traces.stats import Stats, stats
 
@@ -149,21 +147,3 @@ def test_skew_makes_few_sessions_heavy():
     even = stats(generate(Agentic(), 1, 500)).top_1_percent_share
     skewed = stats(generate(Agentic(zipf_alpha=1.0), 1, 500)).top_1_percent_share
     assert skewed > even
-
-
-def test_the_demo_begins_anew_for_every_policy():
-    load = demo_workload(endpoints=4, seed=1, seconds=20, time_scale=5)
-    assert list(islice(load.sessions(), 20)) == list(islice(load.sessions(), 20))
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(("endpoints", "seconds", "time_scale"), [(4, 20, 5), (8, 60, 2.5), (2, 20, 10)])
-def test_the_demos_sessions_outlive_one_kv_pool(endpoints: int, seconds: float, time_scale: float, seed: int):
-    load = demo_workload(endpoints, seed, seconds, time_scale)
-    started = [s for s in islice(load.sessions(), 500) if s.start_s < seconds * time_scale]
-    contexts = sum(s.turns[-1].prompt_tokens for s in started)
-    assert contexts / endpoints > 1.5 * load.kv_tokens
-    assert sum(len(s.turns) for s in started) > 150
-    longest = max(t.prompt_tokens + t.output_tokens for s in started for t in s.turns)
-    assert longest <= load.context_tokens < load.kv_tokens
-    assert load.describe()["kv_tokens"] == 50_000

@@ -5,8 +5,8 @@ import pytest
 from perilune_lab.report import Run
 from perilune_lab.simulator.cli import main
 from perilune_lab.simulator.harness import Played
+from perilune_lab.simulator.large_fleet import lines
 from perilune_lab.simulator.routing import Seen
-from perilune_lab.simulator.scale import lines
 
 
 def played(seen: Seen, peak_bytes: int = 2**20) -> Played:

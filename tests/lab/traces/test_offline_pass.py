@@ -1,10 +1,9 @@
 import itertools
 
 import pytest
+from offline_pass import Hits, Visit, replay, total
 
-from perilune_lab.traces import offline
 from perilune_lab.traces.model import Segment
-from perilune_lab.traces.offline import Hits, Visit
 
 
 def visit(
@@ -16,9 +15,7 @@ def visit(
 
 def hits(*visits: Visit, pool: int = 1000, block: int = 4) -> list[int]:
     """Cached tokens of each visit, each found as the difference that it makes."""
-    totals = [
-        offline.total(offline.replay(visits[:n], block, pool)).cached_tokens for n in range(len(visits) + 1)
-    ]
+    totals = [total(replay(visits[:n], block, pool)).cached_tokens for n in range(len(visits) + 1)]
     return [after - before for before, after in itertools.pairwise(totals)]
 
 
@@ -62,10 +59,10 @@ def test_what_is_in_use_stays():
 
 
 def test_endpoints_do_not_share():
-    found = offline.replay([visit(0, ("a", 8)), visit(1, ("a", 9), on="f"), visit(2, ("a", 9))], 4, 100)
+    found = replay([visit(0, ("a", 8)), visit(1, ("a", 9), on="f"), visit(2, ("a", 9))], 4, 100)
     assert found == {"e": Hits(17, 8), "f": Hits(9, 0)}
-    assert offline.total(found).rate == 8 / 26
+    assert total(found).rate == 8 / 26
 
 
 def test_nothing_has_rate_zero():
-    assert offline.total({}).rate == 0.0
+    assert total({}).rate == 0.0

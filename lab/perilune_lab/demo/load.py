@@ -1,0 +1,66 @@
+"""The demo's load: agentic traffic sized for a few endpoints, and what engines must be so that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from perilune_lab.traces.agentic import Agentic, describe, sessions
+from perilune_lab.traces.model import Session
+
+
+@dataclass(frozen=True, slots=True)
+class DemoLoad:
+    """What is played, and on what."""
+
+    parameters: Agentic
+    seed: int
+    kv_tokens: int
+    """KV pool of one endpoint: a few sessions; they outlive it unless they stay apart."""
+    context_tokens: int
+
+    def sessions(self) -> Iterator[Session]:
+        """Without end; every call begins anew, so that policies can be compared on equal sessions."""
+        return sessions(self.parameters, self.seed)
+
+    def describe(self) -> dict[str, float | int | str]:
+        return {"seed": self.seed, "kv_tokens": self.kv_tokens} | describe(self.parameters)
+
+
+def usual_time_scale(endpoints: int) -> float:
+    """Engine seconds per wall second at which some 12 requests a wall second come together: what a small
+    machine can push through gateway, Envoy and engines."""
+    return 20.0 / endpoints
+
+
+def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float) -> DemoLoad:
+    """Load for `endpoints` H20s, watched for `seconds` wall seconds, on which routing matters as on a
+    loaded fleet: spread without affinity it thrashes every KV pool and queues, kept together it fits.
+
+    Lengths are a quarter of the real ones (a laptop pushes the bytes), KV pools (50,000 tokens of 70,400)
+    and gaps with them; sessions have at least 3 turns. A short run has shorter gaps and more sessions, so
+    that sessions still get somewhere."""
+    watched_s = seconds * time_scale
+    return DemoLoad(
+        parameters=Agentic(
+            sessions_per_s=endpoints * 0.24 * _clamp((60.0 / watched_s) ** 0.5, 1.0, 2.0),
+            turns_alpha=1.5,
+            turns_min=3,
+            turns_max=40,
+            first_prompt=(9.35, 0.95),
+            tool_result=(7.2, 1.25),
+            answer=(4.4, 1.9),
+            compacted_share=0.0,
+            same_task_share=0.11,
+            zipf_alpha=0.0,
+            length_scale=0.25,
+            gap_scale=_clamp(watched_s / 400.0, 0.05, 0.25),
+        ),
+        seed=seed,
+        kv_tokens=50_000,
+        context_tokens=32_768,
+    )
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return max(low, min(high, value))
