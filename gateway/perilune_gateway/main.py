@@ -31,10 +31,10 @@ from perilune_gateway.arguments import arguments
 from perilune_gateway.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.explain import Decisions
 from perilune_gateway.feeds import drained, engine_metrics
-from perilune_gateway.feeds.endpoints import PoolFile
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
+from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.policy import LIVE

@@ -158,12 +158,12 @@ def plan_migration(
 ) -> Plan:
     """`endpoints`: all of the pool, each with its links to hosts and holders. `pullable`: engines can pull
     from each other."""
-    planner = _Planner(endpoints, budget, params, pullable, triggers)
-    offers = [(planner.offer(session), session) for session in sessions if planner.trigger(session.host)]
+    draft = _Draft(endpoints, budget, params, pullable, triggers)
+    offers = [(draft.offer(session), session) for session in sessions if draft.trigger(session.host)]
     offers.sort(key=lambda offer: (offer[0].reason is not MoveReason.DRAIN, -offer[0].value_s))
-    verdicts = [planner.settle(session) for _, session in offers]
+    verdicts = [draft.settle(session) for _, session in offers]
     if MoveTrigger.REPLICATE in triggers:
-        verdicts += [planner.replicate(p) for p in sorted(prefixes, key=lambda p: -p.frequency_score)]
+        verdicts += [draft.replicate(p) for p in sorted(prefixes, key=lambda p: -p.frequency_score)]
     return Plan(tuple(m for m in verdicts if m.approved), tuple(m for m in verdicts if not m.approved))
 
 
@@ -171,13 +171,13 @@ def pressed(
     endpoints: Sequence[Candidate], params: PolicyParams, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
 ) -> list[str]:
     """The endpoints whose sessions a plan looks at: draining ones first, then the longest queues."""
-    planner = _Planner(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
-    found = [c for c in endpoints if planner.trigger(c.address)]
+    draft = _Draft(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
+    found = [c for c in endpoints if draft.trigger(c.address)]
     found.sort(key=lambda c: (not c.draining, -c.load.pending_prefill_s))
     return [c.address for c in found]
 
 
-class _Planner:
+class _Draft:
     """One plan in the making: loads and budget as they will be after the moves so far."""
 
     def __init__(

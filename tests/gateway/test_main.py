@@ -23,7 +23,7 @@ from perilune_api.pool import (
     SpecError,
 )
 from perilune_gateway import main
-from perilune_gateway.feeds.endpoints import PoolFile
+from perilune_gateway.feeds.pool_file import PoolFile
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
 

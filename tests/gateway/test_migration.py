@@ -26,7 +26,7 @@ PARAMS = PolicyParams()
 PLENTY = Budget(moves=100, link_bytes=10**12)
 
 
-def node(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
+def one(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
     links = {a: link(bytes_per_s=5e6) for a in "abcd" if a != address}
     return candidate(address, pending_s=queue_s, engine=PLAIN, **({"links": links} | kwargs))
 
@@ -35,8 +35,8 @@ def session(id: str = "s", host: str = "a", tokens: int = 1000, **kwargs) -> Ses
     return SessionFacts(id, host, tokens, **({"cached_tokens": tokens} | kwargs))
 
 
-def plan(sessions, nodes, budget: Budget = PLENTY, params: PolicyParams = PARAMS, **kwargs) -> Plan:
-    return plan_migration(sessions, nodes, budget, params, **kwargs)
+def plan(sessions, candidates, budget: Budget = PLENTY, params: PolicyParams = PARAMS, **kwargs) -> Plan:
+    return plan_migration(sessions, candidates, budget, params, **kwargs)
 
 
 def only(p: Plan) -> Move:
@@ -45,73 +45,73 @@ def only(p: Plan) -> Move:
 
 
 @pytest.mark.parametrize(
-    ("s", "nodes", "reason", "target"),
+    ("s", "candidates", "reason", "target"),
     [
-        pytest.param(session(), [node("a", 1.6), node("b")], MoveReason.HOT_HOST, "b", id="hot host"),
+        pytest.param(session(), [one("a", 1.6), one("b")], MoveReason.HOT_HOST, "b", id="hot host"),
         pytest.param(
             session(),
-            [node("a", 3), node("b", 1), node("c", 0.5)],
+            [one("a", 3), one("b", 1), one("c", 0.5)],
             MoveReason.HOT_HOST,
             "c",
             id="the least queued",
         ),
         pytest.param(
-            session(seconds_since_move=30.0), [node("a", 3), node("b")], MoveReason.COOLDOWN, "", id="cool"
+            session(seconds_since_move=30.0), [one("a", 3), one("b")], MoveReason.COOLDOWN, "", id="cool"
         ),
-        pytest.param(session(), [node("a", 3), node("b", 3)], MoveReason.NOWHERE, "", id="equal load"),
+        pytest.param(session(), [one("a", 3), one("b", 3)], MoveReason.NOWHERE, "", id="equal load"),
         pytest.param(
-            session(), [node("a", 3), node("b", kv_free=999)], MoveReason.NOWHERE, "", id="no KV room"
+            session(), [one("a", 3), one("b", kv_free=999)], MoveReason.NOWHERE, "", id="no KV room"
         ),
         pytest.param(
-            session(), [node("a", 3), node("b", draining=True)], MoveReason.NOWHERE, "", id="target drains"
+            session(), [one("a", 3), one("b", draining=True)], MoveReason.NOWHERE, "", id="target drains"
         ),
         pytest.param(
             session(tokens=10_000),
-            [node("a", 1.9), node("b")],
+            [one("a", 1.9), one("b")],
             MoveReason.NOT_WORTH,
             "b",
             id="1.9 × 1.5 < 1.5 × 2",
         ),
         pytest.param(
             session(tokens=10_000, turns=2),
-            [node("a", 1.9), node("b")],
+            [one("a", 1.9), one("b")],
             MoveReason.HOT_HOST,
             "b",
             id="1.9 × 1.75 > 1.5 × 2: more turns left",
         ),
         pytest.param(
             session(tokens=10_000, stored_tokens=10_000),
-            [node("a", 6), node("b", links={})],
+            [one("a", 6), one("b", links={})],
             MoveReason.HOT_HOST,
             "b",
             id="5 s from the store",
         ),
         pytest.param(
-            session(seconds_since_move=0.0), [node("a", draining=True), node("b", 9)], MoveReason.DRAIN, "b",
+            session(seconds_since_move=0.0), [one("a", draining=True), one("b", 9)], MoveReason.DRAIN, "b",
             id="drain: whatever the load, whenever it moved",
         ),
-        pytest.param(session(), [node("a", draining=True)], MoveReason.NOWHERE, "", id="drain, alone"),
+        pytest.param(session(), [one("a", draining=True)], MoveReason.NOWHERE, "", id="drain, alone"),
     ],
 )  # fmt: skip
-def test_one_session(s: SessionFacts, nodes: list[Candidate], reason: MoveReason, target: str) -> None:
-    move = only(plan([s], nodes))
+def test_one_session(s: SessionFacts, candidates: list[Candidate], reason: MoveReason, target: str) -> None:
+    move = only(plan([s], candidates))
     assert (move.reason, move.target) == (reason, target)
     assert move.approved == move.release == (reason in (MoveReason.HOT_HOST, MoveReason.DRAIN))
 
 
 @pytest.mark.parametrize(
-    ("s", "nodes"),
+    ("s", "candidates"),
     [
-        pytest.param(session(), [node("a", 1.5), node("b")], id="T_hot itself"),
-        pytest.param(session(host="gone"), [node("a", 9), node("b")], id="host gone"),
+        pytest.param(session(), [one("a", 1.5), one("b")], id="T_hot itself"),
+        pytest.param(session(host="gone"), [one("a", 9), one("b")], id="host gone"),
     ],
 )
-def test_sessions_of_other_hosts_are_not_looked_at(s: SessionFacts, nodes: list[Candidate]) -> None:
-    assert plan([s], nodes) == Plan()
+def test_sessions_of_other_hosts_are_not_looked_at(s: SessionFacts, candidates: list[Candidate]) -> None:
+    assert plan([s], candidates) == Plan()
 
 
 def test_a_move_carries_its_numbers() -> None:
-    move = only(plan([session(tokens=5000)], [node("a", 4.0), node("b", 1.0)]))
+    move = only(plan([session(tokens=5000)], [one("a", 4.0), one("b", 1.0)]))
     assert move == Move(
         "s", MoveReason.HOT_HOST, "a", "b", 5_000_000, pytest.approx(1.0), pytest.approx(4.5), 1.5, 1.5, True
     )
@@ -120,8 +120,8 @@ def test_a_move_carries_its_numbers() -> None:
 
 def test_a_slow_link_costs_more_until_the_move_stops() -> None:
     def reason(slowdown: float) -> MoveReason:
-        far = node("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
-        return only(plan([session(tokens=5000)], [node("a", 4.0), far])).reason
+        far = one("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
+        return only(plan([session(tokens=5000)], [one("a", 4.0), far])).reason
 
     assert [reason(1.0), reason(3.9), reason(4.1)] == [
         MoveReason.HOT_HOST,
@@ -131,33 +131,33 @@ def test_a_slow_link_costs_more_until_the_move_stops() -> None:
 
 
 def test_without_transfers_a_move_costs_the_recompute() -> None:
-    move = only(plan([session(tokens=5000)], [node("a", 9.0), node("b")], pullable=False))
+    move = only(plan([session(tokens=5000)], [one("a", 9.0), one("b")], pullable=False))
     assert (move.cost_s, move.transfer_bytes, move.reason) == (5.0, 0, MoveReason.HOT_HOST)
 
 
 def test_a_rack_under_pressure_sheds_to_another_rack() -> None:
     here, there = Place("n1", "r1"), Place("n2", "r2")
-    nodes = [
-        node("a", 1.4, place=here),
-        node("b", 5.0, place=here),
-        node("c", place=there),
-        node("d", place=there),
+    candidates = [
+        one("a", 1.4, place=here),
+        one("b", 5.0, place=here),
+        one("c", place=there),
+        one("d", place=there),
     ]
-    assert plan([session()], nodes) == Plan(), "3.2 s is no more than twice the fleet's 1.6"
-    move = only(plan([session()], nodes, params=PolicyParams(rack_pressure=1.9)))
+    assert plan([session()], candidates) == Plan(), "3.2 s is no more than twice the fleet's 1.6"
+    move = only(plan([session()], candidates, params=PolicyParams(rack_pressure=1.9)))
     assert (move.reason, move.target) == (MoveReason.RACK_PRESSURE, "c")
 
 
 def test_a_host_stops_being_hot_when_enough_have_left() -> None:
     sessions = [session(f"s{i}") for i in range(4)]
-    p = plan(sessions, [node("a", 2.0, sessions=4), node("b"), node("c")])
+    p = plan(sessions, [one("a", 2.0, sessions=4), one("b"), one("c")])
     assert [(m.subject, m.target) for m in p.moves] == [("s0", "b")]
     assert [m.reason for m in p.stays] == [MoveReason.RELIEVED] * 3
 
 
 def test_one_target_is_not_flooded() -> None:
     sessions = [session(f"s{i}") for i in range(4)]
-    p = plan(sessions, [node("a", 8.0, sessions=4), node("b"), node("c")])
+    p = plan(sessions, [one("a", 8.0, sessions=4), one("b"), one("c")])
     assert [m.target for m in p.moves] == ["b", "c", "b"]
     assert [m.reason for m in p.stays] == [MoveReason.NOWHERE]
 
@@ -172,14 +172,14 @@ def test_one_target_is_not_flooded() -> None:
     ],
 )
 def test_the_budget(budget: Budget, reasons: list[str]) -> None:
-    p = plan([session("s"), session("t")], [node("a", 9.0, sessions=9), node("b")], budget)
+    p = plan([session("s"), session("t")], [one("a", 9.0, sessions=9), one("b")], budget)
     assert [m.reason for m in (*p.moves, *p.stays)] == reasons
     assert not any(m.release for m in p.stays)
 
 
 def test_drains_come_first() -> None:
-    nodes = [node("a", 9.0), node("b", draining=True), node("c")]
-    p = plan([session("hot"), session("drain", "b")], nodes, Budget(1, 10**9))
+    candidates = [one("a", 9.0), one("b", draining=True), one("c")]
+    p = plan([session("hot"), session("drain", "b")], candidates, Budget(1, 10**9))
     assert [m.subject for m in p.moves] == ["drain"]
 
 
@@ -187,24 +187,24 @@ PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
 
 
 @pytest.mark.parametrize(
-    ("p", "nodes", "reason", "target"),
+    ("p", "candidates", "reason", "target"),
     [
-        pytest.param(PREFIX, [node("a"), node("b", 1), node("c")], MoveReason.REPLICATE, "c", id="hot"),
+        pytest.param(PREFIX, [one("a"), one("b", 1), one("c")], MoveReason.REPLICATE, "c", id="hot"),
         pytest.param(
-            PrefixFacts("x", 1000, 0.29, PREFIX.locations), [node("a"), node("b")], MoveReason.NOT_HOT, "",
+            PrefixFacts("x", 1000, 0.29, PREFIX.locations), [one("a"), one("b")], MoveReason.NOT_HOT, "",
             id="not hot",
         ),
         pytest.param(
             PrefixFacts("x", 1000, 9.0, (Location("a", 1000), Location("b", 1000))),
-            [node("a"), node("b")],
+            [one("a"), one("b")],
             MoveReason.NOWHERE,
             "",
             id="everywhere already",
         ),
     ],
 )  # fmt: skip
-def test_replication(p: PrefixFacts, nodes: list[Candidate], reason: MoveReason, target: str) -> None:
-    move = only(plan([], nodes, prefixes=[p]))
+def test_replication(p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str) -> None:
+    move = only(plan([], candidates, prefixes=[p]))
     assert (move.reason, move.target, move.release) == (reason, target, False)
 
 
@@ -220,38 +220,38 @@ def test_replication(p: PrefixFacts, nodes: list[Candidate], reason: MoveReason,
 def test_a_copy_must_save_more_than_it_costs(
     score: float, slowdown: float, reason: MoveReason, cost_s: float
 ) -> None:
-    there = node("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
+    there = one("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
     p = PrefixFacts("x", 1000, score * 1.0001, PREFIX.locations)
-    move = only(plan([], [node("a"), there], prefixes=[p], params=PolicyParams(hot_cache_threshold=0.0)))
+    move = only(plan([], [one("a"), there], prefixes=[p], params=PolicyParams(hot_cache_threshold=0.0)))
     assert (move.reason, move.cost_s) == (reason, pytest.approx(cost_s))
 
 
 def test_only_what_triggers_say_is_looked_at() -> None:
-    nodes = [node("a", 9.0), node("b", draining=True), node("c")]
+    candidates = [one("a", 9.0), one("b", draining=True), one("c")]
     facts = [session("hot"), session("drain", "b")]
-    only_drain = plan(facts, nodes, prefixes=[PREFIX], triggers=[MoveTrigger.DRAIN])
+    only_drain = plan(facts, candidates, prefixes=[PREFIX], triggers=[MoveTrigger.DRAIN])
     assert [(m.subject, m.reason) for m in only_drain.moves] == [("drain", MoveReason.DRAIN)]
     assert not only_drain.stays
-    assert plan(facts, nodes, prefixes=[PREFIX], triggers=[]) == Plan()
-    assert pressed(nodes, PARAMS) == ["b", "a"], "draining first"
-    assert pressed(nodes, PARAMS, [MoveTrigger.HOT_HOST]) == ["a"]
+    assert plan(facts, candidates, prefixes=[PREFIX], triggers=[]) == Plan()
+    assert pressed(candidates, PARAMS) == ["b", "a"], "draining first"
+    assert pressed(candidates, PARAMS, [MoveTrigger.HOT_HOST]) == ["a"]
 
 
 def test_of_a_large_fleet_the_shortest_queues_are_weighed() -> None:
-    many = [node(f"n{i}", 0.1 + i / 1000, links={}) for i in range(200)]
-    move = only(plan([session()], [node("a", 9.0), *many]))
+    many = [one(f"n{i}", 0.1 + i / 1000, links={}) for i in range(200)]
+    move = only(plan([session()], [one("a", 9.0), *many]))
     assert move.target == "n0"
 
 
 def test_replicas_and_sessions_share_one_budget() -> None:
-    p = plan([session()], [node("a", 9.0), node("b")], Budget(1, 10**9), prefixes=[PREFIX])
+    p = plan([session()], [one("a", 9.0), one("b")], Budget(1, 10**9), prefixes=[PREFIX])
     assert [m.subject for m in p.moves] == ["s"]
     assert [m.reason for m in p.stays] == [MoveReason.BUDGET_MOVES]
 
 
-nodes_strategy = st.lists(
+candidates_strategy = st.lists(
     st.builds(
-        node,
+        one,
         st.sampled_from("abcd"),
         st.floats(0, 20),
         sessions=st.integers(0, 5),
@@ -287,7 +287,7 @@ prefixes_strategy = st.lists(
 
 @settings(max_examples=200)
 @given(
-    nodes=nodes_strategy,
+    candidates=candidates_strategy,
     sessions=sessions_strategy,
     prefixes=prefixes_strategy,
     moves=st.integers(0, 6),
@@ -296,13 +296,15 @@ prefixes_strategy = st.lists(
         st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd")), st.integers(0, 30_000_000)
     ),
 )
-def test_a_plan_never_exceeds_its_budget(nodes, sessions, prefixes, moves, link_bytes, in_flight) -> None:
-    p = plan(sessions, nodes, Budget(moves, link_bytes, in_flight), prefixes=prefixes)
+def test_a_plan_never_exceeds_its_budget(
+    candidates, sessions, prefixes, moves, link_bytes, in_flight
+) -> None:
+    p = plan(sessions, candidates, Budget(moves, link_bytes, in_flight), prefixes=prefixes)
     assert len(p.moves) <= moves
     used: Counter[tuple[str, str]] = Counter()
-    room = {c.address: c.load.kv_free_tokens for c in nodes}
+    room = {c.address: c.load.kv_free_tokens for c in candidates}
     tokens = {s.session: s.context_tokens for s in sessions} | {f.name: f.tokens for f in prefixes}
-    ready = {c.address for c in nodes if not c.draining}
+    ready = {c.address for c in candidates if not c.draining}
     for move in p.moves:
         assert move.target in ready
         assert move.target != move.source
@@ -318,15 +320,20 @@ def test_a_plan_never_exceeds_its_budget(nodes, sessions, prefixes, moves, link_
 
 
 @settings(max_examples=100)
-@given(nodes=nodes_strategy, sessions=sessions_strategy, prefixes=prefixes_strategy, moves=st.integers(0, 6))
-def test_renaming_endpoints_renames_the_plan(nodes, sessions, prefixes, moves) -> None:
+@given(
+    candidates=candidates_strategy,
+    sessions=sessions_strategy,
+    prefixes=prefixes_strategy,
+    moves=st.integers(0, 6),
+)
+def test_renaming_endpoints_renames_the_plan(candidates, sessions, prefixes, moves) -> None:
     def new(address: str) -> str:
         return f"{chr(219 - ord(address))}!" if address else ""
 
     def renamed(move: Move) -> Move:
         return replace(move, source=new(move.source), target=new(move.target))
 
-    before = plan(sessions, nodes, Budget(moves, 30_000_000), prefixes=prefixes)
+    before = plan(sessions, candidates, Budget(moves, 30_000_000), prefixes=prefixes)
     after = plan(
         [replace(s, host=new(s.host)) for s in sessions],
         [
@@ -334,7 +341,7 @@ def test_renaming_endpoints_renames_the_plan(nodes, sessions, prefixes, moves) -
                 endpoint=replace(c.endpoint, address=new(c.address)),
                 links={new(a): known for a, known in c.links.items()},
             )
-            for c in nodes
+            for c in candidates
         ],
         Budget(moves, 30_000_000),
         prefixes=[

@@ -19,7 +19,7 @@ from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, se
 PARAMS = PolicyParams(migrations_per_minute=4, migration_link_bytes=3_000_000)
 
 
-def node(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
+def one(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
     """Per token 1 ms of prefill, 1000 bytes, 0.2 ms over its links."""
     links = {a: link(bytes_per_s=5e6) for a in "abcd" if a != address}
     return candidate(address, pending_s=queue_s, engine=PLAIN, links=links, **kwargs)
@@ -33,14 +33,14 @@ def at(host: str, name: str = "s", tokens: int = 1000, **kwargs) -> SessionFacts
 class World:
     """Facts that a test sets."""
 
-    nodes: list[Candidate] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
     bound: list[SessionFacts] = field(default_factory=list)
     prefixes: dict[str, PrefixFacts] = field(default_factory=dict)
     pullable: bool = True
     asked: list[tuple[str, int]] = field(default_factory=list)
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:
-        return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.nodes]
+        return [c._replace(links={a: c.links[a] for a in near if a in c.links}) for c in self.candidates]
 
     def sessions(self, host: str, limit: int, now: float) -> list[SessionFacts]:
         self.asked.append((host, limit))
@@ -58,7 +58,7 @@ def planner(world: World, *triggers: str, policy: str = "sticky", params: Policy
 
 
 def hot(*others: Candidate) -> World:
-    return World([node("a", 9.0), *(others or (node("b"), node("c", 1.0)))], [at("a")])
+    return World([one("a", 9.0), *(others or (one("b"), one("c", 1.0)))], [at("a")])
 
 
 def of(host: str = "a", tokens: int = 1200, held: int = 1000, **kwargs):
@@ -77,7 +77,7 @@ def test_an_offer_is_carried_out_by_the_sessions_next_request() -> None:
     assert (offer.subject, offer.source, offer.target) == ("s", "a", "b")
     assert p.offer("s", None) == offer
     assert p.offer("t", None) is None
-    moved = p.apply(offer, STAYS, of(), world.nodes, 0.5)
+    moved = p.apply(offer, STAYS, of(), world.candidates, 0.5)
     assert (moved.target, moved.reason, moved.moved_from) == ("b", Reason.PLANNED, "a")
     assert (moved.replicate_from, moved.cached_tokens) == ("a", 1000)
     assert moved.estimated_ttft_s == pytest.approx(0.2 + 0.2)
@@ -107,27 +107,35 @@ def test_a_second_release_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "decision", "asked", "lapse"),
+    ("candidates", "decision", "asked", "lapse"),
     [
-        pytest.param([node("a", 9), node("c", 1)], STAYS, of(), Lapse.EXCLUDED, id="target excluded"),
+        pytest.param([one("a", 9), one("c", 1)], STAYS, of(), Lapse.EXCLUDED, id="target excluded"),
         pytest.param(
-            [node("a", 9), node("b", draining=True)], STAYS, of(), Lapse.EXCLUDED, id="target drains"
+            [one("a", 9), one("b", draining=True)],
+            STAYS,
+            of(),
+            Lapse.EXCLUDED,
+            id="target drains",
         ),
-        pytest.param([node("a", 1), node("b", 2)], STAYS, of(), Lapse.BUSY, id="target busier than the host"),
-        pytest.param([node("b", 2)], STAYS, of(), Lapse.BUSY, id="host gone, target hot"),
-        pytest.param([node("a", 9), node("b", kv_free=1199)], STAYS, of(), Lapse.NO_ROOM, id="no KV room"),
+        pytest.param([one("a", 1), one("b", 2)], STAYS, of(), Lapse.BUSY, id="target busier than the host"),
+        pytest.param([one("b", 2)], STAYS, of(), Lapse.BUSY, id="host gone, target hot"),
+        pytest.param([one("a", 9), one("b", kv_free=1199)], STAYS, of(), Lapse.NO_ROOM, id="no KV room"),
         pytest.param(
-            [node("a", 9), node("b"), node("c")],
+            [one("a", 9), one("b"), one("c")],
             Decision("c", Reason.MOVED, moved_from="a"),
             of(),
             Lapse.POLICY,
             id="the policy moves it",
         ),
         pytest.param(
-            [node("a", 9), node("b")], Decision("c", Reason.HOST), of("c"), Lapse.POLICY, id="host changed"
+            [one("a", 9), one("b")],
+            Decision("c", Reason.HOST),
+            of("c"),
+            Lapse.POLICY,
+            id="host changed",
         ),
         pytest.param(
-            [node("a", 9), node("b")],
+            [one("a", 9), one("b")],
             STAYS,
             of(tokens=4000, held=3001),
             Lapse.BUDGET,
@@ -135,10 +143,10 @@ def test_a_second_release_is_an_error() -> None:
         ),
     ],
 )
-def test_an_offer_lapses_with_a_reason(nodes, decision, asked, lapse) -> None:
+def test_an_offer_lapses_with_a_reason(candidates, decision, asked, lapse) -> None:
     p = planner(hot())
     p.plan(0.0)
-    assert p.apply(p.offers[0], decision, asked, nodes, 1.0) == decision
+    assert p.apply(p.offers[0], decision, asked, candidates, 1.0) == decision
     assert p.offers == ()
     assert (p.ended[-1].state, p.ended[-1].lapse) == (State.LAPSED, lapse)
     assert p.stats(1.0).lapses == {lapse: 1}
@@ -148,7 +156,7 @@ def test_a_policy_without_affinity_is_overruled() -> None:
     world = hot()
     p = planner(world, policy="least_loaded")
     p.plan(0.0)
-    moved = p.apply(p.offers[0], Decision("c", Reason.LEAST_LOADED), of(), world.nodes, 0.0)
+    moved = p.apply(p.offers[0], Decision("c", Reason.LEAST_LOADED), of(), world.candidates, 0.0)
     assert (moved.target, moved.moved_from) == ("b", "a")
 
 
@@ -158,18 +166,18 @@ def test_each_plan_replaces_the_one_before() -> None:
     p.plan(0.0)
     p.plan(1.0)
     assert p.stats(1.0).moves == {(MoveReason.HOT_HOST, State.PLANNED): 1}, "the same offer is counted once"
-    world.nodes = [node("a", 9.0), node("b", 5.0), node("c")]
+    world.candidates = [one("a", 9.0), one("b", 5.0), one("c")]
     p.plan(2.0)
     assert [m.target for m in p.offers] == ["c"]
     assert p.stats(2.0).lapses == {Lapse.WITHDRAWN: 1}
-    world.nodes = [node("a"), node("b"), node("c")]
+    world.candidates = [one("a"), one("b"), one("c")]
     p.plan(3.0)
     assert p.offers == ()
     assert p.stats(3.0).lapses == {Lapse.WITHDRAWN: 2}
 
 
 def test_who_stays_is_told_once_with_its_reason() -> None:
-    world = World([node("a", 9.0), node("b", 9.0)], [at("a")])
+    world = World([one("a", 9.0), one("b", 9.0)], [at("a")])
     p = planner(world)
     for second in range(3):
         p.plan(float(second))
@@ -186,14 +194,14 @@ def test_who_stays_is_told_once_with_its_reason() -> None:
     ],
 )
 def test_who_is_looked_at(draining: bool, idle_s: float, offers: int) -> None:
-    world = World([node("a", 9.0, draining=draining), node("b")], [at("a", idle_s=idle_s)])
+    world = World([one("a", 9.0, draining=draining), one("b")], [at("a", idle_s=idle_s)])
     p = planner(world)
     p.plan(0.0)
     assert len(p.offers) == offers
 
 
 def test_a_plan_looks_at_few_sessions_draining_hosts_first() -> None:
-    world = World([node("a", 5.0), node("b", 9.0), node("c", draining=True), node("d")])
+    world = World([one("a", 5.0), one("b", 9.0), one("c", draining=True), one("d")])
     planner(world).plan(0.0)
     assert world.asked == [(host, LOOKED_AT // 3) for host in "cba"]
 
@@ -207,14 +215,17 @@ def test_a_plan_looks_at_few_sessions_draining_hosts_first() -> None:
     ],
 )
 def test_two_judges_of_one_question_disagree(policy: str, reasons: list[MoveReason]) -> None:
-    world = World([node("a", 9.0), node("b", draining=True), node("c")], [at("a", "hot"), at("b", "drain")])
+    world = World(
+        [one("a", 9.0), one("b", draining=True), one("c")],
+        [at("a", "hot"), at("b", "drain")],
+    )
     p = planner(world, policy=policy)
     p.plan(0.0)
     assert [m.reason for m in p.offers] == reasons
 
 
 def test_without_triggers_nothing_is_looked_at() -> None:
-    world = World([node("a", 9.0, draining=True), node("b")], [at("a")])
+    world = World([one("a", 9.0, draining=True), one("b")], [at("a")])
     p = Planner(world)
     p.configure(Migration(()), "sticky", PARAMS)
     p.saw("x", 100)
@@ -226,7 +237,7 @@ def test_without_triggers_nothing_is_looked_at() -> None:
 class TestReplication:
     def world(self) -> World:
         facts = PrefixFacts("x", 800, 2.0, (Location("a", 800),))
-        return World([node("a"), node("b", 0.5), node("c")], prefixes={"x": facts})
+        return World([one("a"), one("b", 0.5), one("c")], prefixes={"x": facts})
 
     def test_the_next_new_session_with_the_prefix_carries_the_copy(self) -> None:
         world = self.world()
@@ -240,7 +251,7 @@ class TestReplication:
         assert p.offer(None, "y") is None
         assert p.offer(None, "x") == offer
         new = request(tokens=1000, of=session(), prefix=prefix(a=800))
-        moved = p.apply(offer, Decision("a", Reason.COLD), new, world.nodes, 1.5)
+        moved = p.apply(offer, Decision("a", Reason.COLD), new, world.candidates, 1.5)
         assert (moved.target, moved.reason, moved.moved_from) == ("c", Reason.REPLICA, "")
         assert (moved.replicate_from, moved.cached_tokens) == ("a", 800)
 
@@ -251,7 +262,7 @@ class TestReplication:
         p.plan(0.0)
         new = request(tokens=1000, of=session(), prefix=prefix(a=800))
         decision = Decision("a", Reason.COLD)
-        assert p.apply(p.offers[0], decision, new, [node("a"), node("c", 1.5)], 0.0) == decision
+        assert p.apply(p.offers[0], decision, new, [one("a"), one("c", 1.5)], 0.0) == decision
         assert p.ended[-1].lapse is Lapse.BUSY
 
     def test_only_hot_prefixes(self) -> None:
@@ -291,8 +302,8 @@ def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -
         if what == "wait":
             now += dice.choice([5.0, 40.0, 61.0])
         elif what == "plan":
-            world.nodes = [
-                node(a, dice.uniform(0, 10), sessions=2, draining=dice.random() < 0.2) for a in ADDRESSES
+            world.candidates = [
+                one(a, dice.uniform(0, 10), sessions=2, draining=dice.random() < 0.2) for a in ADDRESSES
             ]
             world.bound = [
                 at(host, name, dice.randint(1, 3000), seconds_since_move=dice.uniform(0, 60))
@@ -301,7 +312,7 @@ def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -
             world.prefixes = {"x": PrefixFacts("x", 500, dice.uniform(0, 9), (Location("a", 500),))}
             p.saw("x", 500)
             p.plan(now)
-        elif what == "ask" and world.nodes:
+        elif what == "ask" and world.candidates:
             name = dice.choice([*hosts, "x"])
             host = hosts.get(name, "")
             offer = p.offer(name, None) if host else p.offer(None, name)
@@ -309,10 +320,10 @@ def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -
                 continue
             tokens = dice.randint(500, 4000)
             view = request(tokens=tokens, of=session(host), prefix=prefix(**{offer.source: tokens - 1}))
-            moved = p.apply(offer, Decision(host or "a", Reason.HOST), view, world.nodes, now)
+            moved = p.apply(offer, Decision(host or "a", Reason.HOST), view, world.candidates, now)
             if moved.move is None:
                 continue
-            assert moved.target not in {c.address for c in world.nodes if c.draining}
+            assert moved.target not in {c.address for c in world.candidates if c.draining}
             open_moves[p.started(moved.move, now)] = moved.move
             started.append(now)
             if host:

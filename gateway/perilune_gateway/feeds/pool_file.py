@@ -30,7 +30,6 @@ class PoolFile:
         self.current = current
         self.last_error = ""
         """Why the newest edit is not in force; empty: it is."""
-        self.changes = 0
         self._seen: bytes | None = None
         self._settled: bytes | None = None
 
@@ -61,7 +60,6 @@ class PoolFile:
     def accept(self, pool: Pool) -> None:
         """`pool` is in force now."""
         self.current = pool
-        self.changes += 1
         self._accept("pool file taken")
 
     def refuse(self, error: str) -> None:
@@ -70,27 +68,23 @@ class PoolFile:
             log.error("pool file refused, the old pool stays path=%s error=%s", self.path, error)
         self.last_error = error
 
-    async def run(self, on_pool: Callable[[Pool], None]) -> None:
-        """Hand over every new pool until cancelled; `on_pool` may raise SpecError."""
-        await run(self, on_pool)
+    async def run(self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
+        """Hand every new pool to `on_pool` until cancelled.
+
+        `on_pool` may raise SpecError for a change that a running gateway cannot make; it is refused like a bad
+        edit.
+        """
+        while True:
+            pool = self.poll()
+            if pool is not None:
+                try:
+                    on_pool(pool)
+                except SpecError as error:
+                    self.refuse(str(error))
+                else:
+                    self.accept(pool)
+            await asyncio.sleep(poll_s)
 
     def _accept(self, message: str) -> None:
         log.info("%s path=%s", message, self.path)
         self.last_error = ""
-
-
-async def run(file: PoolFile, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
-    """Hand every new pool to `on_pool` until cancelled.
-
-    `on_pool` may raise SpecError for a change that a running gateway cannot make: refused like a bad edit.
-    """
-    while True:
-        pool = file.poll()
-        if pool is not None:
-            try:
-                on_pool(pool)
-            except SpecError as error:
-                file.refuse(str(error))
-            else:
-                file.accept(pool)
-        await asyncio.sleep(poll_s)
