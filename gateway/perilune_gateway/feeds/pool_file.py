@@ -71,8 +71,8 @@ class PoolFile:
     async def run(self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
         """Hand every new pool to `on_pool` until cancelled.
 
-        `on_pool` may raise SpecError for a change that a running gateway cannot make; it is refused like a bad
-        edit.
+        `on_pool` may raise SpecError, for a change that a running gateway cannot make: that edit is refused
+        too.
         """
         while True:
             pool = self.poll()
