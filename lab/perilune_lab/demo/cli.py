@@ -40,8 +40,8 @@ from perilune_lab.demo import live, text
 from perilune_lab.demo.load import demo_load
 from perilune_lab.demo.options import Options, parse
 from perilune_lab.demo.watch import Watch
+from perilune_lab.formats import as_percent
 from perilune_lab.report import Report
-from perilune_lab.shares import as_percent
 from perilune_lab.stack import EngineOptions, Programs, Stack, StackError
 from perilune_lab.traces.model import Mode
 from perilune_lab.vocabulary import Vocabulary

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import Point
-from perilune_lab.shares import as_percent
+from perilune_lab.formats import as_number, as_percent
 
 
 class Table(NamedTuple):
@@ -28,24 +28,11 @@ class Table(NamedTuple):
 # -- numbers as text ---------------------------------------------------------------------------------------
 
 
-def number(value: float) -> str:
-    """Three significant digits, no exponent."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def seconds(value: float) -> str:
-    return f"{number(value * 1e3)} ms" if value < 0.9995 else f"{number(value)} s"
-
-
 def percent(value: float) -> str:
     return as_percent(value).replace("%", " %")
 
 
-def ranged(found: Estimate, form: Callable[[float], str] = number) -> str:
+def ranged(found: Estimate, form: Callable[[float], str] = as_number) -> str:
     """Value and interval; one seed has no interval."""
     value, low, high = found
     return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
@@ -58,10 +45,10 @@ class Cells:
         self._findings = findings
         self._point = point
 
-    def __call__(self, metric: str, form: Callable[[float], str] = number) -> str:
+    def __call__(self, metric: str, form: Callable[[float], str] = as_number) -> str:
         return form(self._value(metric)) if self._findings.has(self._point, metric) else ""
 
-    def ranged(self, metric: str, form: Callable[[float], str] = number) -> str:
+    def ranged(self, metric: str, form: Callable[[float], str] = as_number) -> str:
         if not self._findings.has(self._point, metric):
             return ""
         return ranged(self._findings.estimate(self._point, metric), form)

@@ -10,7 +10,8 @@ from perilune_lab.evaluate.bars import Bar, rivals
 from perilune_lab.evaluate.cells import Arm
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import BAR_LOADS, LOADS, OURS, Point
-from perilune_lab.evaluate.table import Cells, Table, number, percent, ranged, seconds
+from perilune_lab.evaluate.table import Cells, Table, percent, ranged
+from perilune_lab.formats import as_number, as_seconds
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.traces.stats import Spread, Stats
 
@@ -22,7 +23,7 @@ def bars(judged: Sequence[Bar]) -> Table:
     for bar in judged:
         verdict = f"**{bar.verdict}**" + ("" if bar.clear else " (within the interval)")
         for i, check in enumerate(bar.checks):
-            limit = f"{'≤' if check.at_most else '≥'} {number(check.limit)} {check.unit}".strip()
+            limit = f"{'≤' if check.at_most else '≥'} {as_number(check.limit)} {check.unit}".strip()
             found = ranged(Estimate(check.value, check.low, check.high))
             what = check.what + (f" ({check.detail})" if check.detail else "")
             mark = "met" if check.met else "missed"
@@ -41,7 +42,7 @@ def bars(judged: Sequence[Bar]) -> Table:
 def dominance(f: Findings, load: str) -> Table:
     rows = []
     for rival in rivals(f, load):
-        form = percent if rival.metric.name == "APC" else number
+        form = percent if rival.metric.name == "APC" else as_number
         change = ranged(Estimate(*(100 * x for x in rival.worse)))
         rows.append(
             (rival.metric.name, ranged(rival.ours, form), rival.best, ranged(rival.theirs, form), change)
@@ -120,36 +121,34 @@ def end_to_end(f: Findings, load: str) -> Table:
         "regret",
     )
     return Table(
-        f"End to end at {load} = {number(scenario.rate)} sessions/s",
+        f"End to end at {load} = {as_number(scenario.rate)} sessions/s",
         header,
         rows,
         f"Ceiling of APC {percent(any_)} any session, {percent(intra)} intra-session; floor of TTFT p90"
-        f" {seconds(floor)}. Lowest TTFT p90 first. Hotspot: over endpoints, of TTFT p90; its legacy index is"
-        " max / median. Wall-clock factor: makespan / ideal makespan; legacy: / the trace's span.",
+        f" {as_seconds(floor)}. Lowest TTFT p90 first. Hotspot: over endpoints, of TTFT p90; its legacy index"
+        " is max / median. Wall-clock factor: makespan / ideal makespan; legacy: / the trace's span.",
     )
 
 
 def _ms(value_s: float) -> str:
-    return number(value_s * 1e3)
+    return as_number(value_s * 1e3)
 
 
 def setup(f: Findings, trace: Stats) -> Table:
     scenario = plan.scenario(f.at_r)
     point = Point(scenario, OURS)
     requests = f.pooled(point).requests / len(f.results(point))
+    window_s, warmup_s = as_number(scenario.window_s), as_number(scenario.warmup_s)
     rows = [
         ("instances", f"{scenario.endpoints} modelled H20, one each, KV pool {H20.kv_pool_tokens:,} tokens"),
-        ("R", f"{number(f.r)} sessions/s"),
-        (
-            "seconds",
-            f"{number(scenario.window_s)} of traffic, the first {number(scenario.warmup_s)} not measured",
-        ),
-        ("requests", f"{number(requests)} measured per simulation at R"),
+        ("R", f"{as_number(f.r)} sessions/s"),
+        ("seconds", f"{window_s} of traffic, the first {warmup_s} not measured"),
+        ("requests", f"{as_number(requests)} measured per simulation at R"),
         ("sessions", f"{scenario.rate * scenario.window_s:,.0f} begin per simulation at R, on average"),
         ("seeds", f"{f.size.seeds[0]}–{f.size.seeds[-1]}; side studies {len(f.size.side_seeds)} of them"),
         ("prompt tokens per request", _spread(trace.input_tokens)),
         ("output tokens per request", _spread(trace.output_tokens)),
-        ("input : output", number(trace.input_per_output)),
+        ("input : output", as_number(trace.input_per_output)),
         ("turns per session", _spread(trace.turns_per_session)),
         ("prompt tokens per session", _spread(trace.tokens_per_session)),
         ("prompt tokens of the top 1 % of sessions", percent(trace.top_1_percent_share)),
@@ -166,14 +165,14 @@ def setup(f: Findings, trace: Stats) -> Table:
         ("", ""),
         rows,
         f"Trace figures of {trace.sessions:,} generated sessions played to their end; a window of"
-        f" {number(scenario.window_s)} s cuts sessions off, so its own figures are lower."
+        f" {window_s} s cuts sessions off, so its own figures are lower."
         " The generator's targets hold on the mean of six seeds; this is one.",
     )
 
 
 def _spread(s: Spread) -> str:
     named = {"mean": s.mean, "p50": s.p50, "p90": s.p90, "p99": s.p99, "max": s.max}
-    return ", ".join(f"{name} {number(value)}" for name, value in named.items())
+    return ", ".join(f"{name} {as_number(value)}" for name, value in named.items())
 
 
 # -- parts -------------------------------------------------------------------------------------------------
@@ -191,8 +190,8 @@ def migrations(f: Findings) -> Table:
                     arm.policy,
                     c.ranged("migrations.per_request", percent),
                     c("migrations.per_minute"),
-                    c("migrations.transfer_s.mean", seconds),
-                    c("migrations.transfer_s.p90", seconds),
+                    c("migrations.transfer_s.mean", as_seconds),
+                    c("migrations.transfer_s.p90", as_seconds),
                     c("extra.moved_tokens.p50"),
                     c.ranged("migrations.accuracy", percent),
                     c("migrations.thrash_rate", percent),
@@ -240,8 +239,8 @@ def conductor(f: Findings) -> Table:
         rows.append(
             (
                 name,
-                c("ttft_s.mean", seconds),
-                c.ranged("ttft_s.p90", seconds),
+                c("ttft_s.mean", as_seconds),
+                c.ranged("ttft_s.p90", as_seconds),
                 *(_target(*figure) for figure in figures),
             )
         )
@@ -265,7 +264,7 @@ def conductor(f: Findings) -> Table:
 
 def _target(value: float, limit: float, at_most: bool) -> str:
     met = value < limit if at_most else value > limit
-    return f"{number(value)}, {'met' if met else 'missed'}"
+    return f"{as_number(value)}, {'met' if met else 'missed'}"
 
 
 def decode_pools(f: Findings) -> Table:
@@ -279,7 +278,7 @@ def decode_pools(f: Findings) -> Table:
                     policy,
                     *(c(f"extra.request_kv.{q}", percent) for q in ("p50", "p90", "p99")),
                     *(c(f"extra.decode_kv.{q}", percent) for q in ("p50", "p90", "p99")),
-                    c("ttft_s.p50", seconds),
+                    c("ttft_s.p50", as_seconds),
                     c("success_rate", percent),
                 )
             )
@@ -316,7 +315,7 @@ def chatbot(f: Findings) -> Table:
                     load,
                     "as recorded" if gap_s is None else f"{gap_s:g} s",
                     arm.policy,
-                    c("turn_s.mean", seconds),
+                    c("turn_s.mean", as_seconds),
                     c("extra.in_flight"),
                     c.ranged("wall_clock_factor"),
                     c.ranged("stretch.p50"),

@@ -10,8 +10,9 @@ from perilune_lab.evaluate.cells import Arm
 from perilune_lab.evaluate.figures.f8 import amplification, measured_amplification
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import ABLATION, BAR_LOADS, LOADS, OURS, STRONGEST, Point
-from perilune_lab.evaluate.table import number, percent, ranged, seconds
+from perilune_lab.evaluate.table import percent, ranged
 from perilune_lab.evaluate.thresholds import choices
+from perilune_lab.formats import as_number, as_seconds
 
 _P90 = "ttft_s.p90"
 
@@ -33,11 +34,11 @@ def _bullets(sentences: Iterable[str]) -> list[str]:
 def compared(ratio: Estimate, lower: str = "lower", higher: str = "higher") -> str:
     """`12 % lower`, or that the seeds do not tell."""
     if ratio.low <= 1.0 <= ratio.high:
-        return f"not told apart by these seeds (ratio {number(ratio.value)})"
+        return f"not told apart by these seeds (ratio {as_number(ratio.value)})"
     if ratio.value < 1:
         return f"{percent(1 - ratio.value)} {lower}"
     if ratio.value >= 2:
-        return f"{number(ratio.value)} times {higher}"
+        return f"{as_number(ratio.value)} times {higher}"
     return f"{percent(ratio.value - 1)} {higher}"
 
 
@@ -52,8 +53,8 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
     share = f.ratio(point, point, "apc", "apc_ceiling.intra_session").value
     regret = f.estimate(point, "regret").value
     yield (
-        f"At R, perilune has TTFT p90 {seconds(f.estimate(point, _P90).value)}, {number(regret)} times the"
-        f" floor of every turn alone, and serves {percent(share)} of what caches of each session could."
+        f"At R, perilune has TTFT p90 {as_seconds(f.estimate(point, _P90).value)}, {as_number(regret)} times"
+        f" the floor of every turn alone, and serves {percent(share)} of what caches of each session could."
     )
     for load in BAR_LOADS:
         scenario = plan.scenario(f.at_r, load)
@@ -88,7 +89,7 @@ def _stores(f: Findings) -> str:
     versus = [f"{point.arm} {compared(f.ratio(ours, point, _P90))}" for point in others]
     return (
         f"With a store of {plan.STORE_BYTES_PER_S / 1e9:g} GB/s at R, its TTFT p90"
-        f" ({seconds(f.estimate(ours, _P90).value)}) against others with one: {'; '.join(versus)}."
+        f" ({as_seconds(f.estimate(ours, _P90).value)}) against others with one: {'; '.join(versus)}."
     )
 
 
@@ -96,10 +97,10 @@ def _overload(f: Findings) -> str:
     scenario = plan.scenario(f.at_r, plan.OVERLOAD)
     points = sorted((Point(scenario, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _P90).value)
     best, place = points[0], [p.arm for p in points].index(OURS) + 1
-    ours = f", perilune is number {place} with {seconds(f.estimate(points[place - 1], _P90).value)}"
+    ours = f", perilune is number {place} with {as_seconds(f.estimate(points[place - 1], _P90).value)}"
     return (
         f"Past saturation ({plan.OVERLOAD}) queues decide: the lowest TTFT p90 is {best.arm.policy}'s"
-        f" ({seconds(f.estimate(best, _P90).value)}){ours if place > 1 else ''}."
+        f" ({as_seconds(f.estimate(best, _P90).value)}){ours if place > 1 else ''}."
     )
 
 
@@ -127,7 +128,7 @@ def _departures(f: Findings) -> Iterable[str]:
     yield _legacy(f)
     yield _ablation(f)
     for choice in choices(f):
-        yield f"{choice.name}: {number(choice.chosen)}, {choice.reason}."
+        yield f"{choice.name}: {as_number(choice.chosen)}, {choice.reason}."
     yield _conductor(f)
     yield _decode_pool(f)
     yield _think_time(f)
@@ -141,10 +142,10 @@ def _legacy(f: Findings) -> str:
     if best.arm == min(points, key=lambda p: f.estimate(p, "hotspot.ttft_p90_max_s").value).arm:
         return f"The hotspot index max / median agrees here: by it too {best.arm.policy} is the best at R."
     mine_s = f.estimate(best, "hotspot.ttft_p90_max_s").value
-    index = number(f.estimate(best, "hotspot.legacy_index").value)
+    index = as_number(f.estimate(best, "hotspot.legacy_index").value)
     return (
         "The hotspot index max / median misleads: by it the best policy at R is"
-        f" {best.arm.policy} ({index}), whose worst endpoint has TTFT p90 {seconds(mine_s)},"
+        f" {best.arm.policy} ({index}), whose worst endpoint has TTFT p90 {as_seconds(mine_s)},"
         f" number {worst_s.index(mine_s) + 1} of {len(points)}."
     )
 
@@ -152,7 +153,7 @@ def _legacy(f: Findings) -> str:
 def _ablation(f: Findings) -> str:
     scenario = plan.scenario(f.at_r)
     values = [
-        f"{name} {seconds(f.estimate(Point(scenario, arm), _P90).value)}" for name, arm in ABLATION.items()
+        f"{name} {as_seconds(f.estimate(Point(scenario, arm), _P90).value)}" for name, arm in ABLATION.items()
     ]
     return f"Ablation at R, TTFT p90: {', '.join(values)}."
 
@@ -172,7 +173,7 @@ def _decode_pool(f: Findings) -> str:
     p90, p99 = (f.estimate(point, f"extra.request_kv.{q}").value for q in ("p90", "p99"))
     return (
         "Static 4P4D fails here because four endpoints do all prefill (TTFT p50"
-        f" {seconds(f.estimate(point, 'ttft_s.p50').value)} at R), not because decode pools overflow:"
+        f" {as_seconds(f.estimate(point, 'ttft_s.p50').value)} at R), not because decode pools overflow:"
         f" one request fills {percent(p90)} of one at p90, {percent(p99)} at p99; published: 69 and 138 %."
     )
 
@@ -188,10 +189,10 @@ def _think_time(f: Findings) -> str:
                 " A pausing session keeps its KV: what think time takes from the queues it gives to the"
                 " working set of the caches."
             )
-        wall = f"{number(g.estimate(pause, 'wall_clock_factor').value)} against"
+        wall = f"{as_number(g.estimate(pause, 'wall_clock_factor').value)} against"
         parts.append(
             f"at {load} turns are {turn} and the wall-clock factor is {wall}"
-            f" {number(g.estimate(at_once, 'wall_clock_factor').value)}"
+            f" {as_number(g.estimate(at_once, 'wall_clock_factor').value)}"
         )
     return (
         "Think time is said to break the loop. With 30 s between the same turns instead of none"
@@ -205,7 +206,7 @@ def _theory(f: Findings) -> str:
     for load in BAR_LOADS:
         i = list(LOADS).index(load)
         theory = amplification(g, [Point(plan.scenario(f.at_r, name), OURS) for name in LOADS])[i]
-        parts.append(f"{load} {number(measured_amplification(g, load, OURS))} ({_finite(theory)})")
+        parts.append(f"{load} {as_number(measured_amplification(g, load, OURS))} ({_finite(theory)})")
     return (
         "Dispatch coupling: how much more turns are in flight than engines are slower, perilune, measured"
         f" (and by 1 / (1 − ΛN W′)): {', '.join(parts)}."
@@ -213,4 +214,4 @@ def _theory(f: Findings) -> str:
 
 
 def _finite(value: float) -> str:
-    return number(value) if value < 1e6 else "diverges"
+    return as_number(value) if value < 1e6 else "diverges"

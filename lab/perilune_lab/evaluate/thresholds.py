@@ -14,7 +14,8 @@ from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.cells import Arm
 from perilune_lab.evaluate.findings import Estimate, Findings
 from perilune_lab.evaluate.plan import Point
-from perilune_lab.evaluate.table import Table, number, seconds
+from perilune_lab.evaluate.table import Table
+from perilune_lab.formats import as_number, as_seconds
 
 _CLOSE = 1.05
 _ENOUGH_SEEDS = 8
@@ -41,12 +42,12 @@ class Choice(NamedTuple):
     @property
     def reason(self) -> str:
         if self.default in self.flat:
-            span = f"{number(min(self.flat))}–{number(max(self.flat))}"
+            span = f"{as_number(min(self.flat))}–{as_number(max(self.flat))}"
             return f"within 5 % of the best, as everything of {span} that was tried is; the default stays"
         if self.chosen == self.default:
-            best = f"the lowest, of {number(self.best)}"
+            best = f"the lowest, of {as_number(self.best)}"
             return f"not told apart from {best}, by {self.seeds} seeds; the default stays"
-        return f"best of those tried; the default {number(self.default)} is more than 5 % worse"
+        return f"best of those tried; the default {as_number(self.default)} is more than 5 % worse"
 
 
 def choices(f: Findings) -> list[Choice]:
@@ -76,8 +77,8 @@ def choices(f: Findings) -> list[Choice]:
 def thresholds(f: Findings) -> Table:
     rows = []
     for choice in choices(f):
-        swept = ", ".join(f"{number(v)}: {seconds(e.value)}" for v, e in choice.values)
-        rows.append((choice.name, number(choice.chosen), choice.reason, swept))
+        swept = ", ".join(f"{as_number(v)}: {as_seconds(e.value)}" for v, e in choice.values)
+        rows.append((choice.name, as_number(choice.chosen), choice.reason, swept))
     return Table(
         "T_hot, T_cool and least gain",
         ("parameter", "chosen", "reason", "TTFT p90 at R"),

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from msgspec import UNSET, UnsetType
 from rich.table import Table
 
+from perilune_lab.formats import as_percent, as_seconds
 from perilune_lab.report.document import Report, Run
-from perilune_lab.shares import as_percent
 
 
 def table(report: Report, title: str = "") -> Table:
@@ -75,9 +75,4 @@ def _cell(value: float | UnsetType, form: str) -> str:
 
 
 def _time(seconds: float | UnsetType) -> str:
-    """Three significant digits, in ms below a second."""
-    if isinstance(seconds, UnsetType):
-        return ""
-    if seconds >= 999.5:
-        return f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+    return "" if isinstance(seconds, UnsetType) else as_seconds(seconds)

@@ -9,8 +9,8 @@ from msgspec import UNSET, UnsetType
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from perilune_lab.formats import as_number, as_percent, as_seconds
 from perilune_lab.report import Run
-from perilune_lab.shares import as_percent
 
 _COLUMNS = (
     "TTFT p50",
@@ -40,7 +40,7 @@ def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
             title += f" · APC ceiling {as_percent(ceiling.any)} any,"
             title += f" {as_percent(ceiling.intra_session)} intra-session"
         if floor := mine[0].floor_ttft_s:
-            title += f" · floor of TTFT p90 {_seconds(floor.p90)}"
+            title += f" · floor of TTFT p90 {as_seconds(floor.p90)}"
         grid = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         grid.add_column("policy", no_wrap=True)
         for name in _COLUMNS:
@@ -53,17 +53,17 @@ def tables(runs: Sequence[Run], unit: str) -> Iterable[Table]:
 def _cells(run: Run) -> list[str]:
     ttft, tpot, e2e = run.ttft_s or None, run.tpot_s or None, run.e2e_s or None
     low_high = run.intervals.get("ttft_s.p90") if run.intervals else None
-    p90 = _seconds(ttft.p90) if ttft else ""
+    p90 = as_seconds(ttft.p90) if ttft else ""
     if low_high:
-        p90 += f" [{low_high[0]:.3g}–{low_high[1]:.3g}]"
+        p90 += f" [{as_number(low_high[0])}–{as_number(low_high[1])}]"
     return [
-        _seconds(ttft.p50) if ttft else "",
+        as_seconds(ttft.p50) if ttft else "",
         p90,
-        _seconds(ttft.p99) if ttft else "",
-        _seconds(tpot.p90) if tpot else "",
-        _seconds(e2e.p90) if e2e else "",
+        as_seconds(ttft.p99) if ttft else "",
+        as_seconds(tpot.p90) if tpot else "",
+        as_seconds(e2e.p90) if e2e else "",
         "" if isinstance(run.apc, UnsetType) else as_percent(run.apc),
-        _seconds(run.hotspot.ttft_p90_max_s) if run.hotspot else "",
+        as_seconds(run.hotspot.ttft_p90_max_s) if run.hotspot else "",
         _number(run.interference, "{:.2f}"),
         _number(run.wall_clock_factor, "{:.2f}"),
         _number(run.stretch.p50 if run.stretch else UNSET, "{:.2f}"),
@@ -75,10 +75,6 @@ def _cells(run: Run) -> list[str]:
 
 def _number(value: float | UnsetType, form: str) -> str:
     return "" if isinstance(value, UnsetType) else form.format(value)
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
 
 
 _FIGURES = (

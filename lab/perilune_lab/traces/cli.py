@@ -12,7 +12,7 @@ from rich.table import Table
 from perilune_api.pool import SpecError
 from perilune_lab.arguments import count, not_negative, output
 from perilune_lab.console import Console
-from perilune_lab.shares import as_percent
+from perilune_lab.formats import as_percent
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
 from perilune_lab.traces.stats import Spread, Stats, stats

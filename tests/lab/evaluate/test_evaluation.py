@@ -15,7 +15,7 @@ from msgspec import UNSET
 from rich.console import Console
 
 from perilune_lab import report
-from perilune_lab.evaluate import cli, document, plan, readme, table, tables, thresholds
+from perilune_lab.evaluate import cli, document, plan, readme, tables, thresholds
 from perilune_lab.evaluate.bars import METRICS, Bar, Check, judge, rivals
 from perilune_lab.evaluate.cells import Scenario
 from perilune_lab.evaluate.evaluation import evaluate
@@ -24,6 +24,7 @@ from perilune_lab.evaluate.findings import Findings
 from perilune_lab.evaluate.plan import NEEDS
 from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Work
+from perilune_lab.formats import as_number
 from perilune_lab.simulator import measure
 
 BASE = Scenario(rate=0.4, endpoints=2, window_s=90.0, warmup_s=10.0)
@@ -173,7 +174,7 @@ def test_what_other_code_found_is_not_compared(
 def test_the_text_names_the_thresholds_that_were_chosen(findings: Findings, written: Written):
     page = (written.out / readme.README).read_text()
     for choice in thresholds.choices(findings):
-        assert f"- {choice.name}: {table.number(choice.chosen)}, {choice.reason}." in page
+        assert f"- {choice.name}: {as_number(choice.chosen)}, {choice.reason}." in page
 
 
 def test_the_text_says_at_every_load_where_others_are_better(findings: Findings, written: Written):

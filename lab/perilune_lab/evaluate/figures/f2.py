@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas
-from perilune_lab.shares import as_percent
+from perilune_lab.formats import as_percent
 
 _SHOWN = 200
 
