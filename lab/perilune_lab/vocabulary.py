@@ -27,6 +27,8 @@ from typing import Any
 
 import xxhash
 
+from perilune_lab.chat import CHAT_TEMPLATE, render_chat
+
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIALS = (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
 ROLES = ("system", "user", "assistant", "tool")
@@ -41,31 +43,6 @@ _KEY_WORDS = 6
 """64 bits of hash, 12 bits a word."""
 _RUN_TOKENS = 64
 _RUNS = 1024
-
-CHAT_TEMPLATE = """\
-{%- set first = messages[0] if messages else none -%}
-{%- set lead = first is not none and first.role == 'system' -%}
-{%- if tools or lead -%}
-    {{- '<|im_start|>system\\n' -}}
-    {%- if lead -%}{{- first.content or '' -}}{%- endif -%}
-    {%- if tools -%}
-        {{- '\\n\\nTools\\n<tools>\\n' -}}
-        {%- for tool in tools -%}{{- tool | tojson -}}{{- '\\n' -}}{%- endfor -%}
-        {{- '</tools>' -}}
-    {%- endif -%}
-    {{- '<|im_end|>\\n' -}}
-{%- endif -%}
-{%- for message in (messages[1:] if lead else messages) -%}
-    {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}
-    {%- for call in message.tool_calls or [] -%}
-        {{- '\\n<tool_call>\\n' -}}
-        {{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson -}}
-        {{- '\\n</tool_call>' -}}
-    {%- endfor -%}
-    {{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
 
 
 class Vocabulary:
@@ -227,72 +204,6 @@ class LabTokenizer:
     ) -> list[int]:
         """Conversation → token ids, see `render_chat`."""
         return self.encode(render_chat(messages, tools, add_generation_prompt))
-
-
-def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    add_generation_prompt: bool = True,
-) -> str:
-    """What CHAT_TEMPLATE renders for chat-completion messages and tools as clients send them.
-
-    Text parts are joined, tool calls' arguments become objects and tools get all their fields first, as
-    vLLM does it before its template. Raises KeyError, TypeError, AttributeError where they have not the
-    API's form.
-    """
-    messages = [_plain(message) for message in messages]
-    tools = [_tool(tool["function"]) for tool in tools]
-    out: list[str] = []
-    lead = bool(messages) and messages[0]["role"] == "system"
-    if tools or lead:
-        out.append("<|im_start|>system\n")
-        if lead:
-            out.append(messages[0]["content"])
-        if tools:
-            lines = "".join(_json(tool) + "\n" for tool in tools)
-            out.append(f"\n\nTools\n<tools>\n{lines}</tools>")
-        out.append("<|im_end|>\n")
-    for message in messages[1:] if lead else messages:
-        out.append(f"<|im_start|>{message['role']}\n{message['content']}")
-        for name, arguments in message["tool_calls"]:
-            call = _json({"name": name, "arguments": arguments})
-            out.append(f"\n<tool_call>\n{call}\n</tool_call>")
-        out.append("<|im_end|>\n")
-    if add_generation_prompt:
-        out.append("<|im_start|>assistant\n")
-    return "".join(out)
-
-
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    content, calls = message.get("content"), message.get("tool_calls") or ()
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content if part["text"])
-    return {
-        "role": message["role"],
-        "content": content or "",
-        "tool_calls": [
-            (call["function"]["name"], _object(call["function"].get("arguments"))) for call in calls
-        ],
-    }
-
-
-def _object(arguments: object) -> dict[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            arguments = None
-    return arguments if isinstance(arguments, dict) else {}
-
-
-def _tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {"name": function["name"], "description": None, "parameters": None}
-    return {"type": "function", "function": fields | dict(function)}
-
-
-def _json(value: object) -> str:
-    """As chat templates' `tojson` writes it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _split_words(text: str) -> list[str]:

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from perilune_gateway import openai
 from perilune_gateway.tokens import chat_template
 from perilune_gateway.tokens.conversation import read
+from perilune_lab.chat import render_chat
 from perilune_lab.vocabulary import (
     BYTES,
     SPECIALS,
     WORDS,
     LabTokenizer,
     Vocabulary,
-    render_chat,
     write_tokenizer,
 )
 

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from perilune_lab.vocabulary import BYTES, CHAT_TEMPLATE, LabTokenizer, Vocabulary
+from perilune_lab.chat import CHAT_TEMPLATE, arguments_of, content_of, tool_of
+from perilune_lab.vocabulary import BYTES, LabTokenizer, Vocabulary
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -27,9 +28,8 @@ _FOLLOWING_WORDS = 1024
 
 
 class Text(Protocol):
-    """What the server needs of a tokenizer. `chat` raises TypeError, KeyError or ValueError for messages
-    that have
-    not the API's form."""
+    """What the server needs of a tokenizer. `chat` raises TypeError, KeyError or ValueError for messages that
+    have not the API's form."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -98,7 +98,7 @@ class ModelText:
         try:
             text = self._template.render(
                 messages=[_plain(message) for message in messages],
-                tools=[_tool(tool) for tool in tools] or None,
+                tools=[tool_of(tool) for tool in tools] or None,
                 add_generation_prompt=True,
             )
         except TemplateError as error:
@@ -172,34 +172,15 @@ def _template(folder: Path) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Text parts become one text, tool calls' arguments objects, as vLLM does it before the template."""
-    plain = dict(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(part["text"] for part in content if part["text"])
-    plain["content"] = content or ""
+    """As vLLM hands it to a template."""
+    plain = {**message, "content": content_of(message)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
     return plain
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            arguments = None
-    function["arguments"] = arguments if isinstance(arguments, dict) else {}
-    return {**call, "function": function}
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """With every field that vLLM gives a template."""
-    function = tool["function"]
-    fields = {"name": function["name"], "description": None, "parameters": None}
-    return {"type": "function", "function": {**fields, **function}}
+    return {**call, "function": {**call["function"], "arguments": arguments_of(call)}}
 
 
 def _refuse(message: str) -> None:
