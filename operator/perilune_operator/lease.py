@@ -22,8 +22,8 @@ from perilune_operator.observe import Object
 log = logging.getLogger(__name__)
 
 DURATION_S = 10
-RENEW_S = 2.0
-MARGIN_S = 2.0
+SHARE = 5
+"""A fifth of the duration is between two renewals, and so is the margin."""
 
 
 class Lease:
@@ -38,8 +38,6 @@ class Lease:
         clock: Callable[[], float],
         *,
         duration_s: int = DURATION_S,
-        renew_s: float = RENEW_S,
-        margin_s: float = MARGIN_S,
     ) -> None:
         self._client = client
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -47,8 +45,7 @@ class Lease:
         self.identity = identity
         self._clock = clock
         self._duration_s = duration_s
-        self._renew_s = renew_s
-        self._margin_s = margin_s
+        self._renew_s = self._margin_s = duration_s / SHARE
         self._leads_until = float("-inf")
         self._seen: Object = {}
         self._seen_at = float("-inf")

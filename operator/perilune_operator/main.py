@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from perilune_api import collector, kube
 from perilune_operator import handlers
-from perilune_operator.lease import Lease
+from perilune_operator.lease import DURATION_S, Lease
 from perilune_operator.metrics import Metrics
 from perilune_operator.reconcile import Reconciler
 from perilune_operator.render.objects import Defaults
@@ -71,7 +71,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--lease-seconds",
         type=int,
-        default=10,
+        default=DURATION_S,
         metavar="S",
         help="until another replica takes over [%(default)s]",
     )
@@ -96,8 +96,6 @@ async def serve(args: argparse.Namespace) -> None:
         args.identity,
         time.monotonic,
         duration_s=args.lease_seconds,
-        renew_s=args.lease_seconds / 5,
-        margin_s=args.lease_seconds / 5,
     )
     prometheus = CollectorRegistry()
     defaults = Defaults(

@@ -1,6 +1,5 @@
 """What is: the facts of one pool's surroundings, cut to what a plan reads. Reads, never decides."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -152,17 +151,6 @@ class Observed:
     """The Gateway that the spec names; None: there is none, or it cannot be seen from here."""
     rival: Rival | None = None
     """An older pool whose route has what this one's wants."""
-
-
-_SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
-_HITS = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
-
-
-def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
-    """Of the metrics pages of a pool's gateways, empty where one did not answer; None: none did."""
-    sessions = [int(float(found[1])) for page in pages if (found := _SESSIONS.search(page))]
-    hits = [float(found[1]) for page in pages if (found := _HITS.search(page))]
-    return GatewayStats(sum(sessions), sum(hits) / len(hits) if hits else None) if any(pages) else None
 
 
 def key(obj: Object) -> Key:

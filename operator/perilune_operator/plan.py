@@ -16,7 +16,15 @@ from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import Role, SpecError
 from perilune_operator import status, topology
 from perilune_operator.observe import Key, Object, Observed, PodFacts, key
-from perilune_operator.render import endpoints, engines, gateway, mooncake, network
+from perilune_operator.render import (
+    endpoints,
+    engines,
+    gateway,
+    monitors,
+    mooncake,
+    network_policies,
+    routing,
+)
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Former, Mark, drain
 
@@ -74,7 +82,9 @@ def plan(
             *mooncake.store(pool),
             *engines.engines(pool),
             *gateway.gateway(pool),
-            *network.network(pool),
+            *routing.routing(pool),
+            *network_policies.network_policies(pool),
+            *monitors.monitors(pool),
         )
     except SpecError as error:  # a podTemplate that cannot be laid over ours
         return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
@@ -100,8 +110,8 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 
 def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """Without engines of the spec before, which had other roles, or endpoints of as many nodes as now not;
-    and those of them that lead."""
+    """What is there without engines of the spec before; and of those the ones that lead. Engines are of the
+    spec before if it had other roles, or if its endpoints spanned nodes and now do not, or the reverse."""
     roles, spans = {role.value for role, _ in endpoints.roles(pool)}, endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:

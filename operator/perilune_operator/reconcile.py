@@ -26,19 +26,18 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-import aiohttp
-
 from perilune_api import kube
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
 from perilune_operator import observe, refusal, status
 from perilune_operator.apply import WATCH_LAG_S, Applier
 from perilune_operator.cluster import Cluster
+from perilune_operator.gateway_pages import GatewayPages
 from perilune_operator.metrics import Metrics, Outcome
-from perilune_operator.observe import GatewayStats, Object, Observed, PoolName
-from perilune_operator.plan import STATS_S, plan
-from perilune_operator.render.gateway import ADMIN_PORT
+from perilune_operator.observe import GatewayStats, Key, Object, Observed, PoolName
+from perilune_operator.plan import STATS_S, Plan, plan
 from perilune_operator.render.objects import Defaults
 from perilune_operator.stamps import stamp
 from perilune_operator.turns import Turn, Turns
@@ -52,7 +51,6 @@ RETRY_S = (0.5, 30.0)
 CHANGED_AT_ONCE, WOKEN_AT_ONCE = 2, 2
 """Rounds. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
 REST, LONGEST_REST_S = 4.0, 2.0
-STATS_TIMEOUT_S = 1.0
 FIRST_STATS_S = 5.0
 """Between two tries, until a gateway has answered."""
 
@@ -103,7 +101,7 @@ class Reconciler:
         self._workers: dict[PoolName, _Worker] = {}
         self._turns = {True: Turns(CHANGED_AT_ONCE, clock), False: Turns(WOKEN_AT_ONCE, clock)}
         """By whether the spec has changed."""
-        self._http: aiohttp.ClientSession | None = None
+        self._pages = GatewayPages()
 
     # -- what handlers tell ------------------------------------------------------------------------
 
@@ -148,8 +146,7 @@ class Reconciler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._workers.clear()
-        if self._http is not None:
-            await self._http.close()
+        await self._pages.close()
 
     # -- one pool ----------------------------------------------------------------------------------
 
@@ -208,43 +205,61 @@ class Reconciler:
     async def _round(
         self, name: PoolName, worker: _Worker, before_workloads: Callable[[], Awaitable[None]] | None
     ) -> float:
+        """Seconds until the next. Raises NotLeaderError, ApiError, OSError."""
         body, now = worker.body, self._wall_clock()
         if "deletionTimestamp" in body["metadata"]:
             return STATS_S  # garbage collection does the rest
-        namespace, pool_name = name
-        owner = Owner(namespace, pool_name, body["metadata"]["uid"])
+        owner = Owner(*name, body["metadata"]["uid"])
         spec = _spec(body)
         observed = self._observe(name, worker, spec)
-        made = plan(pool_name, namespace, spec, observed, now, self._defaults)
-        said, again_in, objects = made.status, made.again_in, made.objects
-        foreign, refused = await self._applier.look(owner, objects or (), observed.children)
+        made = plan(owner.name, owner.namespace, spec, observed, now, self._defaults)
+        said, again_in = made.status, made.again_in
+        foreign, refused = await self._applier.look(owner, made.objects or (), observed.children)
         if refused:
-            words = refusal.told(refused, body["spec"])
-            said, objects = status.of_refusal(words, observed, now), None
-        if objects is not None:
-            if made.scale_to is not None:
-                log.info("handed over to an autoscaler pool=%s/%s replicas=%d", *name, made.scale_to)
-                await self._writer.scale(owner, made.scale_to)
-            marked = await asyncio.gather(*(self._writer.mark(owner, mark) for mark in made.marks))
-            applied = await self._applier.apply(
-                owner, objects, observed.children, foreign, before_workloads, made.kept
-            )
-            if errors := [*filter(None, marked), *applied.errors]:
+            said = status.of_refusal(refusal.told(refused, body["spec"]), observed, now)
+        elif made.objects is not None:
+            errors, settled = await self._carry_out(owner, made, observed, foreign, before_workloads)
+            if errors:
                 said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
                 again_in = self._pause(worker)
             else:
                 worker.failures = 0
-                again_in = again_in if applied.settled else min(again_in, WATCH_LAG_S)
+                again_in = again_in if settled else min(again_in, WATCH_LAG_S)
+        await self._tell(owner, worker, observed, said, now)
+        return again_in
+
+    async def _carry_out(
+        self,
+        owner: Owner,
+        made: Plan,
+        observed: Observed,
+        foreign: frozenset[Key],
+        before_workloads: Callable[[], Awaitable[None]] | None,
+    ) -> tuple[list[str], bool]:
+        """What the API server refused, in words, and whether the watches have shown all that was written."""
+        if made.scale_to is not None:
+            words = "handed over to an autoscaler pool=%s/%s replicas=%d"
+            log.info(words, owner.namespace, owner.name, made.scale_to)
+            await self._writer.scale(owner, made.scale_to)
+        marked = await asyncio.gather(*(self._writer.mark(owner, mark) for mark in made.marks))
+        applied = await self._applier.apply(
+            owner, made.objects or (), observed.children, foreign, before_workloads, made.kept
+        )
+        return [*filter(None, marked), *applied.errors], applied.settled
+
+    async def _tell(
+        self, owner: Owner, worker: _Worker, observed: Observed, said: InferencePoolStatus, now: float
+    ) -> None:
+        """The status, and of each condition that is another than before an event."""
         news = status.changed(observed.status, said)
-        for condition in news:
-            log.info("%s=%s pool=%s/%s reason=%s", condition.type, condition.status, *name, condition.reason)
+        for c in news:
+            log.info("%s=%s pool=%s/%s reason=%s", c.type, c.status, owner.namespace, owner.name, c.reason)
         written, *_ = await asyncio.gather(
             self._writer.status(owner, observed.status, said),
             *(self._writer.event(owner, c, stamp(now), int(now * 1e6) + i) for i, c in enumerate(news)),
         )
         if written is not None:  # or the next round might find the old status, and tell it all again
             worker.body = _newest(worker.body, written)
-        return again_in
 
     def _observe(self, name: PoolName, worker: _Worker, spec: InferencePoolSpec | SpecError) -> Observed:
         meta = worker.body["metadata"]
@@ -266,27 +281,11 @@ class Reconciler:
         """Sessions and hit ratio from the gateways, every STATS_S; what cannot be read is left out."""
         while True:
             if self._fence.remaining_s() > 0:
-                told = await self._read_stats(name)
+                told = await self._pages.read(self.cluster.pods(name))
                 if told != worker.stats:
                     worker.stats = told
                     worker.wake(self._clock())
             await asyncio.sleep(STATS_S if worker.stats is not None else FIRST_STATS_S)
-
-    async def _read_stats(self, name: PoolName) -> GatewayStats | None:
-        if self._http is None:
-            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=STATS_TIMEOUT_S))
-        ready = [pod for pod in self.cluster.pods(name) if _serves(pod)]
-        pages = await asyncio.gather(*(self._metrics_of(pod["status"]["podIP"]) for pod in ready))
-        return observe.gateway_stats(pages)
-
-    async def _metrics_of(self, ip: str) -> str:
-        assert self._http is not None
-        host = f"[{ip}]" if ":" in ip else ip
-        try:
-            async with self._http.get(f"http://{host}:{ADMIN_PORT}/metrics") as answer:
-                return await answer.text()
-        except (OSError, aiohttp.ClientError):
-            return ""
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:
@@ -305,11 +304,6 @@ def _newest(one: Object, other: Object) -> Object:
 
 def _spec_version(body: Object) -> object:
     return body["metadata"]["uid"], body["metadata"].get("generation", 0)
-
-
-def _serves(pod: Object) -> bool:
-    facts = observe.pod(pod)
-    return facts.component == "gateway" and facts.serves
 
 
 def _spec(body: Any) -> InferencePoolSpec | SpecError:

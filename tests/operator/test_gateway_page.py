@@ -12,9 +12,10 @@ from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
 from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
 from perilune_gateway.testing import candidate, request, session
+from perilune_operator.gateway_pages import gateway_stats
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
-from perilune_operator.observe import GatewayStats, gateway_stats
+from perilune_operator.observe import GatewayStats
 
 DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
 
@@ -37,6 +38,11 @@ def page(*, sessions: int = 0, prompts: bool = False) -> str:
     [
         pytest.param([], None, id="no gateway"),
         pytest.param(["", ""], None, id="none answers"),
+        pytest.param(
+            ["perilune_sessions_bound NaN\nperilune_cache_hit_ratio x\n"],
+            GatewayStats(0, None),
+            id="no numbers",
+        ),
         pytest.param([page(sessions=3)], GatewayStats(3, None), id="no prompt yet"),
         pytest.param(
             [page(sessions=3, prompts=True), "", page(sessions=4)], GatewayStats(7, 0.8), id="all that answer"

@@ -12,7 +12,7 @@ from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.conditions.fact import Fact, listed
 from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
-from perilune_operator.render import network
+from perilune_operator.render import routing
 from perilune_operator.render.objects import Context
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
@@ -23,7 +23,7 @@ _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
 
 
 def route(pool: Context, observed: Observed) -> Fact:
-    kind, made = Condition.ROUTE_PROGRAMMED, network.mode(pool)
+    kind, made = Condition.ROUTE_PROGRAMMED, routing.mode(pool)
     if pool.spec.gateway.mode is GatewayMode.NONE:
         return Fact(kind, "True", Reason.PROGRAMMED, "No route is asked for.")
     if made is GatewayMode.NONE:
@@ -120,7 +120,7 @@ def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: Gatewa
             f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint: see the chart's notes "
             "(helm get notes)."
         )
-    shared = Key("ClientTrafficPolicy", pool.namespace, network.shared_policy_name(parent))
+    shared = Key("ClientTrafficPolicy", pool.namespace, routing.shared_policy_name(parent))
     for verdict in _verdicts(observed.children.get(shared, {}), parent):
         if verdict.status == "False":  # the Gateway has one already, which may or may not do the same
             yield (

@@ -4,7 +4,7 @@ rollout or a scale-down fails no request.
 
 from perilune_api import names
 
-ROUTE_SECONDS = 5
+NOTICE_SECONDS = 5
 """Until every Envoy and gateway knows that an endpoint leaves."""
 SPARE_SECONDS = 30
 """Between the end of draining and the kill."""
@@ -29,7 +29,7 @@ while time.monotonic() < until and idle < 2:
     idle = 0 if busy else idle + 1
     time.sleep(0.5)
 """
-"""Run by preStop: wait for ROUTE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
+"""Run by preStop: wait for NOTICE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
 itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone, and so
 is a leader that has no address any more."""
 WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
@@ -38,7 +38,7 @@ WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.EN
 
 def command(drain_seconds: int, *, serve: bool) -> list[str]:
     """`drain_seconds`: how long at most. `serve`: of a pod that serves; else of a worker."""
-    times = [str(drain_seconds), str(ROUTE_SECONDS)]
+    times = [str(drain_seconds), str(NOTICE_SECONDS)]
     if serve:
         return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"]
     return ["/bin/sh", "-c", WORKER_DRAIN, DRAIN, *times]

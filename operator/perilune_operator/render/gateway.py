@@ -38,7 +38,7 @@ MALLOC = {  # glibc gives large blocks back at once by default; the page faults 
 
 
 def gateway(pool: Context) -> Iterator[Object]:
-    """All objects of the gateway itself; how requests come to it is network.py's."""
+    """All objects of the gateway itself; how requests come to it is routing.py's."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     labels = pool.labels("gateway")
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)

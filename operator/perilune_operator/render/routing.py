@@ -1,4 +1,4 @@
-"""How requests come to the gateway, who may talk to whom, who scrapes.
+"""How requests come to the gateway, and with its answer to an engine: a route, and what stands beside it.
 
 Envoy Gateway is told with four stock objects: an HTTPRoute to one Service that selects all engine pods, a
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
@@ -12,11 +12,9 @@ from collections.abc import Iterator
 
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
-from perilune_operator.kinds import ENVOY_GATEWAY, GATEWAY_API, INFERENCE
+from perilune_operator.kinds import GATEWAY_API, INFERENCE
 from perilune_operator.observe import Object
-from perilune_operator.render import mooncake
-from perilune_operator.render.endpoints import nodes_per_endpoint
-from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
+from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 
 BUFFER = "32Mi"
@@ -28,14 +26,6 @@ BREAKER: Object = {
     "maxPendingRequests": AT_ONCE,
     "maxParallelRequests": AT_ONCE,
 }
-ENVOY: Object = {
-    "app.kubernetes.io/name": "envoy",
-    "app.kubernetes.io/component": "proxy",
-    "app.kubernetes.io/managed-by": "envoy-gateway",
-}
-"""Labels of every Envoy that Envoy Gateway runs (its internal/infrastructure/kubernetes/proxy, v1.9)."""
-METRICS_LABEL = "perilune.dev/metrics"
-"""On a namespace, `true`: its pods may scrape ours."""
 
 
 def mode(pool: Context) -> GatewayMode:
@@ -50,8 +40,8 @@ def mode(pool: Context) -> GatewayMode:
     return GatewayMode.INFERENCE_EXTENSION if pool.has("InferencePool") else GatewayMode.NONE
 
 
-def network(pool: Context) -> Iterator[Object]:
-    """Routes, policies, monitors."""
+def routing(pool: Context) -> Iterator[Object]:
+    """All of it; nothing where there is no Gateway to attach a route to, or nobody who would read it."""
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
@@ -60,34 +50,6 @@ def network(pool: Context) -> Iterator[Object]:
         yield _inference_pool(pool)
         if parent is not None:
             yield _route(pool, parent, {"group": INFERENCE, "kind": "InferencePool", "name": pool.name})
-    yield from _policies(pool)
-    if pool.has("PodMonitor"):
-        yield _monitor(pool, "engine", "http", "PodMonitor")
-        if pool.spec.mooncake.store.enabled:
-            yield _monitor(pool, "master", "http", "PodMonitor")
-    if pool.has("ServiceMonitor"):
-        yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
-
-
-def _monitor(pool: Context, component: names.Component, port: str, kind: str) -> Object:
-    """The gateway's by its Service, which is the object that the engines' autoscaler asks about. Its metrics
-    have a label `endpoint`, as every scraped port has: theirs is kept."""
-    pods = kind == "PodMonitor"
-    scraped = {"port": port, "path": "/metrics", "interval": "15s"}
-    made = pool.object(
-        kind,
-        f"{pool.name}-{component}",
-        component,
-        spec={
-            "selector": {"matchLabels": pool.labels(component)},
-            "podMetricsEndpoints" if pods else "endpoints": [
-                scraped if pods else {**scraped, "honorLabels": True}
-            ],
-            "podTargetLabels": [names.POOL_LABEL],
-        },
-    )
-    made["metadata"]["labels"] = {**pool.defaults.monitor_labels, **made["metadata"]["labels"]}
-    return made
 
 
 def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
@@ -223,62 +185,3 @@ def _inference_pool(pool: Context) -> Object:
             },
         },
     )
-
-
-def _policies(pool: Context) -> Iterator[Object]:
-    """Who may talk to whom, for clusters whose network enforces it."""
-    mine = {"podSelector": {"matchLabels": {names.POOL_LABEL: pool.name}}}
-    watchers = [
-        mine,
-        {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}},
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
-    ]
-    yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
-    if nodes_per_endpoint(pool) > 1:  # who reaches a worker's queues can run what he likes there
-        yield _allow(pool, "engine-worker", [{"from": [mine]}])
-    yield _allow(
-        pool,
-        "gateway",
-        [{"ports": _ports(EXT_PROC_PORT), **_askers(pool)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
-    )
-    if pool.spec.mooncake.store.enabled:
-        yield _allow(
-            pool,
-            "master",
-            [{"from": [mine]}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
-        )
-
-
-def _askers(pool: Context) -> Object:
-    """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its namespace or in
-    the Gateway's, so labels tell them; where Gateways of a class share their Envoys, these bear the class's,
-    and it can run no others for a Gateway whose name is too long for a label.
-    Other gateways have no labels that we know: anybody may ask."""
-    parent = pool.spec.gateway.parent
-    if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
-        return {}
-    owner = {
-        f"{ENVOY_GATEWAY}/owning-gateway-name": parent.name,
-        f"{ENVOY_GATEWAY}/owning-gateway-namespace": parent.namespace or pool.namespace,
-    }
-    shared = {"key": f"{ENVOY_GATEWAY}/owning-gatewayclass", "operator": "Exists"}
-    envoys = [{"matchLabels": ENVOY | owner}, {"matchLabels": ENVOY, "matchExpressions": [shared]}]
-    able = envoys if len(parent.name) <= names.LONGEST_LABEL else envoys[1:]
-    return {"from": [{"namespaceSelector": {}, "podSelector": envoy} for envoy in able]}
-
-
-def _allow(pool: Context, component: names.Component, ingress: list[Object]) -> Object:
-    return pool.object(
-        "NetworkPolicy",
-        f"{pool.name}-{component}",
-        component,
-        spec={
-            "podSelector": {"matchLabels": pool.labels(component)},
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
-    )
-
-
-def _ports(*ports: int) -> list[Object]:
-    return [{"port": port, "protocol": "TCP"} for port in ports]

@@ -1,0 +1,37 @@
+"""Who scrapes whom, where the cluster has the Prometheus operator's kinds."""
+
+from collections.abc import Iterator
+
+from perilune_api import names
+from perilune_operator.observe import Object
+from perilune_operator.render.objects import Context
+
+
+def monitors(pool: Context) -> Iterator[Object]:
+    if pool.has("PodMonitor"):
+        yield _monitor(pool, "engine", "http", "PodMonitor")
+        if pool.spec.mooncake.store.enabled:
+            yield _monitor(pool, "master", "http", "PodMonitor")
+    if pool.has("ServiceMonitor"):
+        yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
+
+
+def _monitor(pool: Context, component: names.Component, port: str, kind: str) -> Object:
+    """The gateway's by its Service, which is the object that the engines' autoscaler asks about. Its metrics
+    have a label `endpoint`, as every scraped port has: theirs is kept."""
+    pods = kind == "PodMonitor"
+    scraped = {"port": port, "path": "/metrics", "interval": "15s"}
+    made = pool.object(
+        kind,
+        f"{pool.name}-{component}",
+        component,
+        spec={
+            "selector": {"matchLabels": pool.labels(component)},
+            "podMetricsEndpoints" if pods else "endpoints": [
+                scraped if pods else {**scraped, "honorLabels": True}
+            ],
+            "podTargetLabels": [names.POOL_LABEL],
+        },
+    )
+    made["metadata"]["labels"] = {**pool.defaults.monitor_labels, **made["metadata"]["labels"]}
+    return made
