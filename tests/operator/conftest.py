@@ -1,12 +1,14 @@
 """Real etcd, API server, controller manager: one for the whole run, a namespace for each test."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import gateway_crds
 import pytest
 from api_server import ApiServer, binaries, new_namespace, started
+from operator_process import Operator
 
 from perilune_api import kube
 
@@ -69,3 +71,19 @@ async def client(api_server: ApiServer) -> AsyncIterator[kube.Client]:
 async def namespace(client: kube.Client) -> str:
     """A new one for this test, in which the operator may have its Lease."""
     return await new_namespace(client)
+
+
+@pytest.fixture
+async def operator(api_server: ApiServer, namespace: str) -> AsyncIterator[Operator]:
+    """With the rights that the chart gives it and no more."""
+    made = Operator(api_server, namespace)
+    yield made
+    made.stop(signal.SIGKILL)
+
+
+@pytest.fixture
+async def router(routed_server: ApiServer, routed: tuple[kube.Client, str]) -> AsyncIterator[Operator]:
+    """The same, of the namespace in `routed`."""
+    made = Operator(routed_server, routed[1])
+    yield made
+    made.stop(signal.SIGKILL)

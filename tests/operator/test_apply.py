@@ -1,19 +1,15 @@
 """What the applier does when the cluster is not, by the time it writes, what the plan was made from."""
 
+from appliers import applier
+
 from perilune_api import kube
-from perilune_operator.apply import Applier
 from perilune_operator.observe import Object, key
-from perilune_operator.writer import Owner, Writer
-
-
-class _Leader:
-    def remaining_s(self) -> float:
-        return 60.0
+from perilune_operator.writer import Owner
 
 
 async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client, namespace: str) -> None:
     """On the way to autoscaling: replicas that we read hold only for the version they were read from."""
-    applier = Applier(client, Writer(client, _Leader()), clock=lambda: 0.0)
+    under_test = applier(client)
     owner = await client.request(
         "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
     )
@@ -25,7 +21,7 @@ async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client
         if live is not None:
             wanted["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
         children = {} if live is None else {key(live): live}
-        applied = await applier.apply(pool, [wanted], children)
+        applied = await under_test.apply(pool, [wanted], children)
         assert applied.errors == ()
 
     await apply(3, "a", None)
@@ -44,21 +40,20 @@ async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client
 async def test_a_pool_that_goes_takes_only_its_own_memory(client: kube.Client, namespace: str) -> None:
     """Not that of another whose name begins alike: what it has is not written again."""
     written: list[str] = []
-    writer = Writer(client, _Leader(), on_write=lambda method, kind: written.append(kind))
-    applier = Applier(client, writer, clock=lambda: 0.0)
+    under_test = applier(client, lambda method, kind: written.append(kind))
     owner = await client.request(
         "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
     )
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
     pool, uid = Owner(namespace, "p-b", owner["metadata"]["uid"]), owner["metadata"]["uid"]
     wanted = _deployment(namespace, uid, 1, "a")
-    await applier.apply(pool, [wanted], {})
+    await under_test.apply(pool, [wanted], {})
     live = await client.request("GET", path)
-    applier.forget((namespace, "p"))
-    await applier.apply(pool, [wanted], {key(live): live})
+    under_test.forget((namespace, "p"))
+    await under_test.apply(pool, [wanted], {key(live): live})
     assert written == ["Deployment"]
-    applier.forget((namespace, "p-b"))
-    await applier.apply(pool, [wanted], {key(live): live})
+    under_test.forget((namespace, "p-b"))
+    await under_test.apply(pool, [wanted], {key(live): live})
     assert written == ["Deployment", "Deployment"]
 
 

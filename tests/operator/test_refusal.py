@@ -3,23 +3,21 @@
 from typing import Any
 
 import pytest
+from appliers import applier
 
 from perilune_api import kube
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, ApiError
-from perilune_operator import apply, refusal
-from perilune_operator.apply import Applier, Pool
+from perilune_operator import refusal
+from perilune_operator.apply import HASH, digest
+from perilune_operator.kinds import path
 from perilune_operator.observe import Object, Observed, key
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
+from perilune_operator.writer import Owner
 
 MODEL: Object = {"model": {"name": "m"}}
 PD: Object = {"roles": {"prefill": {}, "decode": {}}, "mooncake": {"transfer": "connector"}}
-
-
-class _Leader:
-    def remaining_s(self) -> float:
-        return 60.0
 
 
 def rendered(namespace: str, spec: Object) -> list[Object]:
@@ -157,9 +155,7 @@ BAD: list[Any] = [
 async def test_a_refusal_names_the_pools_field(
     client: kube.Client, namespace: str, spec: Object, words: str
 ) -> None:
-    foreign, refused = await Applier(client, _Leader(), clock=lambda: 0.0).look(
-        Pool(namespace, "p", "u"), rendered(namespace, spec), {}
-    )
+    foreign, refused = await applier(client).look(Owner(namespace, "p", "u"), rendered(namespace, spec), {})
     assert foreign == frozenset()
     assert words in refusal.told(refused, MODEL | spec)
     listed = await client.request("GET", f"/apis/apps/v1/namespaces/{namespace}/deployments")
@@ -176,41 +172,37 @@ async def test_what_is_taken_is_asked_once(client: kube.Client, namespace: str) 
                 asked.append(where.rpartition("/")[2])
             return await client.request(method, where, *args, **more)
 
-    applier: Any = Applier(Counting(), _Leader(), clock=lambda: 0.0)  # type: ignore[arg-type]
-    pool = Pool(namespace, "p", "u")
+    counted = applier(Counting())
+    owner = Owner(namespace, "p", "u")
     for spec in ({"replicas": 1}, {"replicas": 1}, {"replicas": 7}):
-        assert await applier.look(pool, rendered(namespace, spec), {}) == (frozenset(), ())
+        assert await counted.look(owner, rendered(namespace, spec), {}) == (frozenset(), ())
     assert sorted(asked) == ["p-engine", "p-gateway"]
-    await applier.look(pool, rendered(namespace, {"engine": {"image": "other"}}), {})
+    await counted.look(owner, rendered(namespace, {"engine": {"image": "other"}}), {})
     assert sorted(asked) == ["p-engine", "p-engine", "p-gateway"]
 
 
 async def test_an_object_that_is_as_wanted_is_not_asked_about() -> None:
     """As an operator finds it that has just begun."""
     objects = rendered("ns", {})
-    there = {
-        key(o): {"metadata": {**o["metadata"], "annotations": {apply.HASH: apply.digest(o)}}} for o in objects
-    }
+    there = {key(o): {"metadata": {**o["metadata"], "annotations": {HASH: digest(o)}}} for o in objects}
 
     class Silent:
         async def request(self, *args: Any, **more: Any) -> Object:
             raise AssertionError(args)
 
-    applier: Any = Applier(Silent(), _Leader(), clock=lambda: 0.0)  # type: ignore[arg-type]
-    assert await applier.look(Pool("ns", "p", "u"), objects, there) == (frozenset(), ())
+    assert await applier(Silent()).look(Owner("ns", "p", "u"), objects, there) == (frozenset(), ())
 
 
 async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client, namespace: str) -> None:
     """A Deployment of that name with a selector of its own: applying will say so."""
     ours = engine_of(rendered(namespace, {}))
-    where = apply.path(ours)
+    where = path(ours)
     theirs = {**ours, "metadata": {"name": "p-engine", "namespace": namespace}}
     labels = {"app": "mine"}
     template = {**ours["spec"]["template"], "metadata": {"labels": labels}}
     theirs["spec"] = {**ours["spec"], "selector": {"matchLabels": labels}, "template": template}
     await client.request("PATCH", where, theirs, params={"fieldManager": "them"}, content_type=APPLY)
-    applier = Applier(client, _Leader(), clock=lambda: 0.0)
-    assert await applier.look(Pool(namespace, "p", "u"), [ours], {}) == ({key(ours)}, ())
+    assert await applier(client).look(Owner(namespace, "p", "u"), [ours], {}) == ({key(ours)}, ())
 
 
 @pytest.mark.parametrize(
@@ -278,8 +270,7 @@ async def test_a_mistake_in_two_containers_is_told_once(client: kube.Client, nam
     spec: Object = {"engine": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}}
     spec["mooncake"] = {"store": {"enabled": True}}
     objects = [engine_of(rendered(namespace, spec))]
-    applier = Applier(client, _Leader(), clock=lambda: 0.0)
-    _, refused = await applier.look(Pool(namespace, "p", "u"), objects, {})
+    _, refused = await applier(client).look(Owner(namespace, "p", "u"), objects, {})
     assert len(refused[0].causes) == 2
     where = "must be less than or equal to cpu limit of 1 - at `$.spec.engine.resources.requests`"
     assert refusal.told(refused, MODEL | spec).endswith(where)

@@ -1,0 +1,115 @@
+"""The operator as a process: beside another one, killed, asleep, asked for its health, stopped."""
+
+import asyncio
+import signal
+import time
+from random import Random
+from typing import Any
+
+from api_server import ApiServer, new_namespace, until
+from operator_process import Operator
+from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
+
+from perilune_api.kube import Client
+
+Object = dict[str, Any]
+
+
+async def test_of_two_operators_one_acts(
+    client: Client, namespace: str, operator: Operator, api_server: Any
+) -> None:
+    """One is stopped past its Lease and resumed: the other acts, and it does not act again."""
+    await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 1)
+    second = Operator(api_server, namespace, "two")
+    try:
+        await until(lambda: second.status("/readyz"), lambda s: s == 200)
+        await client.request("POST", pools(namespace), pool(replicas=1))
+        await becomes(client, deployments(namespace, "/p-engine"))
+        assert await second.writes() == 0
+        operator.process.send_signal(signal.SIGSTOP)
+        scale = {"spec": {"replicas": 4}}
+        await merge(client, pools(namespace, "/p/scale"), scale)
+        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 4)
+        operator.process.send_signal(signal.SIGCONT)
+        await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 0)
+        written = await operator.writes()
+        scale = {"spec": {"replicas": 5}}
+        await merge(client, pools(namespace, "/p/scale"), scale)
+        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 5)
+        assert await operator.writes() == written
+        assert second.stop() == 0, second.log.read_text()
+        await until(lambda: operator.metric("perilune_operator_leader"), lambda n: n == 1)
+    finally:
+        second.stop(signal.SIGKILL)
+
+
+async def test_an_operator_killed_at_any_point_leaves_work_that_the_next_ends(
+    client: Client, namespace: str, api_server: Any
+) -> None:
+    await client.request("POST", pools(namespace), pool("whole", replicas=2))
+    dice = Random(7)
+    for i in range(4):
+        victim = Operator(api_server, namespace, f"victim-{i}")
+        await until(lambda victim=victim: victim.status("/healthz"), lambda s: s == 200)
+        await asyncio.sleep(dice.uniform(0.0, 1.0))  # not to synchronise: where it dies is the point
+        victim.stop(signal.SIGKILL)
+    last = Operator(api_server, namespace, "last")
+    try:
+        await becomes(client, pools(namespace, "/whole"), lambda p: bool(condition(p, "Ready")))
+        listed = await client.request("GET", deployments(namespace))
+        assert sorted(d["metadata"]["name"] for d in listed["items"]) == ["whole-engine", "whole-gateway"]
+        for where in (
+            config_maps(namespace, "/whole-gateway"),
+            f"/api/v1/namespaces/{namespace}/services/whole",
+        ):
+            assert await client.request("GET", where)
+    finally:
+        last.stop(signal.SIGKILL)
+
+
+async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server: ApiServer) -> None:
+    """It forgets the pool, and a node that went meanwhile. It sleeps while the API server starts anew, twice:
+    what is deleted in between is too old for its watches to hear of."""
+    client = Client(own_server.access)
+    namespace = await new_namespace(client)
+    for name in ("n1", "n2"):
+        await client.request("POST", "/api/v1/nodes", {"metadata": {"name": name}})
+        status = {"status": {"allocatable": {"nvidia.com/gpu": "8"}, "capacity": {"nvidia.com/gpu": "8"}}}
+        await merge(client, f"/api/v1/nodes/{name}/status", status)
+    operator = Operator(own_server, namespace)
+
+    async def restarted() -> None:
+        own_server.restart()
+        while True:
+            try:
+                await becomes(client, pools(namespace))
+                return
+            except OSError:
+                await asyncio.sleep(0.1)
+
+    try:
+        for name in "pq":
+            await client.request("POST", pools(namespace), pool(name))
+        for name in ("/p-engine", "/q-engine"):
+            await becomes(client, deployments(namespace, name))
+        operator.process.send_signal(signal.SIGSTOP)
+        await restarted()
+        await client.request("DELETE", pools(namespace, "/p"))
+        await client.request("DELETE", "/api/v1/nodes/n2")
+        await restarted()
+        operator.process.send_signal(signal.SIGCONT)
+        await becomes(client, pools(namespace, "/q"), lambda q: q["status"]["fabric"]["nodes"] == 1)
+        await until(lambda: operator.metric("perilune_operator_pools"), lambda n: n == 1)
+    finally:
+        operator.stop(signal.SIGKILL)
+        await client.close()
+
+
+async def test_probes_and_a_quick_end(client: Client, namespace: str, operator: Operator) -> None:
+    await until(lambda: operator.status("/readyz"), lambda s: s == 200)
+    await client.request("POST", pools(namespace), pool())
+    await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))
+    assert await operator.status("/healthz") == 200
+    began = time.monotonic()
+    assert operator.stop() == 0, operator.log.read_text()
+    assert time.monotonic() - began < 5

@@ -1,0 +1,139 @@
+"""Engines that come and go by number: scale-down, emptied nodes, autoscalers, other roles. What scheduler,
+kubelet and gateway would do is acted.
+"""
+
+from typing import Any
+
+from api_server import until
+from operator_process import Operator
+from pool_objects import becomes, condition, deployments, engines, merge, pool, pools, run_pods, say_drained
+
+from perilune_api.kube import Client
+
+Object = dict[str, Any]
+
+
+async def test_a_scale_down_waits_for_the_gateways_word(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Marked, kept, answered by the (here acted) gateway, gone: and the other engine is not touched."""
+    await client.request("POST", pools(namespace), pool(replicas=2, rollout={"sessionSeconds": 3600}))
+    await run_pods(client, namespace, 3)
+    await becomes(
+        client,
+        pools(namespace, "/p"),
+        lambda p: p["status"]["ready"] == "2/2" and condition(p, "GatewayReady")["status"] == "True",
+    )
+    scale = {"spec": {"replicas": 1}}
+    await merge(client, pools(namespace, "/p/scale"), scale)
+    (chosen,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    body = await becomes(
+        client, pools(namespace, "/p"), lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving"
+    )
+    assert chosen["metadata"]["name"] in condition(body, "Draining")["message"]
+    assert (body["status"]["ready"], condition(body, "Progressing")["status"]) == ("1/1", "True")
+    engine = await client.request("GET", deployments(namespace, "/p-engine"))
+    assert engine["spec"]["replicas"] == 2
+
+    await say_drained(client, namespace, chosen)
+    left = await until(lambda: engines(client, namespace), lambda found: len(found) == 1)
+    assert left[0]["metadata"]["name"] != chosen["metadata"]["name"]
+    body = await becomes(
+        client,
+        pools(namespace, "/p"),
+        lambda p: condition(p, "Draining")["status"] == condition(p, "Progressing")["status"] == "False",
+    )
+    assert body["status"]["ready"] == "1/1"
+
+
+async def test_a_cordoned_nodes_engine_takes_no_new_sessions(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    node, other = f"node-{namespace}", f"other-{namespace}"
+    await client.request("POST", pools(namespace), pool(replicas=2))
+    await run_pods(client, namespace, 3, nodes=(node, other))
+    await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "2/2")
+    body = {"metadata": {"name": node}, "spec": {"unschedulable": True}}
+    await client.request("POST", "/api/v1/nodes", body)
+    (marked,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    assert marked["spec"]["nodeName"] == node
+    body = await becomes(
+        client, pools(namespace, "/p"), lambda p: condition(p, "Draining")["reason"] == "NodesLeaving"
+    )
+    assert condition(body, "Ready")
+    free = {"spec": {"unschedulable": False}}
+    await merge(client, f"/api/v1/nodes/{node}", free)
+    await until(lambda: engines(client, namespace, marked=True), lambda found: found == [])
+    await client.request("DELETE", f"/api/v1/nodes/{node}")
+
+
+async def test_an_autoscaler_takes_over_without_a_drop(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Of engines and of gateways: the number of now stays until the autoscaler writes another."""
+    await client.request("POST", pools(namespace), pool(replicas=4, gateway={"replicas": 3}))
+    engine = await becomes(client, deployments(namespace, "/p-engine"))
+    gateway = await becomes(client, deployments(namespace, "/p-gateway"))
+    hpa = f"/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers"
+    change = {
+        "replicas": None,  # the API server then says 1
+        "scaling": {"minReplicas": 2, "maxReplicas": 8},
+        "gateway": {"minReplicas": 2, "maxReplicas": 5},
+    }
+    await merge(client, pools(namespace, "/p"), {"spec": change})
+    for name in ("/p-engine", "/p-gateway"):
+        await becomes(client, hpa + name)
+    assert (await client.request("GET", pools(namespace, "/p")))["spec"]["replicas"] == 4
+    for name, before in (("/p-engine", engine), ("/p-gateway", gateway)):
+        now = await client.request("GET", deployments(namespace, name))
+        assert now["metadata"]["generation"] == before["metadata"]["generation"]
+
+    five = {"spec": {"replicas": 5}}  # as the autoscaler does
+    await merge(client, deployments(namespace, "/p-gateway/scale"), five)
+
+    def claims(deployment: Object) -> list[bool]:
+        fields = deployment["metadata"]["managedFields"]
+        ours = [e["fieldsV1"] for e in fields if e["manager"] == "perilune-operator"]
+        return ["f:replicas" in fields["f:spec"] for fields in ours]
+
+    await becomes(client, deployments(namespace, "/p-gateway"), lambda d: claims(d) == [False])
+    change = {"gateway": {"logLevel": "debug"}}
+    await merge(client, pools(namespace, "/p"), {"spec": change})
+    now = await becomes(
+        client,
+        deployments(namespace, "/p-gateway"),
+        lambda d: "--log-level=debug" in str(d["spec"]["template"]),
+    )
+    assert now["spec"]["replicas"] == 5
+    assert claims(now) == [False]
+
+
+async def test_engines_of_other_roles_go_once_each_role_serves_and_their_sessions_have_left(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    spec = {"replicas": 1, "engine": {"kind": "vllm"}, "rollout": {"sessionSeconds": 3600}}
+    await client.request("POST", pools(namespace), pool(**spec))
+    await run_pods(client, namespace, 2)
+    await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "1/1")
+    roles = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+    split = {"spec": {"roles": roles, "mooncake": {"transfer": "connector"}}}
+    await merge(client, pools(namespace, "/p"), split)
+    body = await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "0/2")
+    assert "p-engine of the spec before goes once" in condition(body, "Progressing")["message"]
+
+    async def left() -> list[str]:
+        listed = await client.request("GET", deployments(namespace))
+        return sorted(d["metadata"]["name"] for d in listed["items"])
+
+    await until(left, lambda found: found == ["p-decode", "p-engine", "p-gateway", "p-prefill"])
+    (old,) = [p for p in await engines(client, namespace) if "p-engine-" in p["metadata"]["name"]]
+    await run_pods(client, namespace, 4)
+    (marked,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
+    assert marked["metadata"]["uid"] == old["metadata"]["uid"]
+    body = await becomes(
+        client, pools(namespace, "/p"), lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving"
+    )
+    assert old["metadata"]["name"] in condition(body, "Draining")["message"]
+    assert "p-engine" in await left()
+    await say_drained(client, namespace, marked)
+    assert await until(left, lambda found: "p-engine" not in found) == ["p-decode", "p-gateway", "p-prefill"]

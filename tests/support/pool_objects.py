@@ -1,0 +1,105 @@
+"""Pools of simulated engines and what is made of them, as tests ask a real API server about them; and
+the parts of who is not there: scheduler, kubelet, gateway.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from api_server import PATIENCE_S, until
+from operator_process import Operator
+
+from perilune_api.kube import MERGE, Client
+
+Object = dict[str, Any]
+
+
+def pools(namespace: str, rest: str = "") -> str:
+    return f"/apis/perilune.dev/v1alpha1/namespaces/{namespace}/inferencepools{rest}"
+
+
+def deployments(namespace: str, rest: str = "") -> str:
+    return f"/apis/apps/v1/namespaces/{namespace}/deployments{rest}"
+
+
+def config_maps(namespace: str, rest: str = "") -> str:
+    return f"/api/v1/namespaces/{namespace}/configmaps{rest}"
+
+
+def pool(name: str = "p", **spec: object) -> Object:
+    return {
+        "apiVersion": "perilune.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": name},
+        "spec": {"model": {"name": "m"}, "engine": {"kind": "simulated"}, **spec},
+    }
+
+
+def condition(body: Object, name: str) -> Object:
+    found = [c for c in body.get("status", {}).get("conditions", ()) if c["type"] == name]
+    return found[0] if found else {}
+
+
+async def becomes(client: Client, where: str, true: Callable[[Object], bool] = bool) -> Object:
+    """What is there, once it holds of it."""
+    found: Object = await until(lambda: client.request("GET", where), true)
+    return found
+
+
+async def merge(client: Client, where: str, body: Object) -> Object:
+    """A merge patch: what is given, and null away."""
+    return await client.request("PATCH", where, body, content_type=MERGE)
+
+
+async def engines(client: Client, namespace: str, *, marked: bool = False) -> list[Object]:
+    """Engine pods that are not being deleted; `marked`: those that drain."""
+    selector = {"labelSelector": "perilune.dev/component=engine"}
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods", params=selector)
+    here = [p for p in listed["items"] if "deletionTimestamp" not in p["metadata"]]
+    return [
+        p for p in here if not marked or "perilune.dev/draining" in (p["metadata"].get("annotations") or {})
+    ]
+
+
+async def run_pods(client: Client, namespace: str, number: int, nodes: tuple[str, ...] = ()) -> None:
+    """Do a scheduler's and a kubelet's part: bind engines to `nodes`, say of `number` pods that they run."""
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    listed = await becomes(client, pods, lambda found: len(found["items"]) == number)
+    status = {"phase": "Running", "podIP": "10.1.0.1", "conditions": [{"type": "Ready", "status": "True"}]}
+    for pod, node in zip(await engines(client, namespace), nodes, strict=False):
+        name = pod["metadata"]["name"]
+        target = {"metadata": {"name": name}, "target": {"kind": "Node", "name": node}}
+        await client.request("POST", f"{pods}/{name}/binding", target)
+    for item in listed["items"]:
+        where = f"{pods}/{item['metadata']['name']}/status"
+        await merge(client, where, {"status": status})
+
+
+async def say_drained(client: Client, namespace: str, engine: Object) -> None:
+    """Do the gateway's part: nothing of its own runs there any more."""
+    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+    (gateway,) = [p["metadata"]["name"] for p in listed["items"] if "-gateway-" in p["metadata"]["name"]]
+    mark = engine["metadata"]["annotations"]["perilune.dev/draining"]
+    word = {"metadata": {"annotations": {f"drained.perilune.dev/{gateway}": mark}}}
+    where = f"/api/v1/namespaces/{namespace}/pods/{engine['metadata']['name']}/status"
+    await merge(client, where, word)
+
+
+async def quiet(operator: Operator) -> dict[str, float]:
+    """Writes by kind, once no pool can be resting between two rounds any more and none was made."""
+    end = time.monotonic() + PATIENCE_S
+    seen: dict[str, float] = {}
+    while True:
+        found = re.findall(
+            r'^perilune_operator_writes_total{kind="(\w+)",method="\w+"} (\S+)', await operator.text(), re.M
+        )
+        now: dict[str, float] = {}
+        for kind, number in found:
+            now[kind] = now.get(kind, 0.0) + float(number)
+        if now == seen:
+            return now
+        assert time.monotonic() < end, now
+        seen = now
+        await asyncio.sleep(2.5)  # not to synchronise: that nothing happens meanwhile is the point
