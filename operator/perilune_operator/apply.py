@@ -147,7 +147,7 @@ class Applier:
                 await before_workloads()
             errors += await asyncio.gather(*(self._apply(owner, obj, children.get(key(obj))) for obj in now))
         gone = [child for k, child in children.items() if k not in keep | kept]
-        errors += await asyncio.gather(*(self._delete(owner, child) for child in gone))
+        errors += await asyncio.gather(*(self._remove(owner, child) for child in gone))
         return Applied(tuple(filter(None, errors)), not any(k in self._memory(owner).written for k in keep))
 
     def wrote(self, pool: PoolName, obj: Object) -> bool:
@@ -214,26 +214,41 @@ class Applier:
             return False  # not there; or an error that the write will meet too
         return not _owned_by(owner, found)
 
-    async def _delete(self, owner: Owner, live: Object) -> str:
-        if "deletionTimestamp" in live["metadata"] or not _owned_by(owner, live):
+    async def _remove(self, owner: Owner, live: Object) -> str:
+        """What the API server refused, in words; empty: nothing. Of what several pools own each gives up its
+        part, and the last deletes it."""
+        k, meta, owners = key(live), live["metadata"], _owners(live)
+        shares = _is_shared(live) and owner.uid in owners
+        if "deletionTimestamp" in meta or not (shares or _owned_by(owner, live)):
             return ""
-        kind, name = live["kind"], live["metadata"]["name"]
-        body = {
-            "propagationPolicy": "Background",
-            "preconditions": {"uid": live["metadata"]["uid"]},
-        }
         try:
             async with self._turns:
-                await self._writer.send("DELETE", path(live), kind, body)
+                if shares and len(owners) > 1:
+                    live = await self._give_up(owner, live)
+                if not shares or _owners(live) <= {owner.uid}:
+                    # of what is shared, this very version: another pool might want it by now
+                    known_by = ("uid", "resourceVersion") if shares else ("uid",)
+                    this = {part: live["metadata"][part] for part in known_by}
+                    body = {"propagationPolicy": "Background", "preconditions": this}
+                    await self._writer.send("DELETE", path(live), k.kind, body)
         except kube.ApiError as error:
             if error.status not in ANOTHER:
-                return f"{kind} {name}: {error.message}"
+                return f"{k.kind} {k.name}: {error.message}"
         else:
-            log.info("pruned kind=%s object=%s/%s", kind, owner.namespace, name)
+            log.info("pruned kind=%s object=%s/%s", k.kind, k.namespace, k.name)
         memory = self._memory(owner)
         for known in (memory.ours, memory.written, memory.rehearsed):
-            known.pop(key(live), None)
+            known.pop(k, None)
         return ""
+
+    async def _give_up(self, owner: Owner, live: Object) -> Object:
+        """Apply nothing: what only this pool wanted of it goes, its owner reference above all."""
+        named = {part: live["metadata"][part] for part in ("name", "namespace", "uid")}
+        nothing = {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": named}
+        params = {"fieldManager": _manager(owner, live), "force": "true"}
+        return await self._writer.send(
+            "PATCH", path(live), live["kind"], nothing, params=params, content_type=kube.APPLY
+        )
 
     def _newest(self, memory: _Memory, k: Key, live: Object | None) -> Object | None:
         """What the watch says, unless it has not come to what we wrote yet."""
@@ -259,6 +274,11 @@ def _hash_name(owner: Owner, obj: Object) -> str:
 
 def _is_shared(obj: Object) -> bool:
     return not any(named.get("controller") for named in obj["metadata"].get("ownerReferences") or ())
+
+
+def _owners(obj: Object) -> frozenset[str]:
+    """Uids."""
+    return frozenset(named["uid"] for named in obj["metadata"].get("ownerReferences") or ())
 
 
 def _owned_by(owner: Owner, live: Object) -> bool:

@@ -1,5 +1,6 @@
 """What the applier does when the cluster is not, by the time it writes, what the plan was made from."""
 
+import pytest
 from appliers import applier
 
 from perilune_api import kube
@@ -55,6 +56,38 @@ async def test_a_pool_that_goes_takes_only_its_own_memory(client: kube.Client, n
     under_test.forget((namespace, "p-b"))
     await under_test.apply(pool, [wanted], {key(live): live})
     assert written == ["Deployment", "Deployment"]
+
+
+async def test_what_several_pools_own_goes_with_the_last(client: kube.Client, namespace: str) -> None:
+    """Even if that one has not seen the other go."""
+    where = f"/api/v1/namespaces/{namespace}/configmaps"
+    under_test = applier(client)
+
+    async def pool(name: str) -> tuple[Owner, Object]:
+        """A pool (a ConfigMap stands for it), and what it wants to share."""
+        made = await client.request("POST", where, {"metadata": {"name": name}})
+        uid = made["metadata"]["uid"]
+        reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": uid}
+        meta = {"name": "shared", "namespace": namespace, "ownerReferences": [reference]}
+        wanted = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"a": "b"}}
+        return Owner(namespace, name, uid), wanted
+
+    async def shared() -> Object:
+        return {**await client.request("GET", f"{where}/shared"), "apiVersion": "v1", "kind": "ConfigMap"}
+
+    (p, by_p), (q, by_q) = await pool("p"), await pool("q")
+    for owner, wanted in ((p, by_p), (q, by_q)):
+        assert (await under_test.apply(owner, [wanted], {})).errors == ()
+    both = await shared()
+    assert {o["uid"] for o in both["metadata"]["ownerReferences"]} == {p.uid, q.uid}
+    await under_test.apply(p, [], {key(both): both})
+    left = await shared()
+    assert ([o["uid"] for o in left["metadata"]["ownerReferences"]], left["data"]) == ([q.uid], {"a": "b"})
+    await under_test.apply(p, [], {key(left): left})
+    assert await shared() == left, "nothing of p's is there any more"
+    await under_test.apply(q, [], {key(both): both})
+    with pytest.raises(kube.ApiError, match="404"):
+        await shared()
 
 
 def _image(deployment: Object) -> str:

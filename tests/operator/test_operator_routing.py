@@ -2,6 +2,7 @@
 their controllers say is acted.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from api_server import until
@@ -117,6 +118,33 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
         note = {"metadata": {"annotations": {"note": "look again"}}}
         await merge(client, pools(namespace, f"/{name}"), note)
     assert await quiet(router) == before
+
+
+async def test_what_pools_share_goes_with_the_last_that_wants_it(
+    routed: tuple[Client, str], router: Operator
+) -> None:
+    client, namespace = routed
+    policies = POLICIES.format(namespace) + "clienttrafficpolicies"
+    uids = {}
+    for name in ("p", "q"):
+        made = await client.request("POST", pools(namespace), pool(name, gateway={"parent": {"name": "g"}}))
+        uids[name] = made["metadata"]["uid"]
+
+    def owned_by(*pools: str) -> Callable[[Object], bool]:
+        wanted = {uids[name] for name in pools}
+        return lambda policy: {owner["uid"] for owner in policy["metadata"]["ownerReferences"]} == wanted
+
+    await becomes(client, f"{policies}/g-perilune", owned_by("p", "q"))
+    elsewhere = {"spec": {"gateway": {"parent": {"name": "h"}}}}
+    await merge(client, pools(namespace, "/q"), elsewhere)
+    left = await becomes(client, f"{policies}/g-perilune", owned_by("p"))
+    assert left["spec"]["headers"]["earlyRequestHeaders"]["remove"]
+    await becomes(client, f"{policies}/h-perilune", owned_by("q"))
+    await merge(client, pools(namespace, "/p"), elsewhere)
+    await becomes(
+        client, policies, lambda all_: [p["metadata"]["name"] for p in all_["items"]] == ["h-perilune"]
+    )
+    await becomes(client, f"{policies}/h-perilune", owned_by("p", "q"))
 
 
 async def test_a_gateway_of_the_inference_extension(routed: tuple[Client, str], router: Operator) -> None:
