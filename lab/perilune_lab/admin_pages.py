@@ -8,7 +8,7 @@ per queue sample.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class Seen:
 async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
     """Why these pages cannot be read; empty: they can."""
     try:
-        (await _json(http, f"{admin_url}/api/nodes/stats"))["nodes"]
+        (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
     except UNREADABLE as error:
         return str(error) or type(error).__name__
     return ""
@@ -50,18 +50,23 @@ async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s
     """Sample queues until cancelled."""
     while True:
         try:
-            nodes = (await _json(http, f"{admin_url}/api/nodes/stats"))["nodes"]
-            seen.queues.append([float(n["load"]["running"] + n["load"]["waiting"]) for n in nodes])
+            nodes = (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
+            seen.queues.append(queues(nodes))
             seen.endpoints = len(nodes)
         except UNREADABLE:
             pass  # the next sample may work
         await asyncio.sleep(every_s)
 
 
+def queues(nodes: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Running + waiting of every endpoint of `/api/nodes/stats`."""
+    return [float(node["load"]["running"] + node["load"]["waiting"]) for node in nodes]
+
+
 async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> None:
     """Policy and scheduling times, at the end of a run."""
     try:
-        decisions = (await _json(http, f"{admin_url}/api/decisions?n={_KEPT}"))["decisions"]
+        decisions = (await page(http, f"{admin_url}/api/decisions?n={_KEPT}"))["decisions"]
         seen.policy = next((row["policy"] for row in decisions if row["policy"]), None)
         async with http.get(f"{admin_url}/metrics") as answer:
             by_phase = phases(await answer.text())
@@ -96,7 +101,8 @@ def phases(metrics: str) -> dict[str, float]:
     return {step: sums[step] / n * 1e3 for step, n in counts.items() if n and step != _TOTAL}
 
 
-async def _json(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+async def page(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Raises one of UNREADABLE."""
     async with http.get(url) as answer:
         answer.raise_for_status()
         found: dict[str, Any] = await answer.json()

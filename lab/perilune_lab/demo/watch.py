@@ -15,7 +15,7 @@ import aiohttp
 
 from perilune_gateway.model import MOVING
 from perilune_lab import report
-from perilune_lab.admin_pages import Seen, conclude
+from perilune_lab.admin_pages import Seen, conclude, page, queues
 from perilune_lab.client import Result
 from perilune_lab.demo import live
 from perilune_lab.quantiles import quantile
@@ -44,12 +44,12 @@ class Watch:
     async def poll(self, http: aiohttp.ClientSession) -> None:
         """Read the admin pages. A gateway that does not answer keeps the last values."""
         try:
-            self._nodes = {node["address"]: node for node in (await _get(http, "/api/nodes/stats"))["nodes"]}
-            self._decisions = (await _get(http, "/api/decisions?n=5"))["decisions"]
+            nodes = (await page(http, "/api/nodes/stats"))["nodes"]
+            self._decisions = (await page(http, "/api/decisions?n=5"))["decisions"]
         except (aiohttp.ClientError, TimeoutError):
             return
-        loads = [node["load"] for node in self._nodes.values()]
-        self.queues.append([float(load["running"] + load["waiting"]) for load in loads])
+        self._nodes = {node["address"]: node for node in nodes}
+        self.queues.append(queues(nodes))
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
         """The gateway's own times of its last decisions and per step; stays None when it does not answer."""
@@ -124,10 +124,3 @@ class Watch:
             cached_tokens=row["cached_tokens"],
             moved_from=self._names.get(row["moved_from"], row["moved_from"]),
         )
-
-
-async def _get(http: aiohttp.ClientSession, page: str) -> dict[str, Any]:
-    async with http.get(page) as answer:
-        answer.raise_for_status()
-        found: dict[str, Any] = await answer.json()
-        return found

@@ -9,7 +9,7 @@
     type, turn       text, search, image, file, api, thinking or coder; counts from 1. Both are not read
 
 A request continues its parent's session, unless another request has continued it already, or the file does
-not have the parent: then it begins one. Gaps as in Mooncake's traces (mooncake.py).
+not have the parent: then it begins one. Gaps are guessed (recorded.py).
 
 What the ids tell, and what not: an id stands for its block's own tokens, in two of the four files without
 what is before it, so blocks are compared from the beginning on. A request's ids hold its prompt alone, and
@@ -34,8 +34,8 @@ from msgspec import Meta
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B, EngineModel
 from perilune_lab.traces.files import read_lines
-from perilune_lab.traces.model import Segment, Style, Trace, Turn
-from perilune_lab.traces.mooncake import grouped
+from perilune_lab.traces.model import Segment, Trace, Turn
+from perilune_lab.traces.recorded import recorded
 
 BLOCK_TOKENS = 16
 
@@ -74,7 +74,4 @@ def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) ->
         turns.append(
             Turn(session, before + 1, tuple(prompt), max(1, line.output_length), timestamp_s=line.timestamp)
         )
-    if not turns:
-        raise SpecError(f"{path}: no requests")
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return Trace(name, Style.TEXT, tuple(grouped(turns, engine)), {"file": path.name})
+    return recorded(path, turns, engine)

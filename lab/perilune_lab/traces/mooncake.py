@@ -8,16 +8,13 @@ multiple of 512. The traces name no sessions; they follow from the chains of ids
     unless another request has continued that one already: then it begins a session.
 
 So a session is a chain, as a closed loop needs it, and a system prompt that everyone begins with does not
-join everybody into one session. Nor do the traces tell when an answer ended: `gap_s` is the time between
-two submissions less what the earlier turn takes alone on an H20, its session's prefix cached.
+join everybody into one session. Gaps are guessed (recorded.py).
 
 Cost: a look-up per id; 12,031 requests in about half a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +25,8 @@ from msgspec import Meta
 from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B, EngineModel
 from perilune_lab.traces.files import read_lines
-from perilune_lab.traces.model import Segment, Session, Style, Trace, Turn
-from perilune_lab.traces.reuse import ideal_turn_s, reuse
+from perilune_lab.traces.model import Segment, Trace, Turn
+from perilune_lab.traces.recorded import recorded
 
 BLOCK_TOKENS = 512
 
@@ -66,10 +63,7 @@ def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) ->
                 timestamp_s=line.timestamp / 1000,
             )
         )
-    if not turns:
-        raise SpecError(f"{path}: no requests")
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return Trace(name, Style.TEXT, tuple(grouped(turns, engine)), {"file": path.name})
+    return recorded(path, turns, engine)
 
 
 class _Sessions:
@@ -98,16 +92,3 @@ def _segments(line: Line) -> tuple[Segment, ...]:
     rest = line.input_length - BLOCK_TOKENS * (len(line.hash_ids) - 1)
     *full, last = line.hash_ids
     return (*(Segment(f"block{i}", BLOCK_TOKENS) for i in full), Segment(f"block{last}", rest))
-
-
-def grouped(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
-    """Sessions by start, with gaps; `turns` in the order of submission."""
-    by_session: dict[str, list[Turn]] = {}
-    free_at_s: dict[str, float] = {}
-    for turn, found in zip(turns, reuse(turns), strict=True):
-        at_s = turn.timestamp_s or 0.0
-        gap_s = max(0.0, at_s - free_at_s.get(turn.session, at_s))
-        by_session.setdefault(turn.session, []).append(replace(turn, gap_s=gap_s))
-        free_at_s[turn.session] = at_s + ideal_turn_s(engine, turn, found.own_tokens)
-    for session, rows in by_session.items():
-        yield Session(session, rows[0].timestamp_s or 0.0, tuple(rows))
