@@ -46,6 +46,9 @@ BILLING_MARK = "x-anthropic-billing-header"
 would defeat every prefix cache."""
 
 
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
 class TextPrompt(Struct, frozen=True, gc=False):
     """Completions: one or more texts, each an engine request of its own."""
 
@@ -207,11 +210,10 @@ _COMPLETIONS = msgspec.json.Decoder(_Completions, strict=False)
 _RESPONSES = msgspec.json.Decoder(_Responses, strict=False)
 _MESSAGES = msgspec.json.Decoder(_Messages, strict=False)
 
-_TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(tuple[str, ...])
-_IDS = msgspec.json.Decoder(list[_TokenId])
-_ID_LISTS = msgspec.json.Decoder(tuple[list[_TokenId], ...])
+_IDS = msgspec.json.Decoder(list[TokenId])
+_ID_LISTS = msgspec.json.Decoder(tuple[list[TokenId], ...])
 
 
 class _RefusedError(Exception):

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from perilune_gateway.model import TokenSource
+from perilune_gateway.tokens.causes import Cause
 from perilune_gateway.tokens.incremental import IncrementalEncoder, Why
-from perilune_gateway.tokens.tokenizer import Cause, Tokenizer
+from perilune_gateway.tokens.tokenizer import Tokenizer
 
 
 class TokenMetrics:

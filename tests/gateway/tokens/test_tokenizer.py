@@ -15,7 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.openai import ParsedRequest, parse
-from perilune_gateway.tokens.tokenizer import MEDIA_TOKENS, Cause, Tokenizer
+from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.tokens.causes import Cause
+from perilune_gateway.tokens.prompts import MEDIA_TOKENS
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",
@@ -456,6 +458,8 @@ async def test_further_texts_are_estimated(by_engine, engine):
         pytest.param(200, b"<html>", Cause.ENGINE_ANSWER, id="no JSON"),
         pytest.param(200, b'{"count": 3}', Cause.ENGINE_ANSWER, id="no tokens"),
         pytest.param(200, b'{"tokens": ["a"]}', Cause.ENGINE_ANSWER, id="tokens are texts"),
+        pytest.param(200, b'{"tokens": [-1]}', Cause.ENGINE_ANSWER, id="a token below 0"),
+        pytest.param(200, b'{"tokens": [4294967296]}', Cause.ENGINE_ANSWER, id="a token beyond 32 bits"),
         pytest.param(200, b'{"tokens": "\xff"}', Cause.ENGINE_ANSWER, id="no UTF-8"),
         pytest.param(200, b"[" * 5000, Cause.ENGINE_ANSWER, id="deep"),
         pytest.param(200, b"", Cause.ENGINE_ANSWER, id="nothing"),
