@@ -50,13 +50,19 @@ def answers(pods: Iterable[Object], gateway: str, is_idle: Callable[[str], bool]
 
 async def run(pool: KubernetesPool, gateway: str, is_idle: Callable[[str], bool]) -> None:
     """Answer until cancelled. `gateway`: our pod's name. `is_idle`: of an endpoint's address."""
+    failing: set[str] = set()
+    """Pods that could not be told of; said once."""
     while True:
-        for name, patch in answers(pool.pods, gateway, is_idle):
+        due = answers(pool.pods, gateway, is_idle)
+        failing &= {name for name, _ in due}
+        for name, patch in due:
             where = f"/api/v1/namespaces/{pool.namespace}/pods/{name}/status"
             try:
                 await pool.client.request("PATCH", where, patch, content_type=kube.MERGE)
-            except (OSError, kube.ApiError) as error:  # the operator's patience has an end
-                log.warning("drained pod not annotated pod=%s error=%s", name, error)
+            except (OSError, kube.ApiError) as error:  # tried again; the operator's patience has an end
+                if name not in failing:
+                    log.warning("drained pod not annotated pod=%s error=%s", name, error)
+                failing.add(name)
             else:
                 log.info("drained pod=%s", name)
         await asyncio.sleep(CHECK_S)

@@ -1,9 +1,12 @@
+import asyncio
 from typing import Any
 
 import pytest
 
 from perilune_api.pool import Topology
+from perilune_gateway.feeds import drained
 from perilune_gateway.feeds.drained import SILENT_S, answers, is_idle
+from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.identity import SessionKey
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.sessions import Sessions
@@ -76,3 +79,36 @@ def test_a_pod_that_is_being_deleted_needs_no_answer() -> None:
     given = pod(**{DRAINING: "t1"})
     given["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert answers([given], "gw-1", lambda address: True) == []
+
+
+class Api:
+    """Takes patches, or not."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = OSError("away")
+        self.patches: list[tuple[str, str, Object]] = []
+
+    async def request(self, method: str, path: str, body: Object, content_type: str) -> None:
+        self.patches.append((method, path, body))
+        if self.error:
+            raise self.error
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_is_tried_until_it_is_taken_and_its_failing_said_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(drained, "CHECK_S", 0.0)
+    caplog.set_level("INFO", "perilune_gateway.feeds.drained")
+    api, pool = Api(), KubernetesPool(None, "ns", "p")
+    pool.client, pool.pods = api, [pod(**{DRAINING: "t1"})]
+    running = asyncio.create_task(drained.run(pool, "gw-1", lambda address: True))
+    await turns(5)
+    api.error = None
+    await turns(5)
+    running.cancel()
+    assert api.patches[0] == ("PATCH", "/api/v1/namespaces/ns/pods/a/status", ANSWER[1])
+    said = "drained pod not annotated pod=a error=away", "drained pod=a"
+    assert tuple(caplog.messages[:2]) == said
