@@ -8,7 +8,8 @@ import pytest
 
 from perilune_lab import report
 from perilune_lab.cli import PIPE_CLOSED
-from perilune_lab.simulator.cli import main, parse
+from perilune_lab.simulator.cli import main
+from perilune_lab.simulator.options import parse
 
 GENERATED = {"window_s", "warmup_s", "zipf_alpha", "context_tokens"}
 QUICK = ["--window", "60", "--warmup", "0", "--jobs", "1", "--seeds", "2"]
