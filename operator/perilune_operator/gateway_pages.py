@@ -14,6 +14,8 @@ from perilune_operator import observe
 from perilune_operator.observe import GatewayStats, Object
 from perilune_operator.render.gateway import ADMIN_PORT
 
+READ_S, FIRST_READ_S = 30.0, 5.0
+"""Between two readings; the second until a gateway has answered."""
 TIMEOUT_S = 1.0
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)

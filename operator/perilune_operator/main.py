@@ -41,6 +41,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--namespace", default="", metavar="NAME", help="look after pools of this namespace only [all]")
     add(
         "--listen",
+        type=_address,
         default="127.0.0.1:8080",
         metavar="IP:PORT",
         help="/healthz, /readyz, /metrics [%(default)s]",
@@ -78,6 +79,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     add("--version", action="version", version=f"perilune {version('perilune')}")
     return parser.parse_args(argv)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
+    return host, int(port)
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -134,7 +142,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 async def _probes(
-    listen: str,
+    listen: tuple[str, int],
     prometheus: CollectorRegistry,
     tasks: Sequence[asyncio.Task[None]],
     synced: Callable[[], bool],
@@ -153,8 +161,7 @@ async def _probes(
     app.add_routes([web.get("/healthz", alive), web.get("/readyz", ready), web.get("/metrics", metrics)])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    host, _, port = listen.rpartition(":")
-    await web.TCPSite(runner, host, int(port)).start()
+    await web.TCPSite(runner, *listen).start()
     return runner
 
 

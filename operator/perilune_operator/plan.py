@@ -28,8 +28,8 @@ from perilune_operator.render import (
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.rollout import Drain, Former, Mark, drain
 
-STATS_S = 30.0
-"""Sessions and hit ratio in the status are no older than this."""
+LOOK_S = 30.0
+"""Between two looks at a pool with which nothing happens."""
 MANY = 1_000_000
 """Engines: none has to go."""
 
@@ -61,7 +61,7 @@ def plan(
 ) -> Plan:
     """`now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
-        return Plan(None, status.of_refusal(str(spec), observed, now), STATS_S)
+        return Plan(None, status.of_refusal(str(spec), observed, now), LOOK_S)
     scale_to = _handed_over(name, namespace, spec, observed)
     if scale_to is not None:
         spec = msgspec.structs.replace(spec, replicas=scale_to)
@@ -87,10 +87,10 @@ def plan(
             *monitors.monitors(pool),
         )
     except SpecError as error:  # a podTemplate that cannot be laid over ours
-        return Plan(None, status.of_refusal(str(error), observed, now), STATS_S)
+        return Plan(None, status.of_refusal(str(error), observed, now), LOOK_S)
     former = _former(pool, before, {key(obj) for obj in objects}, present, now)
     each = (*drains.values(), former.drain)
-    again_in = min(STATS_S, *(made.again_in for made in each))
+    again_in = min(LOOK_S, *(made.again_in for made in each))
     marks = tuple(mark for made in each for mark in made.marks)
     said = status.of_pool(pool, present, drains, now, former)
     return Plan(objects, said, again_in, marks, scale_to, former.workloads)

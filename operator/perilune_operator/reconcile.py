@@ -34,10 +34,10 @@ from perilune_api.pool import SpecError
 from perilune_operator import observe, refusal, status
 from perilune_operator.apply import WATCH_LAG_S, Applier
 from perilune_operator.cluster import Cluster
-from perilune_operator.gateway_pages import GatewayPages
+from perilune_operator.gateway_pages import FIRST_READ_S, READ_S, GatewayPages
 from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe import GatewayStats, Key, Object, Observed, PoolName
-from perilune_operator.plan import STATS_S, Plan, plan
+from perilune_operator.plan import LOOK_S, Plan, plan
 from perilune_operator.render.objects import Defaults
 from perilune_operator.stamps import stamp
 from perilune_operator.turns import Turn, Turns
@@ -48,22 +48,25 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.1
 """Events that come together make one round."""
 RETRY_S = (0.5, 30.0)
+"""Shortest and longest pause after a failure; doubled each time."""
 CHANGED_AT_ONCE, WOKEN_AT_ONCE = 2, 2
 """Rounds. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
 REST, LONGEST_REST_S = 4.0, 2.0
-FIRST_STATS_S = 5.0
-"""Between two tries, until a gateway has answered."""
 
 
 @dataclass(slots=True)
 class _Worker:
+    """One pool, as it is known, and the rounds made of it."""
+
     body: Object
     tasks: tuple[asyncio.Task[None], ...] = ()
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     woken_at: float = inf
     """By the first event since the last round began."""
     stats: GatewayStats | None = None
+    """What its gateways said last."""
     failures: int = 0
+    """Rounds in a row."""
     done: object = None
     """The spec that the last round carried out, or this one does; None: it failed."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -151,11 +154,11 @@ class Reconciler:
     # -- one pool ----------------------------------------------------------------------------------
 
     async def _work(self, name: PoolName, worker: _Worker) -> None:
-        again_in = STATS_S
+        again_in = LOOK_S
         while True:
             await _within(again_in, worker.awake)
             await self._rest(worker)
-            again_in = STATS_S
+            again_in = LOOK_S
             if self._fence.remaining_s() <= 0 or not self.cluster.synced:
                 worker.awake.clear()
                 continue
@@ -171,7 +174,7 @@ class Reconciler:
 
     async def _turn(self, name: PoolName, worker: _Worker, turn: Turn) -> float:
         """One round, whatever becomes of it; seconds until the next."""
-        began, again_in = self._clock(), STATS_S
+        began, again_in = self._clock(), LOOK_S
         woken_at, worker.woken_at = min(worker.woken_at, began), inf
         is_new = worker.changed.is_set()
         worker.awake.clear()
@@ -208,7 +211,7 @@ class Reconciler:
         """Seconds until the next. Raises NotLeaderError, ApiError, OSError."""
         body, now = worker.body, self._wall_clock()
         if "deletionTimestamp" in body["metadata"]:
-            return STATS_S  # garbage collection does the rest
+            return LOOK_S  # garbage collection does the rest
         owner = Owner(*name, body["metadata"]["uid"])
         spec = _spec(body)
         observed = self._observe(name, worker, spec)
@@ -278,14 +281,14 @@ class Reconciler:
         )
 
     async def _follow_stats(self, name: PoolName, worker: _Worker) -> None:
-        """Sessions and hit ratio from the gateways, every STATS_S; what cannot be read is left out."""
+        """Sessions and hit ratio from the gateways, every READ_S; what cannot be read is left out."""
         while True:
             if self._fence.remaining_s() > 0:
                 told = await self._pages.read(self.cluster.pods(name))
                 if told != worker.stats:
                     worker.stats = told
                     worker.wake(self._clock())
-            await asyncio.sleep(STATS_S if worker.stats is not None else FIRST_STATS_S)
+            await asyncio.sleep(READ_S if worker.stats is not None else FIRST_READ_S)
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:

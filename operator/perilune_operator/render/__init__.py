@@ -6,6 +6,6 @@
     routing.py                      how requests come there
     network_policies.py, monitors.py    who may talk to whom, who scrapes
 
-`objects.py` has what all of them share: the context, names and labels, security, and how a user's podTemplate
-is laid over ours.
+`objects.py` has what all of them share: the context, names and labels, security, resources; `pod_template.py`
+lays a user's podTemplate over ours.
 """

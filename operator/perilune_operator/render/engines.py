@@ -29,11 +29,11 @@ from perilune_operator.render.objects import (
     Context,
     container_security,
     disruption_budget,
-    overlaid,
     resources,
     with_memory,
 )
 from perilune_operator.render.placement import placement
+from perilune_operator.render.pod_template import overlaid
 
 LONGEST_SET = names.LONGEST_LABEL - len("-0123456789") - len("-999")
 """Name of a LeaderWorkerSet: the workers of a group are a StatefulSet of that name and the group's index,

@@ -20,9 +20,9 @@ from perilune_operator.render.objects import (
     Context,
     container_security,
     disruption_budget,
-    overlaid,
     resources,
 )
+from perilune_operator.render.pod_template import overlaid
 
 EXT_PROC_PORT = 9_002
 ADMIN_PORT = 9_003

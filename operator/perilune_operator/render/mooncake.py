@@ -16,9 +16,9 @@ from perilune_operator.render.objects import (
     QUICK_EVICTION,
     Context,
     container_security,
-    overlaid,
     resources,
 )
+from perilune_operator.render.pod_template import overlaid
 
 RPC_PORT = 50_051
 HTTP_PORT = 9_003

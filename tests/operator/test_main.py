@@ -1,0 +1,22 @@
+import pytest
+
+from perilune_operator.main import arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        pytest.param("--listen=8080", "'8080' is not IP:PORT", id="no address"),
+        pytest.param("--listen=127.0.0.1:http", "'127.0.0.1:http' is not IP:PORT", id="no number"),
+        pytest.param("--monitor-label=release", "'release' is not KEY=VALUE", id="no value"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments([given])
+    assert said in capsys.readouterr().err
+
+
+def test_where_it_listens() -> None:
+    assert arguments([]).listen == ("127.0.0.1", 8080)
+    assert arguments(["--listen=0.0.0.0:9"]).listen == ("0.0.0.0", 9)
