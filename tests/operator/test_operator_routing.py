@@ -14,11 +14,7 @@ from perilune_api.kube import Client
 Object = dict[str, Any]
 
 ROUTES = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/httproutes"
-
-
 POLICIES = "/apis/gateway.envoyproxy.io/v1alpha1/namespaces/{}/"
-
-
 CONTROLLER = "gateway.envoyproxy.io/gatewayclass-controller"
 
 
@@ -48,8 +44,6 @@ async def accept_routing(client: Client, namespace: str, name: str) -> None:
 
 
 GATEWAYS = "/apis/gateway.networking.k8s.io/v1/namespaces/{}/gateways"
-
-
 GATEWAY: Object = {
     "apiVersion": "gateway.networking.k8s.io/v1",
     "kind": "Gateway",

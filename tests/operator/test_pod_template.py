@@ -1,0 +1,91 @@
+"""A user's podTemplate laid over ours."""
+
+from typing import Any
+
+import pytest
+from plans import made
+
+from perilune_operator.observe import Observed
+from perilune_operator.render.pod_template import overlaid
+
+Object = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        pytest.param({}, {"a": 1, "l": [{"name": "x", "v": 1}], "n": [1]}, id="nothing"),
+        pytest.param(
+            {"a": 2, "b": 3}, {"a": 2, "l": [{"name": "x", "v": 1}], "n": [1], "b": 3}, id="maps by key"
+        ),
+        pytest.param(
+            {"l": [{"name": "y"}, {"name": "x", "w": 2}]},
+            {"a": 1, "l": [{"name": "x", "v": 1, "w": 2}, {"name": "y"}], "n": [1]},
+            id="named things by name",
+        ),
+        pytest.param({"n": [2]}, {"a": 1, "l": [{"name": "x", "v": 1}], "n": [2]}, id="other lists whole"),
+    ],
+)
+def test_laying_over(over: Object, expected: Object) -> None:
+    assert overlaid({"a": 1, "l": [{"name": "x", "v": 1}], "n": [1]}, over) == expected
+
+
+def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:
+    base = {
+        "volumes": [{"name": "home", "emptyDir": {}}],
+        "env": [{"name": "POD_IP", "valueFrom": {}}, {"name": "HOME", "value": "/"}],
+    }
+    over = {
+        "volumes": [{"name": "home", "persistentVolumeClaim": {}}],
+        "env": [{"name": "POD_IP", "value": "1.2.3.4"}],
+    }
+    assert overlaid(base, over) == {**over, "env": [*over["env"], {"name": "HOME", "value": "/"}]}
+
+
+def test_mounts_are_told_by_their_paths() -> None:
+    """Two of one volume, one of a volume of ours beside our own, one in the place of ours."""
+    ours = [{"name": "home", "mountPath": "/home"}, {"name": "tmp", "mountPath": "/tmp"}]
+    over = [
+        {"name": "data", "mountPath": "/a", "subPath": "a"},
+        {"name": "data", "mountPath": "/b", "subPath": "b"},
+        {"name": "home", "mountPath": "/root"},
+        {"name": "data", "mountPath": "/tmp", "readOnly": False},
+    ]
+    made = overlaid({"volumeMounts": ours}, {"volumeMounts": over})["volumeMounts"]
+    assert made == [ours[0], over[3], *over[:3]]
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        pytest.param({"spec": "x"}, "Expected fields - at `$.spec.gateway.podTemplate.spec`", id="a word"),
+        pytest.param({"spec": None}, "Expected fields - at `$.spec.gateway.podTemplate.spec`", id="nothing"),
+        pytest.param(
+            {"spec": {"containers": {"name": "gateway"}}},
+            "Expected a list - at `$.spec.gateway.podTemplate.spec.containers`",
+            id="one thing for a list",
+        ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "a"}, {"image": "i"}]}},
+            "Expected fields, of which `name` is one - at `$.spec.gateway.podTemplate.spec.containers[1]`",
+            id="a container without a name would replace ours",
+        ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "gateway", "env": [{"name": "A"}, {"name": "A"}]}]}},
+            "A is given twice - at `$.spec.gateway.podTemplate.spec.containers[0].env[1]`",
+            id="one name twice",
+        ),
+        pytest.param(
+            {"spec": {"containers": [{"name": "gateway", "volumeMounts": [{"name": "data"}]}]}},
+            "Expected fields, of which `mountPath` is one"
+            " - at `$.spec.gateway.podTemplate.spec.containers[0].volumeMounts[0]`",
+            id="a mount without its path",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words: str) -> None:
+    refused = made({"model": {"name": "m"}, "gateway": {"podTemplate": over}}, Observed("u", 1))
+    assert refused.objects is None
+    assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
+        ("Accepted", "False", words)
+    ]
