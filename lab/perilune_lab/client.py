@@ -18,7 +18,6 @@ hardware) and `speed` (how much faster than recorded the trace is played). Resul
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,16 +29,14 @@ import msgspec
 
 from perilune_api import names
 from perilune_lab import streams
-from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn, submitted_s
-
-Words = Callable[[str, int], str]
-"""(key, tokens) → text of that many tokens; equal arguments, equal text."""
+from perilune_lab.bodies import Bodies, Words
+from perilune_lab.result import Result
+from perilune_lab.traces.model import Mode, Session, Style, Turn, submitted_s
 
 ENDPOINT_HEADER = "x-perilune-endpoint"
 """Response header in which a simulated engine names itself; it knows better than the decision which
 endpoint served, when Envoy took a fallback."""
 SESSION_HEADER = "x-session-id"
-_CACHED_BYTES = 64 * 2**20
 
 
 class TargetError(Exception):
@@ -69,51 +66,6 @@ class Load:
     """Name the session in a header; without, the gateway has to recognise it."""
     headers: tuple[tuple[str, str], ...] = ()
     """Further request headers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One request as the client saw it. Wall seconds; `*_at_s` since the run began."""
-
-    session: str
-    turn: int
-    request_id: str
-    submitted_at_s: float
-    finished_at_s: float
-    due_at_s: float
-    """When it should have been submitted; later only if no place was free."""
-    status: int = 0
-    """HTTP status; 0: no answer."""
-    error: str = ""
-    """Why it failed; empty: it succeeded."""
-    endpoint: str = ""
-    """Address that served it; empty: nobody said."""
-    reason: str = ""
-    """The gateway's reason; empty: nobody said."""
-    simulated: bool = False
-    """The endpoint named itself, as only a simulated engine does."""
-    accepted_s: float | None = None
-    """Submit → head of the response: the server has read the request and taken it."""
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    """None with fewer than two tokens."""
-    itl_s: tuple[float, ...] = ()
-    """Gaps between events that carry text; an event is one token unless the server coalesces."""
-    e2e_s: float | None = None
-    """Last token − submit."""
-    prompt_tokens: int = 0
-    """As the server counts; as the trace says where it does not."""
-    cached_tokens: int | None = None
-    output_tokens: int = 0
-
-    @property
-    def succeeded(self) -> bool:
-        return not self.error
-
-    @property
-    def rejected(self) -> bool:
-        """Refused for load, before any work."""
-        return self.status == 429
 
 
 OnResult = Callable[[Result], None]
@@ -163,67 +115,6 @@ class _ModelCard(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: tuple[_ModelCard, ...] = ()
-
-
-class Bodies:
-    """Builds request bodies. Keeps the JSON text of segments (bounded) and of open sessions' answers."""
-
-    def __init__(self, model: str, style: Style, words: Words) -> None:
-        self._model = msgspec.json.encode(model)
-        self._style = style
-        self._words = words
-        self._pieces: OrderedDict[Segment, bytes] = OrderedDict()
-        self._pieces_bytes = 0
-        self._answers: dict[str, bytes] = {}
-
-    @property
-    def path(self) -> str:
-        return "/v1/chat/completions" if self._style is Style.CHAT else "/v1/completions"
-
-    def build(self, turn: Turn) -> bytes:
-        """The request of a turn: streamed, with usage, and exactly as many output tokens as the trace says
-        (`ignore_eos` and `min_tokens` are vLLM's)."""
-        if self._style is Style.CHAT:
-            messages = b",".join(
-                b'{"role":"%s","content":"%s"}' % (segment.role.encode(), self._piece(segment))
-                for segment in turn.prompt
-            )
-            prompt = b'"messages":[%s]' % messages
-        else:
-            prompt = b'"prompt":"%s"' % b"".join(self._piece(segment) for segment in turn.prompt)
-        n = turn.output_tokens
-        return (
-            b'{"model":%s,%s,"max_tokens":%d,"min_tokens":%d,"ignore_eos":true,"temperature":0,"stream":true,'
-            b'"stream_options":{"include_usage":true}}' % (self._model, prompt, n, n)
-        )
-
-    def answered(self, turn: Turn, text: str) -> None:
-        """What the model said: it takes its segment's place in later prompts."""
-        self._answers[turn.answer.key] = _json_text(text)
-
-    def forget(self, session: Session) -> None:
-        for turn in session.turns:
-            self._answers.pop(turn.answer.key, None)
-
-    def _piece(self, segment: Segment) -> bytes:
-        if segment.role is Role.ASSISTANT and segment.key in self._answers:
-            return self._answers[segment.key]
-        piece = self._pieces.get(segment)
-        if piece is not None:
-            self._pieces.move_to_end(segment)
-            return piece
-        piece = _json_text(self._words(segment.key, segment.tokens))
-        self._pieces[segment] = piece
-        self._pieces_bytes += len(piece)
-        while self._pieces_bytes > _CACHED_BYTES:
-            _, dropped = self._pieces.popitem(last=False)
-            self._pieces_bytes -= len(dropped)
-        return piece
-
-
-def _json_text(text: str) -> bytes:
-    """Inside of a JSON string."""
-    return msgspec.json.encode(text)[1:-1]
 
 
 class _Run:

@@ -32,9 +32,11 @@ from perilune_api.pool import SpecError
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import admin_pages, report
 from perilune_lab.arguments import count, figure, output, positive, url
-from perilune_lab.client import Load, Result, TargetError, Words, models, run_load
+from perilune_lab.bodies import Words
+from perilune_lab.client import Load, TargetError, models, run_load
 from perilune_lab.console import Console
 from perilune_lab.report import Report
+from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary

@@ -6,7 +6,8 @@ import pytest
 from openai_server import DONE, Server, delta, sse, usage
 
 from perilune_api.pool import SpecError
-from perilune_lab.client import Bodies, Load, Result, TargetError, models, run_load
+from perilune_lab.client import Load, TargetError, models, run_load
+from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn
 
 SYSTEM = Segment("system", 2, Role.SYSTEM)
@@ -229,24 +230,3 @@ async def test_models_are_what_the_target_serves(server: Server):
 async def test_no_models_without_a_target():
     with pytest.raises(TargetError, match=r"^http://127.0.0.1:1/v1/models: cannot connect: "):
         await models("http://127.0.0.1:1")
-
-
-def test_bodies_escape_what_json_needs():
-    bodies = Bodies('m"', Style.TEXT, lambda key, n: ' "\\é\n')
-    body = bodies.build(Turn("a", 0, (TASK,), 1))
-    assert b'"model":"m\\""' in body
-    assert ' \\"\\\\é\\n'.encode() in body
-
-
-def test_bodies_forget_the_least_recent_text(monkeypatch: pytest.MonkeyPatch):
-    made: list[str] = []
-
-    def words(key: str, tokens: int) -> str:
-        made.append(key)
-        return "x" * tokens
-
-    monkeypatch.setattr("perilune_lab.client._CACHED_BYTES", 20)
-    bodies = Bodies("m", Style.TEXT, words)
-    for key in ("a", "b", "a", "c", "b"):
-        bodies.build(Turn("s", 0, (Segment(key, 10),), 1))
-    assert made == ["a", "b", "c", "b"]

@@ -3,7 +3,8 @@
 from perilune_gateway.engine_model import H20_30B, EngineModel
 from perilune_lab.engine.hashing import BASE, Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.kv_cache import KvCache
-from perilune_lab.engine.scheduler import Limits, Request, Scheduler, Step
+from perilune_lab.engine.request import Request
+from perilune_lab.engine.scheduler import Limits, Scheduler, Step
 from perilune_lab.engine.store import Store
 
 

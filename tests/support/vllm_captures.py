@@ -15,7 +15,8 @@ import msgspec
 from stepped_engine import SteppedEngine
 
 from perilune_lab.engine.hashing import Namespace
-from perilune_lab.engine.scheduler import Request, Step
+from perilune_lab.engine.request import Request
+from perilune_lab.engine.scheduler import Step
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from perilune_lab.bench_stream.histograms import Scrape, scrape
-from perilune_lab.client import Load, Result, models, run_load
+from perilune_lab.client import Load, models, run_load
 from perilune_lab.report import Quantiles, quantiles
+from perilune_lab.result import Result
 from perilune_lab.traces.model import Segment, Session, Style, Turn
 from perilune_lab.vocabulary import Vocabulary
 

@@ -21,11 +21,13 @@ from rich.console import Console
 from perilune_api import names, pool
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab import report
-from perilune_lab.client import Load, Result, Words, run_load
+from perilune_lab.bodies import Words
+from perilune_lab.client import Load, run_load
 from perilune_lab.crosscheck.compare import Pair, Simulated, p90_s
 from perilune_lab.crosscheck.workload import Options, jittered, renamed
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
+from perilune_lab.result import Result
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet

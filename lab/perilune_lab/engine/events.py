@@ -112,9 +112,8 @@ class ReplayBuffer:
 
 
 class Publisher:
-    """The sockets. `events` and `replay` in the constructor may end in `:*`, for a free port; afterwards
-    they are
-    the real addresses. Raises zmq.ZMQError where a socket cannot be bound."""
+    """The sockets. `events` and `replay` in the constructor may end in `:*`, for a free port; afterwards they
+    are the real addresses. Raises zmq.ZMQError where a socket cannot be bound."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 from perilune_lab.engine.answers import error_body, form_for
 from perilune_lab.engine.hashing import BASE, Namespace
 from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, not_the_form, parse
-from perilune_lab.engine.scheduler import Request
+from perilune_lab.engine.request import Request
 from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, Service
 from perilune_lab.engine.words import key_of
 

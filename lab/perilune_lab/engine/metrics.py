@@ -7,7 +7,8 @@ steps. All times are engine seconds. Histogram buckets are vLLM's.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from perilune_lab.engine.scheduler import Finish, Request, Scheduler, Step
+from perilune_lab.engine.request import Finish, Request
+from perilune_lab.engine.scheduler import Scheduler, Step
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),

@@ -18,97 +18,18 @@ says. One step:
 each a forward of its own, while the step's decode waits.
 
 Cost: about 1 µs per sequence and step, plus 0.5 µs per block when a sequence enters or leaves.
-Not modelled: speculative decoding, several ranks, sampling (the caller brings the tokens that will come
-out).
+Not modelled: speculative decoding, several ranks, sampling (the caller brings the tokens).
 """
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import count
 from math import inf
 
 from perilune_gateway.engine_model import EngineModel
-from perilune_lab.engine.kv_cache import Change, KvCache, Stored, Table
+from perilune_lab.engine.kv_cache import Change, KvCache, Stored
+from perilune_lab.engine.request import Finish, Request
 from perilune_lab.engine.store import Store
-
-
-class Finish(StrEnum):
-    """Why a request ended; the values are vLLM's."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-
-class Request:
-    """One request's way through the engine. Times are engine seconds; what has not happened yet is inf."""
-
-    __slots__ = (
-        "arrived_s",
-        "cached_tokens",
-        "computed",
-        "finish",
-        "finished_s",
-        "first_token_s",
-        "last_token_s",
-        "natural_end",
-        "ordinal",
-        "output",
-        "preemptions",
-        "priority",
-        "produced",
-        "prompt_tokens",
-        "ready_s",
-        "report_full",
-        "request_id",
-        "scheduled_s",
-        "shared_blocks",
-        "store_tokens",
-        "table",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        table: Table,
-        output: Sequence[int],
-        *,
-        natural_end: bool = False,
-        priority: int = 0,
-        report_full: bool = False,
-    ) -> None:
-        """`output`: the tokens that this request will produce, at least one; `natural_end`: it ends
-        because the
-        model stops, not because of its limit."""
-        if not output:
-            raise ValueError("a request produces at least one token")
-        self.request_id = request_id
-        self.table = table
-        self.output = output
-        self.natural_end = natural_end
-        self.priority = priority
-        self.report_full = report_full
-        self.prompt_tokens = len(table.tokens)
-        self.ordinal = -1
-        """Order of admission; -1: not admitted yet."""
-        self.computed = 0
-        """Leading tokens whose KV exists, or will when the current step ends."""
-        self.produced = 0
-        self.cached_tokens = 0
-        """Prompt tokens found in a cache at first admission, store included."""
-        self.store_tokens = 0
-        """Those of them that came from the shared store."""
-        self.preemptions = 0
-        self.shared_blocks = 0
-        """Leading blocks that were offered to the store."""
-        self.arrived_s = self.scheduled_s = inf
-        self.ready_s = inf
-        """When it can run: arrival + request overhead; then, if it loads from the store, when that is
-        done."""
-        self.first_token_s = self.last_token_s = self.finished_s = inf
-        self.finish: Finish | None = None
 
 
 @dataclass(slots=True)
@@ -285,9 +206,8 @@ class Scheduler:
         return budget
 
     def _schedule(self, step: Step, request: Request, budget: int) -> int:
-        """Next chunk or token of a running sequence, with blocks, by preempting others if need be.
-        Returns its
-        tokens, 0 when it had to give way itself."""
+        """Next chunk or token of a running sequence, with blocks, by preempting others if need be. Returns
+        its tokens, 0 when it had to give way itself."""
         table, before = request.table, request.computed
         new = min(len(table.tokens) - before, budget)
         end = before + new
@@ -392,8 +312,7 @@ class Scheduler:
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Puts the prompt's new full blocks into the store; announces those that it did not have, one by
-        one."""
+        """Puts the prompt's new full blocks into the store; announces, one by one, those that it had not."""
         table, size = request.table, self.cache.block_size
         first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size
         if self.store is None or end <= first:

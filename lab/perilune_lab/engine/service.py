@@ -20,7 +20,8 @@ import msgspec
 from perilune_lab.engine.answers import Form, Usage
 from perilune_lab.engine.events import Publisher
 from perilune_lab.engine.metrics import Metrics
-from perilune_lab.engine.scheduler import Request, Scheduler
+from perilune_lab.engine.request import Request
+from perilune_lab.engine.scheduler import Scheduler
 from perilune_lab.engine.words import Text
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
     Work(folder, jobs).results(cells) → {cell: result}
 
 Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
-from (`sources.py` finds which that is): other code, other file. A line that an
-interruption or a full disk cut short is dropped; two evaluations may share a folder.
+from (`sources.py` finds which that is): other code, other file. A line that an interruption or a full disk
+cut short is dropped; two evaluations may share a folder.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import KvCache
+from perilune_lab.engine.request import Request as Running
 from perilune_lab.engine.scheduler import Limits, Scheduler
-from perilune_lab.engine.scheduler import Request as Running
 from perilune_lab.fastpath.traffic import Conversation, Request
 
 BLOCK = 16

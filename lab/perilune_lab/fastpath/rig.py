@@ -51,7 +51,7 @@ from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
 from perilune_lab.engine.events import encode_batch
-from perilune_lab.engine.scheduler import Request as Running
+from perilune_lab.engine.request import Request as Running
 from perilune_lab.fastpath.engine import BLOCK, RigEngine, Sent
 from perilune_lab.fastpath.traffic import Conversation, Request, ids_of
 

@@ -12,7 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.model import MOVING, Reason
-from perilune_lab.client import Result
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report.document import (
     GOODPUT_TPOT_S,
@@ -25,6 +24,7 @@ from perilune_lab.report.document import (
     Scheduling,
     quantiles,
 )
+from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Session, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 

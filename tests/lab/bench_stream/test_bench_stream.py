@@ -11,9 +11,10 @@ from perilune_lab.bench_stream import cli
 from perilune_lab.bench_stream.burst import Burst, measure, summarize
 from perilune_lab.bench_stream.histograms import Histogram, Scrape
 from perilune_lab.bench_stream.text import PUBLISHED
-from perilune_lab.client import Result, TargetError
+from perilune_lab.client import TargetError
 from perilune_lab.engine.scheduler import Limits
 from perilune_lab.report import Quantiles
+from perilune_lab.result import Result
 from perilune_lab.stack import EngineOptions, Stack
 
 

@@ -10,7 +10,8 @@ from stepped_engine import SteppedEngine
 
 from perilune_gateway.engine_model import H20_30B
 from perilune_lab.engine.kv_cache import Stored
-from perilune_lab.engine.scheduler import Finish, Limits
+from perilune_lab.engine.request import Finish
+from perilune_lab.engine.scheduler import Limits
 
 OVERHEAD = H20_30B.request_overhead_s
 

@@ -7,7 +7,8 @@ import pytest
 
 from perilune_lab.engine.hashing import Algorithm, BlockHasher
 from perilune_lab.engine.kv_cache import KvCache
-from perilune_lab.engine.scheduler import Request, Scheduler
+from perilune_lab.engine.request import Request
+from perilune_lab.engine.scheduler import Scheduler
 from perilune_lab.simulator.cache import RunCache
 from perilune_lab.simulator.engine import SimulatedEngine
 from perilune_lab.simulator.h20 import H20, Hardware

@@ -5,7 +5,7 @@ import pytest
 
 from perilune_gateway.model import Reason
 from perilune_lab import report
-from perilune_lab.client import Result
+from perilune_lab.result import Result
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, piece, pooled, r_of

@@ -1,0 +1,79 @@
+"""Request bodies of a trace's turns: text generated from the keys of their segments, or what the model said.
+
+Cost: a prompt's text is encoded once; 64 MiB of it are kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from perilune_lab.traces.model import Role, Segment, Session, Style, Turn
+
+Words = Callable[[str, int], str]
+"""(key, tokens) → text of that many tokens; equal arguments, equal text."""
+
+_CACHED_BYTES = 64 * 2**20
+
+
+class Bodies:
+    """Keeps the JSON text of segments (bounded) and of open sessions' answers."""
+
+    def __init__(self, model: str, style: Style, words: Words) -> None:
+        self._model = msgspec.json.encode(model)
+        self._style = style
+        self._words = words
+        self._pieces: OrderedDict[Segment, bytes] = OrderedDict()
+        self._pieces_bytes = 0
+        self._answers: dict[str, bytes] = {}
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self._style is Style.CHAT else "/v1/completions"
+
+    def build(self, turn: Turn) -> bytes:
+        """The request of a turn: streamed, with usage, and exactly as many output tokens as the trace says
+        (`ignore_eos` and `min_tokens` are vLLM's)."""
+        if self._style is Style.CHAT:
+            messages = b",".join(
+                b'{"role":"%s","content":"%s"}' % (segment.role.encode(), self._piece(segment))
+                for segment in turn.prompt
+            )
+            prompt = b'"messages":[%s]' % messages
+        else:
+            prompt = b'"prompt":"%s"' % b"".join(self._piece(segment) for segment in turn.prompt)
+        n = turn.output_tokens
+        return (
+            b'{"model":%s,%s,"max_tokens":%d,"min_tokens":%d,"ignore_eos":true,"temperature":0,"stream":true,'
+            b'"stream_options":{"include_usage":true}}' % (self._model, prompt, n, n)
+        )
+
+    def answered(self, turn: Turn, text: str) -> None:
+        """What the model said: it takes its segment's place in later prompts."""
+        self._answers[turn.answer.key] = _json_text(text)
+
+    def forget(self, session: Session) -> None:
+        for turn in session.turns:
+            self._answers.pop(turn.answer.key, None)
+
+    def _piece(self, segment: Segment) -> bytes:
+        if segment.role is Role.ASSISTANT and segment.key in self._answers:
+            return self._answers[segment.key]
+        piece = self._pieces.get(segment)
+        if piece is not None:
+            self._pieces.move_to_end(segment)
+            return piece
+        piece = _json_text(self._words(segment.key, segment.tokens))
+        self._pieces[segment] = piece
+        self._pieces_bytes += len(piece)
+        while self._pieces_bytes > _CACHED_BYTES:
+            _, dropped = self._pieces.popitem(last=False)
+            self._pieces_bytes -= len(dropped)
+        return piece
+
+
+def _json_text(text: str) -> bytes:
+    """Inside of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
