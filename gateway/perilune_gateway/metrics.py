@@ -1,9 +1,8 @@
-"""The gateway's metrics on one page: name, unit, labels, help; but moves (move_rows.py)
-and calls of the tokenizer (tokens/metrics.py).
+"""The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
 
-Two kinds. What *happens* (a decision, a refusal, an answer's end) is counted when it happens, in a dict that
-is emptied into the counters when a scrape begins: about 3 µs for a request decided from its headers. What
-*is* (load, index, feeds) is read from one snapshot when a scrape asks for it, and costs requests nothing.
+Counted when it happens, in a dict that is emptied into the counters when a scrape begins: about 3 µs for a
+request decided from its headers. What *is* (load, index, feeds) is read from one snapshot when a scrape asks
+for it (snapshot_metrics.py), and so is what the tokenizer did (tokens/metrics.py): requests pay nothing.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
@@ -18,7 +17,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
@@ -30,11 +29,10 @@ from prometheus_client import CollectorRegistry, Gauge, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from perilune_gateway import move_rows
+from perilune_gateway import snapshot_metrics
 from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.model import Decision, Outcome, Phase, Reason, RefuseReason, Tier, TokenSource
-from perilune_gateway.state.engine_blocks import Unused
-from perilune_gateway.stats import EndpointStats, IndexStats, LogStats, Snapshot
+from perilune_gateway.model import Decision, Outcome, Phase, Reason, RefuseReason, TokenSource
+from perilune_gateway.stats import Snapshot
 
 SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
@@ -303,39 +301,6 @@ def affinity_of(host: str, decision: Decision) -> Affinity:
     return Affinity.MOVED if decision.moved_from else Affinity.LEFT
 
 
-Row = tuple[str, str, Callable[[EndpointStats], float]]
-
-LOAD_GAUGES: tuple[Row, ...] = (
-    ("pending_prefill_tokens", "Prompt tokens not yet prefilled.", lambda n: n.load.pending_prefill_tokens),
-    ("pending_prefill_seconds", "The same in predicted seconds.", lambda n: n.load.pending_prefill_s),
-    ("in_flight_requests", "Requests sent there and not ended.", lambda n: n.load.in_flight),
-    ("running_requests", "Running, as the engine says.", lambda n: n.load.running),
-    ("waiting_requests", "Waiting, as the engine says.", lambda n: n.load.waiting),
-    ("kv_usage_ratio", "KV pool in use, 0 to 1.", lambda n: n.load.kv_usage),
-    ("sessions", "Sessions bound there.", lambda n: n.load.sessions),
-    ("metrics_age_seconds", "Since its metrics were read; +Inf: never.", lambda n: n.load.metrics_age_s),
-    ("ready", "1: may be chosen.", lambda n: n.endpoint.ready),
-    ("draining", "1: known sessions only.", lambda n: n.endpoint.draining),
-    ("prefill_time_ratio", "Prefill, observed / predicted.", lambda n: n.calibration.prefill.ratio),
-    ("ttft_ratio", "Seconds to the first token, observed / predicted.", lambda n: n.calibration.ttft.ratio),
-    ("store_time_ratio", "Store reads, observed / predicted.", lambda n: n.calibration.store.ratio),
-    ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda n: n.calibration.sends.ratio),
-)  # fmt: skip
-"""perilune_endpoint_<name>{endpoint, role}"""
-
-EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
-    ("batches", "KV event batches received."),
-    ("gaps", "Times that batches were missing."),
-    ("replayed", "Batches that a replay brought."),
-    ("rebuilds", "Times that an endpoint's blocks were dropped because a gap could not be filled."),
-    ("restarts", "Times that an engine began anew."),
-    ("malformed", "Messages that could not be read."),
-    ("old", "Batches that had come before."),
-    ("unknown", "Events of types that this version does not know."),
-)
-"""perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
-
-
 STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("streams", "Envoy streams opened.", "streams_total"),
     ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
@@ -380,86 +345,5 @@ class _Mirror:
             hit.add_metric((), ratio)
         yield hit
         yield from self._metrics.streams()
-        snapshot = self._metrics.snapshot()
-        if snapshot is None:
-            return
-        yield from _endpoints(snapshot.endpoints)
-        index = snapshot.index
-        yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
-        yield _gauge("index_store_blocks", "Blocks known in the shared store.", index.store)
-        yield _gauge("index_depth_blocks", "Deepest recent match.", index.depth_blocks)
-        yield _recent(index)
-        evicted = CounterMetricFamily("perilune_index_evicted_blocks", "Blocks dropped for want of room.")
-        evicted.add_metric((), index.evicted)
-        yield evicted
-        yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
-        yield _unused(snapshot.unused_blocks)
-        if snapshot.moves:
-            yield from move_rows.families(snapshot.moves)
-        if snapshot.decision_log:
-            yield from _decision_log(snapshot.decision_log)
-
-
-def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
-    for name, text, value in LOAD_GAUGES:
-        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
-        for stats in endpoints:
-            load.add_metric((stats.endpoint.address, stats.endpoint.role.value), value(stats))
-        yield load
-    blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
-    speculative = GaugeMetricFamily(
-        "perilune_index_speculative_blocks", "Routed there, not yet announced.", labels=("endpoint",)
-    )
-    parity = GaugeMetricFamily(
-        "perilune_parity", "1 for the state that computed and announced block hashes are in.",
-        labels=("endpoint", "state"),
-    )  # fmt: skip
-    lag = GaugeMetricFamily("perilune_events_lag_seconds", "Of the last batch.", labels=("endpoint",))
-    counters = [
-        (field, CounterMetricFamily(f"perilune_events_{field}", text, labels=("endpoint",)))
-        for field, text in EVENT_COUNTERS
-    ]
-    for stats in endpoints:
-        address = stats.endpoint.address
-        blocks.add_metric((address, Tier.DEVICE.value), stats.index.device)
-        blocks.add_metric((address, Tier.HOST.value), stats.index.host)
-        speculative.add_metric((address,), stats.index.speculative)
-        if stats.parity:
-            parity.add_metric((address, stats.parity), 1)
-        if stats.events is not None:
-            lag.add_metric((address,), stats.events.lag_s)
-            for field, family in counters:
-                family.add_metric((address,), getattr(stats.events, field))
-    yield from (blocks, speculative, parity, lag, *(family for _, family in counters))
-
-
-def _recent(index: IndexStats) -> GaugeMetricFamily:
-    """Missed, partly or fully matched: Conductor's statistics of its index."""
-    recent = GaugeMetricFamily(
-        "perilune_index_recent_prompts", "About the last 1,000 prompts, by what matched.", labels=("match",)
-    )
-    for name in ("missed", "partial", "full"):
-        recent.add_metric((name,), getattr(index, f"recent_{name}"))
-    return recent
-
-
-def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
-    unused = CounterMetricFamily(
-        "perilune_events_unused_blocks", "Blocks in KV events that changed nothing.", labels=("cause",)
-    )
-    for cause in Unused:
-        unused.add_metric((cause.value,), blocks.get(cause, 0))
-    return unused
-
-
-def _decision_log(log: LogStats) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "perilune_decision_log_written", "Decisions and endings written to the decision log.", log.written
-    )
-    yield CounterMetricFamily(
-        "perilune_decision_log_dropped", "Decisions and endings that it could not take.", log.dropped
-    )
-
-
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"perilune_{name}", text, value=value)
+        if (snapshot := self._metrics.snapshot()) is not None:
+            yield from snapshot_metrics.families(snapshot)
