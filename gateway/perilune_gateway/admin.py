@@ -6,6 +6,7 @@ asked for: nothing here keeps state or concerns a request.
 
 It shares the loop that routes, so no page may hold it long: a list is at most 1,000 records, and others run
 between some records, two policies, two metric families (prometheus_client renders 2,000 samples in 10 ms).
+What is about every endpoint or candidate takes 15 µs for each at a stretch: 1 ms for 64, 15 ms for 1,000.
 It says prompts' lengths and session ids to whoever can connect: listen on loopback, or guard it.
 """
 

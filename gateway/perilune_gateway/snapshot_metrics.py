@@ -1,7 +1,7 @@
 """The gateway's metrics of what *is*: a snapshot of the state (stats.py) as metric families.
 
 One table for each kind of row: its name, its help and where its value stands. Moves have their own
-(move_rows.py). Costs a scrape 50 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
+(move_rows.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
 """
 
 from __future__ import annotations

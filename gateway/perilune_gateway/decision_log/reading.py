@@ -111,7 +111,12 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
             found = reader.take(values)
         except (SpecError, msgspec.ValidationError) as error:
             raise SpecError(f"{name}: line {number}: {error}") from None
-        except (AttributeError, TypeError, ValueError) as error:  # a row or a cell of another shape
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            OverflowError,
+        ) as error:  # a row or cell of another shape
             raise SpecError(f"{name}: line {number} is not as {SCHEMA} says: {error}") from None
         if found is not None:
             yield found

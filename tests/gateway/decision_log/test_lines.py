@@ -1,6 +1,7 @@
 """The decision log's format: what is written is read back, and decided again the same."""
 
 import json
+import re
 from dataclasses import replace
 from math import inf
 
@@ -262,6 +263,16 @@ class TestBrokenFiles:
                 lambda i, line: line.replace(b"[[0,[7", b'[[0,["7"'),
                 "line 7: Expected `int`, got `str` - at `$[0]`",
                 id="a cell of a wrong type",
+            ),
+            pytest.param(
+                lambda i, line: line.replace(b"],[64,64,64],", b"],[64,64,64],1" + b"0" * 400 + b","),
+                "line 7: a row has 10 values for the 9 columns",
+                id="a cell too many",
+            ),
+            pytest.param(
+                lambda i, line: re.sub(rb"(?<=\[64,64,64\],)[^,]+", b"1" + b"0" * 400, line),
+                f"line 7 is not as {SCHEMA} says: int too large",
+                id="a number beyond all bounds",
             ),
         ],
     )
