@@ -33,6 +33,8 @@ from perilune_gateway.model import (
 )
 
 _T = TypeVar("_T")
+_MISSHAPEN = (AttributeError, TypeError, ValueError, OverflowError)
+"""What a row or a cell of another shape raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +113,7 @@ def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
             found = reader.take(values)
         except (SpecError, msgspec.ValidationError) as error:
             raise SpecError(f"{name}: line {number}: {error}") from None
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            OverflowError,
-        ) as error:  # a row or cell of another shape
+        except _MISSHAPEN as error:
             raise SpecError(f"{name}: line {number} is not as {SCHEMA} says: {error}") from None
         if found is not None:
             yield found

@@ -225,10 +225,12 @@ class _Watch:
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
-    """Raises TimeoutError, aiohttp.ClientError (also for a status over 399, or an endless body)."""
-    body = bytearray()
-    async with asyncio.timeout(timeout_s), session.get(f"http://{address}/metrics") as response:
-        response.raise_for_status()
+    """Raises TimeoutError, aiohttp.ClientError (also for another status than 200, or an endless body). An engine
+    does not choose whom the gateway asks: redirections are not followed."""
+    body, url = bytearray(), f"http://{address}/metrics"
+    async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
+        if response.status != 200:
+            raise aiohttp.ClientPayloadError(f"status {response.status}")
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) > MAX_BYTES:

@@ -24,6 +24,8 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+_HOW: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_redirects": False}
+"""An engine does not choose whom the gateway asks."""
 
 
 class EngineTokenizer:
@@ -47,9 +49,9 @@ class EngineTokenizer:
             raise CannotTellError(Cause.NO_ENGINE)
         if self._http is None:
             self._http = aiohttp.ClientSession()
-        url, headers = f"http://{endpoint}/tokenize", {"content-type": "application/json"}
+        url = f"http://{endpoint}/tokenize"
         try:
-            async with self._slots, self._http.post(url, data=question, headers=headers) as answer:
+            async with self._slots, self._http.post(url, data=question, **_HOW) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
             raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None

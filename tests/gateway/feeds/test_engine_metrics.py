@@ -247,13 +247,14 @@ class Engine:
         self.hang = False
         self.scrapes = 0
         self.encoding = ""
+        self.headers: dict[str, str] = {}
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.scrapes += 1
         self.encoding = request.headers["Accept-Encoding"]
         if self.hang:
             await asyncio.Event().wait()
-        return web.Response(body=self.body, status=self.status)
+        return web.Response(body=self.body, status=self.status, headers=self.headers)
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -321,6 +322,14 @@ class TestFeed:
         levels = [record.levelname for record in caplog.records]
         assert levels == ["WARNING", "INFO"]
         assert at in caplog.text
+
+    async def test_an_engine_does_not_choose_whom_the_gateway_asks(self):
+        engine, other, sink = Engine(), Engine(), Sink()
+        engine.status = 302
+        async with engine.serving() as at, other.serving() as at_other, scraping(lambda: [at], sink):
+            engine.headers = {"location": f"http://{at_other}/metrics"}
+            await sink.until(lambda s: s.told.count((at, None)) >= 3)
+        assert other.scrapes == 0
 
     async def test_nobody_listens(self):
         async with Engine().serving() as gone:

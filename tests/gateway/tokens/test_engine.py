@@ -21,6 +21,7 @@ class Engine:
         self.questions = []
         self.answer = web.json_response({"count": 3, "max_model_len": 9, "tokens": [7, 8, 9]}).body
         self.status = 200
+        self.headers = {}
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting = 0
@@ -35,7 +36,7 @@ class Engine:
             self.arrived.notify_all()
         await self.gate.wait()
         self.waiting -= 1
-        return web.Response(status=self.status, body=self.answer)
+        return web.Response(status=self.status, body=self.answer, headers=self.headers)
 
 
 @pytest.fixture
@@ -159,6 +160,12 @@ async def test_an_engine_that_fails(status, answer, cause, by_engine, engine):
     tokens = await by_engine.encode(request(COMPLETIONS, prompt="x" * 40))
     assert tokens == Tokens(10, TokenSource.ESTIMATE)
     assert by_engine.causes == {cause: 1}
+
+
+async def test_an_engine_does_not_choose_whom_the_gateway_asks(by_engine, engine):
+    engine.status, engine.headers = 307, {"location": f"http://{engine.address}/tokenize"}
+    assert await by_engine.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
+    assert (by_engine.causes, len(engine.questions)) == ({Cause.ENGINE_STATUS: 1}, 1)
 
 
 async def test_an_engine_that_does_not_answer_in_time(engine):
