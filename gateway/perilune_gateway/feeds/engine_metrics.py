@@ -225,8 +225,8 @@ class _Watch:
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
-    """Raises TimeoutError, aiohttp.ClientError (also for another status than 200, or an endless body). An engine
-    does not choose whom the gateway asks: redirections are not followed."""
+    """Raises TimeoutError, aiohttp.ClientError (also for another status than 200, or an endless body). An
+    engine does not choose whom the gateway asks: redirections are not followed."""
     body, url = bytearray(), f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
         if response.status != 200:
