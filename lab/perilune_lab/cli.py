@@ -14,6 +14,8 @@ from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
 from typing import NamedTuple
 
+from perilune_lab.exits import INTERRUPTED, NOT_WRITTEN, PIPE_CLOSED, WRONG_CALL, wrong_call
+
 
 class Command(NamedTuple):
     module: str
@@ -79,7 +81,6 @@ COMMANDS = {
     ),
 }
 
-WRONG_CALL, NOT_WRITTEN, INTERRUPTED, PIPE_CLOSED = 2, 74, 130, 141
 _DISK = {ENOSPC, EDQUOT, EFBIG, EIO}
 
 
@@ -125,8 +126,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     near = get_close_matches(args.command, COMMANDS, n=1)
     hint = f"; did you mean `perilune {near[0]}`?" if near else ""
     known = ", ".join(COMMANDS)
-    print(f"perilune: unknown command {args.command!r}{hint} (commands: {known})", file=sys.stderr)
-    return WRONG_CALL
+    return wrong_call("perilune", f"unknown command {args.command!r}{hint} (commands: {known})")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,8 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if not isinstance(error, SpecError):
             raise
-        print(f"perilune: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune", error)
 
 
 def _open_what_is_closed() -> None:

@@ -35,13 +35,14 @@ from perilune_lab.arguments import count, figure, output, positive, url
 from perilune_lab.bodies import Words
 from perilune_lab.client import Load, TargetError, models, run_load
 from perilune_lab.console import Console
+from perilune_lab.exits import INTERRUPTED, wrong_call
 from perilune_lab.report import Report
 from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Trace
 from perilune_lab.traces.source import open_trace
 from perilune_lab.vocabulary import Vocabulary
 
-DOWN, WRONG_CALL, INTERRUPTED = 1, 2, 130
+DOWN = 1
 _LINE_EVERY_S = 5.0
 _ERRORS_SHOWN = 10
 
@@ -88,8 +89,7 @@ def main(argv: Sequence[str]) -> int:
                 f"{options.trace} has no timestamps, which mode {options.mode} needs - at `--mode`"
             )
     except SpecError as error:
-        print(f"perilune replay: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune replay", error)
     replay = Replay(options, trace, Console(), Console(stderr=True), Vocabulary().words_for)
     try:
         return uvloop.run(replay.run())

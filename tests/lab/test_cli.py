@@ -8,6 +8,7 @@ import pytest
 
 from perilune_api.pool import SpecError
 from perilune_lab import cli
+from perilune_lab.exits import NOT_WRITTEN, PIPE_CLOSED
 
 
 @pytest.fixture
@@ -107,14 +108,14 @@ def test_reader_of_the_pipe_left(how: str):
     )
     process.stdout.close()
     _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (cli.PIPE_CLOSED, "")
+    assert (process.returncode, errors) == (PIPE_CLOSED, "")
 
 
 @pytest.mark.parametrize("how", PRINTS)
 def test_a_full_disk_is_one_line(how: str):
     with open("/dev/full", "w") as full:
         ended = subprocess.run(printing(PRINTS[how]), stdout=full, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == cli.NOT_WRITTEN
+    assert ended.returncode == NOT_WRITTEN
     assert ended.stderr == "perilune: No space left on device: not everything was written\n"
 
 

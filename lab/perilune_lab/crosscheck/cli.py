@@ -30,10 +30,11 @@ from perilune_lab.console import Console
 from perilune_lab.crosscheck.compare import Pair, table, verdicts
 from perilune_lab.crosscheck.play import Crosscheck
 from perilune_lab.crosscheck.workload import POLICIES, Options
+from perilune_lab.exits import wrong_call
 from perilune_lab.policy_arguments import live_policies
 from perilune_lab.stack import StackError
 
-FAILED, WRONG_CALL, TOO_BUSY = 1, 2, 3
+FAILED, TOO_BUSY = 1, 3
 _MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
 """Each engine is a process here, each session is played in real time. Of fewer turns a single one is more
 than the two points within which hit rates have to agree."""
@@ -83,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
             )
         pairs = uvloop.run(crosscheck.run())
     except SpecError as error:
-        print(f"perilune crosscheck: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune crosscheck", error)
     except StackError as error:
         print(f"perilune crosscheck: {error}", file=sys.stderr)
         return FAILED

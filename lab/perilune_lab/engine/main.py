@@ -32,8 +32,7 @@ from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_lab.engine.service import Service
 from perilune_lab.engine.store import FileStore
 from perilune_lab.engine.words import load
-
-_INTERRUPTED = 130
+from perilune_lab.exits import INTERRUPTED
 
 _EXAMPLES = f"""\
 examples:
@@ -259,7 +258,7 @@ def _stop_on_signals(stop: "asyncio.Future[int]") -> None:
             stop.set_result(status)
 
     loop.add_signal_handler(signal.SIGTERM, on_signal, 0)
-    loop.add_signal_handler(signal.SIGINT, on_signal, _INTERRUPTED)
+    loop.add_signal_handler(signal.SIGINT, on_signal, INTERRUPTED)
 
 
 def _cache_info(args: argparse.Namespace, blocks: int) -> dict[str, str]:

@@ -34,8 +34,8 @@ from perilune_lab.evaluate.plan import EVERYTHING, NEEDS, Size
 from perilune_lab.evaluate.table import Table
 from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Progress, Work, default_folder
+from perilune_lab.exits import wrong_call
 
-WRONG_CALL = 2
 _EVERY_S = 10.0
 
 _EPILOG = f"""\
@@ -70,11 +70,9 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except SpecError as error:
-        print(f"perilune evaluate: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune evaluate", error)
     except OSError as error:
-        print(f"perilune evaluate: {error} - under `--out` or `--work`", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune evaluate", f"{error} - under `--out` or `--work`")
     except KeyboardInterrupt:
         print("\ninterrupted: the next call goes on from here", file=sys.stderr)
         raise

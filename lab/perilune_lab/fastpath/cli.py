@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from perilune_api.pool import PolicyParams, SpecError
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import count, not_negative, positive
+from perilune_lab.exits import wrong_call
 from perilune_lab.fastpath.compare import Tally
 from perilune_lab.fastpath.rig import Rig, Setting
 from perilune_lab.fastpath.traffic import Conversation, Habits, conversations
@@ -24,7 +25,7 @@ from perilune_lab.policy_arguments import live_policies
 from perilune_lab.quantiles import quantile
 from perilune_lab.traces.agentic import Agentic
 
-BELOW, WRONG_CALL = 1, 2
+BELOW = 1
 BAR = 0.999
 POLICIES = ("ear", "sticky", "perilune")
 LENGTHS = 0.3
@@ -151,8 +152,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
     except SpecError as error:
-        print(f"perilune fastpath: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune fastpath", error)
     done = []
     for policy in options.policies:
         started = time.monotonic()

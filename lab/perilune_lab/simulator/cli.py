@@ -17,12 +17,12 @@ import msgspec
 from perilune_api.pool import SpecError
 from perilune_lab import report
 from perilune_lab.console import Console
+from perilune_lab.exits import wrong_call
 from perilune_lab.simulator import large_fleet, output
 from perilune_lab.simulator.harness import Comparison, NoRateError, play, pooled, r_of
 from perilune_lab.simulator.options import Options, parse, times_r
 from perilune_lab.traces.source import AGENTIC
 
-WRONG_CALL = 2
 _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
 """More would take days."""
@@ -34,8 +34,7 @@ def main(argv: Sequence[str]) -> int:
         out = Console(width=None if sys.stdout.isatty() else 200)
         return run(options, out, Console(stderr=True, soft_wrap=True))
     except SpecError as error:
-        print(f"perilune simulate: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune simulate", error)
 
 
 def run(options: Options, out: Console, err: Console) -> int:

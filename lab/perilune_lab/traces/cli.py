@@ -1,7 +1,6 @@
 """`perilune trace stats FILE|agentic`: a table, and with --json the same numbers for machines."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -12,6 +11,7 @@ from rich.table import Table
 from perilune_api.pool import SpecError
 from perilune_lab.arguments import count, not_negative, output
 from perilune_lab.console import Console
+from perilune_lab.exits import wrong_call
 from perilune_lab.formats import as_percent
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.source import AGENTIC, open_trace
@@ -58,15 +58,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))
     except SpecError as error:
-        print(f"perilune trace: {error}", file=sys.stderr)
-        return 2
+        return wrong_call("perilune trace", error)
     found = stats(trace)
     if args.json:
         try:
             args.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
         except OSError as error:
-            print(f"perilune trace: {args.json}: {error.strerror}", file=sys.stderr)
-            return 2
+            return wrong_call("perilune trace", f"{args.json}: {error.strerror}")
     console = Console()
     for grid in tables(found):
         console.print(grid)

@@ -28,11 +28,12 @@ from perilune_gateway.decision_log import read
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import assignments, count, output
 from perilune_lab.console import Console
+from perilune_lab.exits import wrong_call
 from perilune_lab.policy_arguments import changed, live_policies
 from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 
-NOTHING, WRONG_CALL = 1, 2
+NOTHING = 1
 _TELL_EVERY_S = 5.0
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_WIDTH = 160
@@ -112,8 +113,7 @@ def main(argv: Sequence[str]) -> int:
             return NOTHING
         status = _write(found, options.json, err)
     except SpecError as error:
-        print(f"perilune whatif: {error}", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune whatif", error)
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     Console(highlight=False, markup=False, emoji=False, width=width).print(render(found))
     return status
@@ -126,8 +126,7 @@ def _write(found: WhatIf, path: Path | None, err: Console) -> int:
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(document(found))) + b"\n")
     except OSError as error:
-        print(f"perilune whatif: not written: {error} - at `--json`", file=sys.stderr)
-        return WRONG_CALL
+        return wrong_call("perilune whatif", f"not written: {error} - at `--json`")
     err.print(f"report: {path}", highlight=False)
     return 0
 

@@ -11,6 +11,7 @@ from perilune_lab.crosscheck import cli, compare, workload
 from perilune_lab.crosscheck.compare import Pair, Simulated
 from perilune_lab.crosscheck.play import Crosscheck
 from perilune_lab.crosscheck.workload import Options
+from perilune_lab.exits import WRONG_CALL
 from perilune_lab.report import Quantiles, Run
 
 
@@ -116,7 +117,7 @@ def test_verdicts_are_told_though_the_disk_is_full():
 
 @pytest.mark.parametrize("argv", [["--seconds", "0.001"], ["--seconds", "0.5"], ["--rate", "0.001"]])
 def test_too_few_turns_are_no_evidence(argv: list[str], capsys: pytest.CaptureFixture[str]):
-    assert cli.main(argv) == cli.WRONG_CALL
+    assert cli.main(argv) == WRONG_CALL
     assert "turns tell too little: 50 at least" in capsys.readouterr().err
 
 
@@ -133,7 +134,7 @@ def test_too_few_turns_are_no_evidence(argv: list[str], capsys: pytest.CaptureFi
 def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         cli.parse(argv)
-    assert cli.main(argv) == cli.WRONG_CALL
+    assert cli.main(argv) == WRONG_CALL
     assert argv[0] in capsys.readouterr().err
 
 
@@ -141,5 +142,5 @@ def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
 def test_wrong_numbers(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as left:
         cli.parse(argv)
-    assert left.value.code == cli.WRONG_CALL
+    assert left.value.code == WRONG_CALL
     assert argv[0] in capsys.readouterr().err

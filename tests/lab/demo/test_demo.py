@@ -16,10 +16,10 @@ from rich.console import Console
 from run_processes import processes
 
 from perilune_lab import report
-from perilune_lab.cli import PIPE_CLOSED
 from perilune_lab.demo import live, text
 from perilune_lab.demo.options import parse
 from perilune_lab.demo.watch import Watch
+from perilune_lab.exits import PIPE_CLOSED
 from perilune_lab.result import Result
 from perilune_lab.stack import RUN_VARIABLE, Death, EngineOptions
 

@@ -24,6 +24,7 @@ from perilune_lab.evaluate.findings import Findings
 from perilune_lab.evaluate.plan import NEEDS
 from perilune_lab.evaluate.traffic import traffic
 from perilune_lab.evaluate.work import Work
+from perilune_lab.exits import WRONG_CALL
 from perilune_lab.formats import as_number
 from perilune_lab.simulator import measure
 
@@ -269,7 +270,7 @@ def test_a_full_disk_is_one_line(
         raise OSError(ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cli, "run", full)
-    assert cli.main(["--out", str(tmp_path)]) == cli.WRONG_CALL
+    assert cli.main(["--out", str(tmp_path)]) == WRONG_CALL
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert said[0].endswith("No space left on device - under `--out` or `--work`")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perilune_lab import report
-from perilune_lab.cli import PIPE_CLOSED
+from perilune_lab.exits import PIPE_CLOSED
 from perilune_lab.simulator.cli import main
 from perilune_lab.simulator.options import parse
 
