@@ -32,7 +32,7 @@ from perilune_lab.simulator import measure
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.simulation import simulate
 from perilune_lab.simulator.workload import prepare
 from perilune_lab.stack import EngineOptions, Stack

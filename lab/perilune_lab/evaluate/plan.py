@@ -17,7 +17,7 @@ from perilune_api.pool import ConductorArm, PolicyParams
 from perilune_gateway.policy import POLICIES
 from perilune_lab.evaluate.cells import Arm, Cell, Scenario
 from perilune_lab.evaluate.search import Search
-from perilune_lab.simulator.routing import PLANNER
+from perilune_lab.simulator.setting import PLANNER
 
 OURS = Arm("perilune")
 STAY = Arm("perilune", PolicyParams(least_gain_seconds=1e9))

@@ -275,23 +275,18 @@ class SimulatedEngine:
         cache, block = self.cache, self.hardware.block_tokens
         run = request.run if not request.produced else request.answer_run
         most = (request.depth - 1) // block * block
-        cached = min(cache.match(run, request.depth) // block * block, most)
-        fetched = min(request.fetched_tokens, most)
-        if fetched > cached:
-            free_of_fetch = cached
-            cached = fetched
-        else:
-            free_of_fetch = cached
+        here = min(cache.match(run, request.depth) // block * block, most)
+        cached = max(here, min(request.fetched_tokens, most))
         looked = request.produced or request.host_tokens or request.store_tokens
         if (self.store or self.host) and not looked and self._load(request, run, cached, most, now):
             return True
-        needed = request.depth - free_of_fetch
+        needed = request.depth - here
         room = cache.capacity_tokens - cache.used_tokens - self._generated_tokens - self._reserved_tokens
         room += cache.idle_tokens - cache.idle_on(request.answer_run)
         if needed > room and self.running:
             return False
         cache.pin(request.answer_run)
-        if cached > free_of_fetch:
+        if cached > here:
             cache.grow(run, cached)
         request.computed = cached
         self._reserved_tokens += request.depth - cached

@@ -23,7 +23,8 @@ from perilune_lab.simulator import measure
 from perilune_lab.simulator.bisection import last_that
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
-from perilune_lab.simulator.routing import Seen, Setting
+from perilune_lab.simulator.routing import Seen
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces import agentic

@@ -20,7 +20,7 @@ class RunIndex:
     """Endpoints are numbers."""
 
     def __init__(self, runs: Runs, claim_ttl_s: float, lag_s: float = 0.0) -> None:
-        self.runs = self._runs = runs
+        self.runs = runs
         self._ttl_s = claim_ttl_s
         self._lag_s = lag_s
         self._held: dict[int, dict[int, int]] = {}
@@ -42,7 +42,7 @@ class RunIndex:
             self._apply(endpoint, run, depth)
 
     def _apply(self, endpoint: int, run: int, depth: int) -> None:
-        if depth <= self._runs.start[run]:
+        if depth <= self.runs.start[run]:
             holders = self._held.get(run)
             if holders and holders.pop(endpoint, None) is not None and not holders:
                 del self._held[run]
@@ -58,9 +58,9 @@ class RunIndex:
 
     def claim(self, endpoint: int, run: int, depth: int, now: float) -> None:
         """The prompt (run, depth) was routed there."""
-        start, end = self._runs.start, self._runs.end
+        start, end = self.runs.start, self.runs.end
         until = now + self._ttl_s
-        for r in self._runs.chain[run]:
+        for r in self.runs.chain[run]:
             top = min(depth, end[r])
             held = self._held.get(r, {}).get(endpoint, start[r])
             if top <= held:
@@ -79,7 +79,7 @@ class RunIndex:
     def forget(self, endpoint: int) -> None:
         """It is gone, or lost its cache."""
         for run in [run for run, holders in self._held.items() if endpoint in holders]:
-            self._apply(endpoint, run, self._runs.start[run])
+            self._apply(endpoint, run, self.runs.start[run])
         for run in [run for run, claims in self._claims.items() if endpoint in claims]:
             self._set_claims(run, endpoint, [])
 
@@ -89,26 +89,21 @@ class RunIndex:
         `most`: a run that more endpoints hold is not looked at unless somebody holds what follows it: what
         everybody holds (a system prompt) tells nothing, and the answer stays small in a large fleet."""
         found: dict[int, int] = {}
-        chain = self._runs.chain[run]
-        held, claims, start = self._held, self._claims, self._runs.start
+        chain, start = self.runs.chain[run], self.runs.start
+        held, claims = self._held, self._claims
         for r in reversed(chain):
-            holders = held.get(r)
-            if holders and len(holders) <= most:
-                for endpoint in holders:
-                    if endpoint not in found:
-                        found[endpoint] = self._of(endpoint, chain, depth, now)
-            claimed = claims.get(r)
-            if claimed and len(claimed) <= most:
-                for endpoint in claimed:
-                    if endpoint not in found:
-                        found[endpoint] = self._of(endpoint, chain, depth, now)
+            for some in (held.get(r), claims.get(r)):
+                if some and len(some) <= most:
+                    for endpoint in some:
+                        if endpoint not in found:
+                            found[endpoint] = self._of(endpoint, chain, depth, now)
             if start[r] == 0:
                 break
         return {endpoint: tokens for endpoint, tokens in found.items() if tokens}
 
     def common(self, run: int, most: int) -> Collection[int]:
         """Who holds something of the last run on the way that more than `most` hold."""
-        for r in reversed(self._runs.chain[run]):
+        for r in reversed(self.runs.chain[run]):
             holders = self._held.get(r)
             if holders and len(holders) > most:
                 return holders
@@ -116,10 +111,10 @@ class RunIndex:
 
     def of(self, endpoint: int, run: int, depth: int, now: float) -> int:
         """Leading tokens that one endpoint holds."""
-        return self._of(endpoint, self._runs.chain[run], depth, now)
+        return self._of(endpoint, self.runs.chain[run], depth, now)
 
     def _of(self, endpoint: int, chain: tuple[int, ...], depth: int, now: float) -> int:
-        held, claims, start, end = self._held, self._claims, self._runs.start, self._runs.end
+        held, claims, start, end = self._held, self._claims, self.runs.start, self.runs.end
         matched = 0
         for r in chain:
             holders = held.get(r)

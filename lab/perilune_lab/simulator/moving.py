@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import islice
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from perilune_api.topology import Link
 from perilune_gateway.migration import Move, PrefixFacts, SessionFacts, Subject
@@ -19,10 +18,8 @@ from perilune_gateway.planner import Planner
 from perilune_lab.simulator.beliefs import Beliefs, KnownSession
 from perilune_lab.simulator.index import RunIndex
 from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.store import SimulatedStore
-
-if TYPE_CHECKING:
-    from perilune_lab.simulator.routing import Setting
 
 SHARED = -1
 

@@ -18,7 +18,7 @@ from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20, LINKS, Hardware, with_store
 from perilune_lab.simulator.harness import Comparison, OfferedLoad
-from perilune_lab.simulator.routing import PLANNER
+from perilune_lab.simulator.setting import PLANNER
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode
 from perilune_lab.traces.source import AGENTIC

@@ -19,7 +19,7 @@ from random import Random
 from time import thread_time
 from typing import TypeVar
 
-from perilune_api.pool import Limits, Migration, MoveTrigger, PolicyParams, Role
+from perilune_api.pool import Role
 from perilune_gateway import admission
 from perilune_gateway.gather import MAX_LOCATIONS
 from perilune_gateway.migration import Move
@@ -41,6 +41,7 @@ from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.index import RunIndex
 from perilune_lab.simulator.moving import Moving
 from perilune_lab.simulator.request import SimulatedRequest
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.shortlist import Shortlist
 from perilune_lab.simulator.store import SimulatedStore
 
@@ -51,32 +52,6 @@ _WIDELY_HELD = 32
 """Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
 _NOTHING = Overlap()
 _T = TypeVar("_T")
-
-
-PLANNER = "+planner"
-"""Behind a policy's name: with the migration planner beside it, every trigger on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """How the gateway routes."""
-
-    policy: str
-    """A policy's name, perhaps with PLANNER behind it."""
-    params: PolicyParams = PolicyParams()
-    limits: Limits = Limits()
-    shortlist_above: int = 64
-    """Endpoints from which on a policy sees a shortlist."""
-    pullable: bool = True
-    """Engines can pull KV from each other."""
-
-    @property
-    def migration(self) -> Migration:
-        return Migration(tuple(MoveTrigger) if self.policy.endswith(PLANNER) else ())
-
-    @property
-    def policy_name(self) -> str:
-        return self.policy.removesuffix(PLANNER)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,8 @@ from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import Hardware
 from perilune_lab.simulator.index import RunIndex
 from perilune_lab.simulator.request import SimulatedRequest
-from perilune_lab.simulator.routing import CLAIM_TTL_S, Seen, Setting, SimulatedGateway
+from perilune_lab.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.store import SimulatedStore
 from perilune_lab.simulator.workload import Task, Workload
 from perilune_lab.traces.model import Mode

@@ -13,7 +13,7 @@ from perilune_lab.evaluate.cells import Arm, Cell, Scenario, compute
 from perilune_lab.evaluate.search import Search, find
 from perilune_lab.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_lab.evaluate.work import COMPUTES
-from perilune_lab.simulator.routing import PLANNER
+from perilune_lab.simulator.setting import PLANNER
 
 SCENARIO = Scenario(
     rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, store_bytes_per_s=3e9, link_factor=3.0

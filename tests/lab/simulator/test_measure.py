@@ -9,7 +9,7 @@ from perilune_lab.result import Result
 from perilune_lab.simulator import measure
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.harness import Comparison, NoRateError, OfferedLoad, piece, pooled, r_of
-from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate

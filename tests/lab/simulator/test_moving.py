@@ -12,8 +12,8 @@ from perilune_lab.simulator.cache import RunCache
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.harness import Comparison, OfferedLoad
-from perilune_lab.simulator.routing import PLANNER, Setting
 from perilune_lab.simulator.runs import ROOT, Runs
+from perilune_lab.simulator.setting import PLANNER, Setting
 from perilune_lab.simulator.workload import Workload
 
 LOAD = OfferedLoad(window_s=300.0, warmup_s=0.0)

@@ -11,7 +11,7 @@ from perilune_lab.simulator.faults import Faults, parse
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.harness import Comparison, OfferedLoad
-from perilune_lab.simulator.routing import Setting
+from perilune_lab.simulator.setting import Setting
 from perilune_lab.simulator.simulation import SimulatedOutcome, simulate
 from perilune_lab.simulator.workload import Workload, prepare
 from perilune_lab.traces.agentic import Agentic, generate
