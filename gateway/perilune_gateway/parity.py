@@ -62,28 +62,22 @@ class Report:
     cause: str = ""
     """Where they differ, in a sentence."""
     cure: str = ""
-    compared: int = 0
-    """Stores compared, all in all."""
-    results: Mapping[Parity, int] = field(default_factory=dict)
-    """Of these, how many ended how."""
-    requests: int = 0
-    """Prompts of which it was looked whether their blocks showed up."""
-    requests_seen: int = 0
 
 
 @dataclass(slots=True)
 class _Endpoint:
     seen: int = 0
+    """Stores, compared or not."""
     digests: dict[int, bytes] = field(default_factory=dict)
-    results: Counter[Parity] = field(default_factory=Counter)
+    """Whole ones, by their low 64 bits: chains go on from there."""
     recent: deque[tuple[Parity, str]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """How the last comparisons ended, with the cause."""
+    recent_requests: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    """Whether the last prompts' blocks showed up."""
     late: bool = True
     """Its last batch was, or none has come yet."""
-    requests: int = 0
-    requests_seen: int = 0
     told: Parity = Parity.UNKNOWN
     """As `news` said last."""
-    recent_requests: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
 class ParityCheck:
@@ -120,7 +114,6 @@ class ParityCheck:
             return None
         result = self._compare(state, event)
         if result is not None:
-            state.results[result[0]] += 1
             state.recent.append(result)
             return result[0]
         return None
@@ -138,8 +131,6 @@ class ParityCheck:
         state = self._endpoints.get(endpoint)
         if state is None or (state.late and not seen):
             return
-        state.requests += 1
-        state.requests_seen += seen
         state.recent_requests.append(seen)
 
     def forget(self, endpoint: str) -> None:
@@ -170,15 +161,7 @@ class ParityCheck:
                 f"{len(requests) - sum(requests)} of its last {len(requests)} prompts never showed up"
                 " among its blocks, although hashes agree: they were tokenized differently here"
             )
-        return Report(
-            parity,
-            cause,
-            CURES[parity],
-            state.results.total(),
-            dict(state.results),
-            state.requests,
-            state.requests_seen,
-        )
+        return Report(parity, cause, CURES[parity])
 
     # ----------------------------------------------------------------------------------------------
 

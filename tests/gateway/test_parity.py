@@ -42,7 +42,7 @@ def test_a_real_engine_agrees(captures, name):
     on_device = sum(event.medium == "GPU" for event in stores)
     assert results.count(Parity.OK) == on_device
     assert results.count(None) == len(stores) - on_device
-    assert it.report(ENGINE) == Report(Parity.OK, compared=on_device, results={Parity.OK: on_device})
+    assert it.report(ENGINE) == Report(Parity.OK)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,7 @@ def test_drift_shows_and_passes():
     assert it.report(ENGINE).parity is Parity.SEED
     for _ in range(32):
         it.observe(ENGINE, announced())
-    report = it.report(ENGINE)
-    assert report.parity is Parity.OK
-    assert report.results == {Parity.OK: 33, Parity.SEED: 1}
+    assert it.report(ENGINE).parity is Parity.OK
 
 
 def test_endpoints_are_judged_apart_and_forgotten():
@@ -165,9 +163,7 @@ def test_prompts_that_never_show_up_mean_another_template(seen, parity):
     it.observe(ENGINE, announced())
     for one in seen:
         it.request_blocks_seen(ENGINE, one)
-    report = it.report(ENGINE)
-    assert report.parity is parity
-    assert (report.requests, report.requests_seen) == (len(seen), sum(seen))
+    assert it.report(ENGINE).parity is parity
 
 
 def test_a_hash_disagreement_outranks_the_template():
@@ -194,7 +190,8 @@ def test_where_events_come_late_missing_ones_say_nothing(lags_s):
     for _ in range(20):
         it.request_blocks_seen(ENGINE, False)
     report = it.report(ENGINE)
-    assert (report.parity, report.requests, report.requests_seen) == (Parity.TEMPLATE, 21, 1)
+    assert report.parity is Parity.TEMPLATE
+    assert report.cause.startswith("20 of its last 21 prompts never showed up")
 
 
 @pytest.mark.parametrize(
