@@ -1,0 +1,181 @@
+"""A gateway that is killed and comes back, or is stopped and hands over to another, while it serves."""
+
+import asyncio
+import io
+import os
+import sys
+from pathlib import Path
+
+import aiohttp
+import envoy_doubles as doubles
+import pytest
+from envoy_doubles import until
+
+from perilune_lab.envoy import Mode
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+GATEWAY = """
+import asyncio, signal, sys
+from perilune_api.pool import Limits
+from perilune_gateway.transport import SERVERS
+from perilune_gateway.transport.service import Service
+from envoy_doubles import ScriptedRouter
+
+async def main():
+    print("loaded", flush=True)
+    server = SERVERS[sys.argv[1]](Service(ScriptedRouter(), None, limits=Limits()))
+    print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    await server.set_ready(True)
+    await stop.wait()
+    if sys.argv[2] == "drains":
+        await server.set_ready(False)
+        await asyncio.to_thread(sys.stdin.readline)
+    await server.stop(10)
+
+asyncio.run(main())
+"""
+
+
+CLIENTS = 8
+
+
+class Gateway:
+    """The server as a process of its own, which can be killed."""
+
+    def __init__(self, transport, drains=False):
+        self.transport = transport
+        self.drains = drains
+        """It goes on serving after `begin_stop`, though it says that it is not ready."""
+
+    async def __aenter__(self):
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", GATEWAY, self.transport, "drains" if self.drains else "goes"),
+            stdin=pipe,
+            stdout=pipe,
+            env={**os.environ, "PYTHONPATH": str(Path(doubles.__file__).parent)},
+        )
+        assert await self.process.stdout.readline() == b"loaded\n"
+        return self
+
+    async def serve(self, port: int) -> int:
+        self.process.stdin.write(b"%d\n" % port)
+        return int(await self.process.stdout.readline())
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    def begin_stop(self) -> None:
+        self.process.terminate()
+
+    async def stopped(self) -> int:
+        if self.drains:
+            self.process.stdin.write(b"\n")
+        return await self.process.wait()
+
+    async def __aexit__(self, *error) -> None:
+        if self.process.returncode is None:
+            await self.kill()
+        self.process.stdin.close()
+
+
+async def ask(rig, envoy, body: bytes = b"x" * 1_400) -> int:
+    """Status of a request that is decided when its body is there."""
+    headers = rig.headers("", phase="body")
+    async with rig.http.post(f"{envoy.url}/v1/x", data=io.BytesIO(body), headers=headers) as reply:
+        await reply.read()
+        return reply.status
+
+
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
+@pytest.mark.parametrize("grpc_retries", [0, 8])
+async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_retries):
+    """With retries nothing that begins after the kill fails; a stream that was half answered is not retried,
+    so each client may lose the request that it had running."""
+    statuses, stopping = [], asyncio.Event()
+
+    async def client(envoy) -> None:
+        while not stopping.is_set():
+            try:
+                statuses.append(await ask(rig, envoy))
+            except aiohttp.ClientPayloadError:  # an answer that was on its way
+                statuses.append(0)
+
+    async with Gateway(rig.transport) as first, Gateway(rig.transport) as second:
+        port = await first.serve(0)
+        options = {"fail_open": False, "grpc_retries": grpc_retries}
+        envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
+        clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
+        await until(lambda: len(statuses) > 100)
+        await first.kill()
+        await asyncio.sleep(0.3)  # the gap that Envoy has to bridge
+        assert await second.serve(port) == port
+        came_back = len(statuses)
+        await until(lambda: len(statuses) > came_back + 100)
+        stopping.set()
+        await asyncio.gather(*clients)
+    failed = sum(status != 200 for status in statuses)
+    if grpc_retries:
+        assert failed <= CLIENTS
+    else:
+        assert failed > 10 * CLIENTS
+
+
+async def until_ready(rig, envoy, gateways: int) -> None:
+    """Wait until Envoy holds so many for ready."""
+    url = f"{envoy.admin_url}/stats?filter=cluster.processors.membership_healthy"
+    async with asyncio.timeout(20):
+        while True:
+            async with rig.http.get(url) as reply:
+                if int((await reply.text()).split(":")[1]) == gateways:
+                    return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "check_s"),
+    [
+        pytest.param(Mode.BUFFERED, 1_400, 0.0, id="buffered"),
+        pytest.param(Mode.BUFFERED, 130_000, 0.0, id="buffered, 130 KB"),
+        pytest.param(Mode.FULL_DUPLEX, 1_400, 0.0, id="full_duplex"),
+        # of which Envoy keeps 64 KiB for another try, so it has to know in time
+        pytest.param(Mode.FULL_DUPLEX, 130_000, 0.1, id="full_duplex, 130 KB, health checks"),
+    ],
+)
+async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
+    """Two gateways; first one is stopped, then, when it is back, the other."""
+    statuses, stopping = [], asyncio.Event()
+    body, drains = bytes(size), check_s > 0
+
+    async def client(envoy) -> None:
+        while not stopping.is_set():
+            statuses.append(await ask(rig, envoy, body))
+
+    async with (
+        Gateway(rig.transport, drains) as first,
+        Gateway(rig.transport, drains) as again,
+        Gateway(rig.transport, drains) as other,
+    ):
+        ports = [await first.serve(0), await other.serve(0)]
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
+        clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
+        for stopped in (first, other):
+            seen = len(statuses)
+            await until(lambda seen=seen: len(statuses) > seen + 200)
+            stopped.begin_stop()
+            if drains:
+                await until_ready(rig, envoy, 1)
+            assert await stopped.stopped() == 0
+            if stopped is first:
+                await again.serve(ports[0])
+                await until_ready(rig, envoy, 2)
+        seen = len(statuses)
+        await until(lambda seen=seen: len(statuses) > seen + 200)
+        stopping.set()
+        await asyncio.gather(*clients)
+    assert [s for s in statuses if s != 200] == []
