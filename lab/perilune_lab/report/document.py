@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any, Literal
 
 import msgspec
@@ -164,6 +165,15 @@ def quantiles(values: Iterable[float]) -> Quantiles | UnsetType:
         return UNSET
     p50, p90, p95, p99 = (quantile(ordered, q) for q in (0.5, 0.9, 0.95, 0.99))
     return Quantiles(mean(ordered), p50, p90, p95, p99)
+
+
+def hotspot(ttft_s: Iterable[Sequence[float]]) -> Hotspot | UnsetType:
+    """`ttft_s`: of each endpoint's requests; UNSET without endpoints."""
+    p90s = [quantile(sorted(values), 0.9) for values in ttft_s]
+    if not p90s:
+        return UNSET
+    middle = median(p90s)
+    return Hotspot(middle, max(p90s), max(p90s) / middle)
 
 
 def encode(report: Report) -> bytes:

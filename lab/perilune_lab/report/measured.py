@@ -5,31 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
 
 from msgspec import UNSET, UnsetType
 
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.model import MOVING, Reason
-from perilune_lab.quantiles import mean, quantile
+from perilune_lab.quantiles import mean
 from perilune_lab.report.document import (
     GOODPUT_TPOT_S,
     GOODPUT_TTFT_S,
     Ceiling,
-    Hotspot,
     Migrations,
     PerEndpoint,
     Run,
     Scheduling,
+    hotspot,
     quantiles,
 )
+from perilune_lab.report.moves import PlayedTurn, migrations
 from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Session, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_turn_s, reuse
 
-SUCCESSOR_TURNS = 3
-"""A migration was accurate if its target was not hot for this many further turns."""
 CONTENT = (Reason.HOST, Reason.NOT_WORTH)
 """Of a turn that found its host not hot. The gateway tells no more; a simulation looks at the queue."""
 
@@ -84,7 +81,7 @@ def run(measured: Measured) -> Run:
         output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
         goodput_per_s=sum(_inside(r, scale) for r in good) / span_s if span_s else UNSET,
         migrations=_migrations(m, good, span_s),
-        hotspot=_hotspot(good, scale),
+        hotspot=hotspot(_ttft_by_endpoint(good, scale).values()),
         interference=ideals.interference(good) if ideals else UNSET,
         node_load_variance=mean(_variance(s) for s in m.queue_samples) if m.queue_samples else UNSET,
         wall_clock_factor=ideals.wall_clock_factor(span_s) if ideals and m.complete else UNSET,
@@ -139,34 +136,11 @@ def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migration
     """From the gateway's reasons, as the responses carry them; UNSET when they carry none."""
     if not span_s or not any(r.reason for r in good):
         return UNSET
-    moves, accurate, judged, thrash = 0, 0, 0, 0
-    for rows in _by_session(good).values():
-        at = [i for i, r in enumerate(rows) if r.reason in MOVING]
-        moves += len(at)
-        for i in at:
-            after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]
-            judged += bool(after)
-            accurate += bool(after) and all(r.reason in CONTENT for r in after)
-        thrash += sum(
-            m.time_scale * (rows[b].submitted_at_s - rows[a].submitted_at_s) < m.cooldown_s
-            for a, b in pairwise(at)
-        )
-    return Migrations(
-        total=moves,
-        per_minute=moves / span_s * 60,
-        per_request=moves / len(good),
-        accuracy=accurate / judged if judged else UNSET,
-        thrash_rate=thrash / moves if moves else UNSET,
+    sessions = (
+        [PlayedTurn(r.reason in MOVING, r.reason in CONTENT, m.time_scale * r.submitted_at_s) for r in rows]
+        for rows in _by_session(good).values()
     )
-
-
-def _hotspot(good: Sequence[Result], scale: float) -> Hotspot | UnsetType:
-    times = _ttft_by_endpoint(good, scale).values()
-    p90s = [quantile(sorted(values), 0.9) for values in times]
-    if not p90s:
-        return UNSET
-    middle = median(p90s)
-    return Hotspot(middle, max(p90s), max(p90s) / middle)
+    return migrations(sessions, span_s, m.cooldown_s)
 
 
 def _per_endpoint(good: Sequence[Result], scale: float) -> tuple[PerEndpoint, ...]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from random import Random
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -23,13 +22,14 @@ from perilune_lab.quantiles import mean, quantile
 from perilune_lab.report import (
     GOODPUT_TPOT_S,
     GOODPUT_TTFT_S,
-    SUCCESSOR_TURNS,
     Ceiling,
-    Hotspot,
     Migrations,
     PerEndpoint,
+    PlayedTurn,
     Quantiles,
     Run,
+    hotspot,
+    migrations,
     quantiles,
 )
 from perilune_lab.simulator.request import SimulatedRequest
@@ -70,7 +70,7 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
         turn_s=quantiles(r.finished_s - r.due_s for r in good),
         output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
         migrations=_migrations(outcome, good, span_s, cooldown_s),
-        hotspot=_hotspot(good),
+        hotspot=hotspot([r.ttft_s for r in rows] for rows in _by_endpoint(good).values()),
         interference=mean(t * (r.output_tokens - 1) / r.task.ideal_decode_s for r, t in tpot)
         if tpot
         else UNSET,
@@ -125,24 +125,12 @@ def _migrations(
 ) -> Migrations | UnsetType:
     if not span_s:
         return UNSET
-    moves, accurate, judged, thrash = 0, 0, 0, 0
-    for rows in _by_session(good).values():
-        at = [i for i, r in enumerate(rows) if r.reason in MOVING]
-        moves += len(at)
-        for i in at:
-            after = rows[i + 1 : i + 1 + SUCCESSOR_TURNS]
-            judged += bool(after)
-            accurate += bool(after) and not any(r.hot for r in after)
-        thrash += sum(rows[b].submitted_s - rows[a].submitted_s < cooldown_s for a, b in pairwise(at))
-    return Migrations(
-        total=moves,
-        per_minute=moves / span_s * 60,
-        per_request=moves / len(good),
-        bytes=outcome.moved_bytes,
-        transfer_s=quantiles(outcome.transfer_s),
-        accuracy=accurate / judged if judged else UNSET,
-        thrash_rate=thrash / moves if moves else UNSET,
+    sessions = (
+        [PlayedTurn(r.reason in MOVING, not r.hot, r.submitted_s) for r in rows]
+        for rows in _by_session(good).values()
     )
+    found = migrations(sessions, span_s, cooldown_s)
+    return msgspec.structs.replace(found, bytes=outcome.moved_bytes, transfer_s=quantiles(outcome.transfer_s))
 
 
 def _by_session(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
@@ -157,14 +145,6 @@ def _by_endpoint(good: Sequence[SimulatedRequest]) -> Mapping[int, list[Simulate
     for r in good:
         rows[r.endpoint].append(r)
     return rows
-
-
-def _hotspot(good: Sequence[SimulatedRequest]) -> Hotspot | UnsetType:
-    p90s = [quantile(sorted(r.ttft_s for r in rows), 0.9) for rows in _by_endpoint(good).values()]
-    if not p90s:
-        return UNSET
-    middle = median(p90s)
-    return Hotspot(middle, max(p90s), max(p90s) / middle)
 
 
 def _per_endpoint(
