@@ -45,7 +45,7 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
         for q in ("p50", "p90", "p99"):
             label = f"{name.removesuffix('_s').upper() if name != 'turn_s' else 'turn'} {q}"
             yield label, [_time(getattr(getattr(r, name), q, UNSET)) for r in runs]
-    yield "output tokens/s", [_cell(r.output_tokens_per_s, "{:.0f}") for r in runs]
+    yield "output tokens/s", [cell(r.output_tokens_per_s, "{:.0f}") for r in runs]
     yield (
         "hotspot median / max",
         [
@@ -53,9 +53,9 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
             for r in runs
         ],
     )
-    yield "node-load variance", [_cell(r.node_load_variance, "{:.1f}") for r in runs]
-    yield "interference", [_cell(r.interference, "{:.2f}") for r in runs]
-    yield "wall-clock factor", [_cell(r.wall_clock_factor, "{:.2f}") for r in runs]
+    yield "node-load variance", [cell(r.node_load_variance, "{:.1f}") for r in runs]
+    yield "interference", [cell(r.interference, "{:.2f}") for r in runs]
+    yield "wall-clock factor", [cell(r.wall_clock_factor, "{:.2f}") for r in runs]
     yield (
         "stretch p50 / p90",
         [f"{r.stretch.p50:.2f} / {r.stretch.p90:.2f}" if r.stretch else "" for r in runs],
@@ -70,7 +70,8 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     )
 
 
-def _cell(value: float | UnsetType, form: str) -> str:
+def cell(value: float | UnsetType, form: str) -> str:
+    """Empty where nobody knows."""
     return "" if isinstance(value, UnsetType) else form.format(value)
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from perilune_lab.formats import as_number, as_percent, as_seconds
 from perilune_lab.report import Run
+from perilune_lab.report.columns import cell
 
 _COLUMNS = (
     "TTFT p50",
@@ -64,17 +65,13 @@ def _cells(run: Run) -> list[str]:
         as_seconds(e2e.p90) if e2e else "",
         "" if isinstance(run.apc, UnsetType) else as_percent(run.apc),
         as_seconds(run.hotspot.ttft_p90_max_s) if run.hotspot else "",
-        _number(run.interference, "{:.2f}"),
-        _number(run.wall_clock_factor, "{:.2f}"),
-        _number(run.stretch.p50 if run.stretch else UNSET, "{:.2f}"),
-        _number(run.regret, "{:.2f}"),
+        cell(run.interference, "{:.2f}"),
+        cell(run.wall_clock_factor, "{:.2f}"),
+        cell(run.stretch.p50 if run.stretch else UNSET, "{:.2f}"),
+        cell(run.regret, "{:.2f}"),
         str(run.migrations.total) if run.migrations else "",
         as_percent(run.success_rate) if run.success_rate < 1 else "",
     ]
-
-
-def _number(value: float | UnsetType, form: str) -> str:
-    return "" if isinstance(value, UnsetType) else form.format(value)
 
 
 _FIGURES = (
