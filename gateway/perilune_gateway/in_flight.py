@@ -162,7 +162,7 @@ class InFlight:
             self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             self._fleet.suspect(running.target, now)
-        if running.prefilled_at and outcome is Outcome.COMPLETED:
+        if running.prefilled_at and outcome is Outcome.COMPLETED and self._fleet.get(running.target):
             self._calibration.decoded(running.target, now - running.prefilled_at)
         if self.parity and running.awaited and outcome is Outcome.COMPLETED and running.status < 400:
             self._unseen.append((now + EVENTS_LATE_S, running.target, running.awaited))

@@ -1,7 +1,7 @@
 """A request's load, from its decision until its end, and what its answer says of the endpoint."""
 
 import pytest
-from router_rig import A, B, Rig
+from router_rig import A, B, Rig, pool
 
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.model import Outcome
@@ -96,3 +96,19 @@ def test_of_two_requests_with_one_id_each_gets_its_own_end(rig: Rig) -> None:
         Outcome.COMPLETED,
         Outcome.FAILED,
     ]
+
+
+def test_a_request_that_outlives_its_endpoint_leaves_nothing_of_it():
+    rig = Rig(pool(endpoints=[A, B]))
+    routed = rig.route(range(40))
+    (target, *_) = routed.destinations
+    rig.stored(target, range(40))
+    rig.now += 5
+    rig.router.configure(pool(endpoints=[e for e in (A, B) if e != target]))
+    rig.finish(routed)
+    assert target not in rig.router.calibration.decodes_s
+    kept = rig.route(range(100, 140))
+    rig.stored(kept.destinations[0], range(100, 140))
+    rig.now += 5
+    rig.finish(kept)
+    assert list(rig.router.calibration.decodes_s) == [kept.destinations[0]]

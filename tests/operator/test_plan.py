@@ -126,7 +126,7 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     [
         pytest.param([], {"grpc": {"port": 9002, "service": "readiness"}}, id="plain"),
         pytest.param(
-            ["--tls-cert=/tls/tls.crt"], {"httpGet": {"path": "/readyz", "port": "admin"}}, id="TLS"
+            ["--tls-cert=/tls/tls.crt"], {"httpGet": {"path": "/healthz", "port": "admin"}}, id="TLS"
         ),
     ],
 )
