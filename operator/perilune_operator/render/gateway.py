@@ -151,8 +151,8 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 
 def _readiness(args: Sequence[str]) -> Object:
-    """As Envoy asks, but where that is over TLS, which kubelets do not do: then the admin server tells that it
-    serves. (/readyz would say no where merely no engine is ready.)"""
+    """As Envoy asks; but where that is over TLS, which kubelets do not do, the admin server tells that the
+    gateway serves. (/readyz would say no where merely no engine is ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
         return {"httpGet": {"path": "/healthz", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}
