@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from perilune_api import collector, kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import allocator, health, logs
+from perilune_gateway import allocator, logs
 from perilune_gateway.admin import Admin, Sources
 from perilune_gateway.arguments import arguments
 from perilune_gateway.decision_log import DecisionLog, RotatedFile
@@ -148,10 +148,7 @@ class Gateway:
                 lambda: self.index.stats(clock()),
                 snapshots.moves,
                 lambda: snapshots.health(self.source.last_error),
-                lambda: (
-                    not self.draining
-                    and snapshots.health(self.source.last_error).status is not health.Status.UNREADY
-                ),
+                lambda: not self.draining and snapshots.serves(),
             )
         )
         self.draining = False

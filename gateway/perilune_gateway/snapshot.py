@@ -12,7 +12,14 @@ from perilune_gateway.feeds.pool_events import EventFeeds
 from perilune_gateway.parity import ParityCheck
 from perilune_gateway.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.stats import EndpointBlocks, EndpointStats, LogStats, SessionStats, Snapshot
+from perilune_gateway.stats import (
+    EndpointBlocks,
+    EndpointStats,
+    IndexStats,
+    LogStats,
+    SessionStats,
+    Snapshot,
+)
 
 
 class Snapshots:
@@ -38,22 +45,30 @@ class Snapshots:
     def snapshot(self) -> Snapshot:
         index = self._router.index.stats(self._clock())
         return Snapshot(
-            self.endpoints(),
+            self._rows(index),
             index,
             len(self._router.sessions),
+            self._router.sessions.evicted,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),
         )
+
+    def serves(self) -> bool:
+        """Some endpoint may be chosen: `health` would not say UNREADY. Cheap, for probes."""
+        now, fleet = self._clock(), self._router.fleet
+        return any(view.endpoint.ready for view in fleet.view(now)) or bool(fleet.silent(now))
 
     def moves(self) -> Mapping[str, Any]:
         """The migration planner's page."""
         return move_rows.page(self._router.planner, self._router.calibration, self._clock())
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
+        return self._rows(self._router.index.stats(self._clock()))
+
+    def _rows(self, index: IndexStats) -> tuple[EndpointStats, ...]:
         now, router = self._clock(), self._router
-        held, silent = router.index.stats(now).endpoints, router.fleet.silent(now)
-        rows = []
+        silent, rows = router.fleet.silent(now), []
         for view in router.fleet.view(now, router.sessions.bound):
             address = view.endpoint.address
             said = router.fleet.engine_metrics(address)
@@ -62,7 +77,7 @@ class Snapshots:
                 EndpointStats(
                     view.endpoint,
                     view.load,
-                    held.get(address, EndpointBlocks()),
+                    index.endpoints.get(address, EndpointBlocks()),
                     said.prefix_queries_tokens if said else 0.0,
                     said.prefix_hits_tokens if said else 0.0,
                     self._events.stats(address),

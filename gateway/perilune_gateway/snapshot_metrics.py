@@ -56,10 +56,10 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("index_store_blocks", "Blocks known in the shared store.", index.store)
     yield _gauge("index_depth_blocks", "Deepest recent match.", index.depth_blocks)
     yield _recent(index)
-    evicted = CounterMetricFamily("perilune_index_evicted_blocks", "Blocks dropped for want of room.")
-    evicted.add_metric((), index.evicted)
-    yield evicted
+    yield _counter("index_evicted_blocks", "Blocks dropped for want of room.", index.evicted)
     yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
+    evicted = "Sessions forgotten: idle for too long, or for want of room."
+    yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
         yield from move_rows.families(snapshot.moves)
@@ -120,13 +120,13 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
 
 
 def _decision_log(log: LogStats) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "perilune_decision_log_written", "Decisions and endings written to the decision log.", log.written
-    )
-    yield CounterMetricFamily(
-        "perilune_decision_log_dropped", "Decisions and endings that it could not take.", log.dropped
-    )
+    yield _counter("decision_log_written", "Decisions and endings written to the decision log.", log.written)
+    yield _counter("decision_log_dropped", "Decisions and endings that it could not take.", log.dropped)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"perilune_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"perilune_{name}", text, value=value)

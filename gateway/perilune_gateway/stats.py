@@ -158,6 +158,7 @@ class Snapshot:
     endpoints: tuple[EndpointStats, ...] = ()
     index: IndexStats = IndexStats()
     sessions_bound: int = 0
+    sessions_evicted: int = 0
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None

@@ -7,6 +7,7 @@ import aiohttp
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from routing_objects import fleet, request, session
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.admin import PAGES, Admin, Sources
@@ -23,7 +24,6 @@ from perilune_gateway.stats import (
     SessionStats,
     Snapshot,
 )
-from perilune_gateway.testing import fleet, request, session
 
 
 @dataclass

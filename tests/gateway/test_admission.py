@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_objects import PLAIN, candidate, link, prefix, request
 
 from perilune_api.pool import Limits
 from perilune_gateway import admission
 from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.model import RefuseReason
-from perilune_gateway.testing import PLAIN, candidate, link, prefix, request
 
 
 def node(address: str = "a", **kwargs):

@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 from msgspec.structs import replace
+from routing_objects import PLAIN, candidate, fleet, link, prefix, request, session
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.admission import predict
@@ -30,7 +31,6 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.testing import PLAIN, candidate, fleet, link, prefix, request, session
 
 
 def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:

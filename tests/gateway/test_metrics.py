@@ -6,6 +6,7 @@ from time import perf_counter
 import pytest
 from msgspec import structs
 from prometheus_client import CollectorRegistry, generate_latest
+from routing_objects import candidate, request, session
 
 from perilune_api.pool import Limits, Role
 from perilune_gateway.explain import DecisionRecord
@@ -22,7 +23,6 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.stats import EndpointBlocks, EndpointStats, EventStats, IndexStats, LogStats, Snapshot
-from perilune_gateway.testing import candidate, request, session
 from perilune_gateway.transport.service import Service
 
 
@@ -201,6 +201,7 @@ class TestMirror:
             (stats, EndpointStats(Endpoint("b"))),
             IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
             sessions_bound=3,
+            sessions_evicted=8,
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -254,6 +255,7 @@ class TestMirror:
             ("index_recent_prompts", {"match": "partial"}, 0),
             ("index_recent_prompts", {"match": "full"}, 5),
             ("index_evicted_blocks_total", {}, 1),
+            ("sessions_evicted_total", {}, 8),
         ],
     )
     def test_series(self, metrics, name, labels, expected):

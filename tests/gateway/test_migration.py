@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_objects import PLAIN, candidate, link
 
 from perilune_api.pool import MoveTrigger, PolicyParams
 from perilune_api.topology import Place
@@ -20,7 +21,6 @@ from perilune_gateway.migration import (
     pressed,
 )
 from perilune_gateway.model import Candidate, Location
-from perilune_gateway.testing import PLAIN, candidate, link
 
 PARAMS = PolicyParams()
 PLENTY = Budget(moves=100, link_bytes=10**12)

@@ -2,6 +2,7 @@
 
 import pytest
 from router_rig import A, B, C, Rig, completion, pool
+from routing_objects import head
 
 from perilune_api.pool import Routing
 from perilune_gateway import blocks
@@ -21,7 +22,6 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.testing import head
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """What the router believes to be cached: from events, from what was just sent, of bodies that nobody read."""
 
 from router_rig import A, B, Rig, completion, pool
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Lora, Model
 from perilune_gateway import blocks
 from perilune_gateway.model import Outcome, Tier, TokenSource
-from perilune_gateway.testing import head
 
 
 def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> None:

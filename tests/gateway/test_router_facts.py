@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 from router_rig import USUAL, A, B, C, Rig, completion, pool
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecError, Topology
 from perilune_api.topology import Level
@@ -12,7 +13,6 @@ from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, Location, Overlap, Refusal, RefuseReason, Routed, Tier
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
-from perilune_gateway.testing import head
 
 LONG = range(32_000)
 TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")})

@@ -2,11 +2,11 @@
 
 import pytest
 from router_rig import A, B, Rig, pool
+from routing_objects import head
 
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.model import Outcome
 from perilune_gateway.state.fleet import DEAD_SCRAPES
-from perilune_gateway.testing import head
 
 
 @pytest.mark.parametrize(

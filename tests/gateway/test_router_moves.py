@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from router_rig import USUAL, A, B, C, Rig, completion, pool
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
 from perilune_gateway import move_rows
@@ -14,7 +15,6 @@ from perilune_gateway.migration import MoveReason
 from perilune_gateway.model import Outcome, Phase, Reason, Routed
 from perilune_gateway.planner import State
 from perilune_gateway.stats import Snapshot
-from perilune_gateway.testing import head
 
 LONG = 32_000
 """Tokens whose prefill takes about 4.5 s."""

@@ -2,10 +2,10 @@
 
 import pytest
 from router_rig import A, B, Rig, completion, pool
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing, SpecError
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead
-from perilune_gateway.testing import head
 
 
 def test_subset_hint(rig: Rig) -> None:

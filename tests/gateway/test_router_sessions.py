@@ -2,10 +2,10 @@
 
 import pytest
 from router_rig import A, B, Rig, pool
+from routing_objects import head
 
 from perilune_api.pool import Routing, SessionKeys
 from perilune_gateway.model import NeedBody, Phase, Reason, Routed
-from perilune_gateway.testing import head
 
 
 def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from msgspec import structs
 from prometheus_client import CollectorRegistry
+from routing_objects import fleet, request, session
 
 from perilune_api.pool import PolicyParams
 from perilune_api.topology import Place
@@ -17,7 +18,6 @@ from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.health import report
 from perilune_gateway.model import Decision, Outcome, Reason, Refusal, RefuseReason
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.testing import fleet, request, session
 from perilune_lab.explain import main
 
 

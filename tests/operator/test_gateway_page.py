@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from routing_objects import candidate, request, session
 
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
 from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
-from perilune_gateway.testing import candidate, request, session
 from perilune_operator.gateway_pages import gateway_stats
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from random import Random
 
 from prometheus_client import CollectorRegistry
+from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec, Topology
 from perilune_gateway import blocks
@@ -22,7 +23,6 @@ from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.testing import head
 from perilune_gateway.tokens import Tokenizer
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"

@@ -115,6 +115,7 @@ class Sessions:
         self.max_sessions = max_sessions
         self.idle_s = idle_s
         self.evicted = 0
+        """Idle for too long, or for want of room."""
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         """Least recently used first."""
         self._by_tail: dict[int, Session] = {}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Limits, Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
 from perilune_gateway.deciding import decide
@@ -31,7 +32,6 @@ from perilune_gateway.model import (
     RequestView,
 )
 from perilune_gateway.policy import LIVE
-from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, session
 
 POOL = Pool(
     Metadata("p", "n"),

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from routing_objects import candidate, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
 from perilune_gateway.explain import DecisionRecord, Decisions
 from perilune_gateway.model import Decision, Outcome, Reason
-from perilune_gateway.testing import candidate, request
 
 POOL = Pool(Metadata("p"), Spec(Model("m")))
 

@@ -2,6 +2,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from routing_objects import endpoint
 
 from perilune_api.pool import Topology
 from perilune_gateway.feeds import drained
@@ -10,7 +11,6 @@ from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.identity import SessionKey
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.testing import endpoint
 
 Object = dict[str, Any]
 DRAINING, DRAINED = "perilune.dev/draining", "drained.perilune.dev/gw-1"

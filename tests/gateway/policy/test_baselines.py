@@ -3,11 +3,11 @@
 from random import Random
 
 import pytest
+from routing_objects import candidate, request
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.testing import candidate, request
 
 
 def run(name: str, candidates, tokens: int = 1000, **params) -> Decision:

@@ -3,13 +3,13 @@
 from random import Random
 
 import pytest
+from routing_objects import PLAIN, candidate, link, prefix, request
 
 from perilune_api.pool import ConductorArm, PolicyParams, Role
 from perilune_api.topology import Level
 from perilune_gateway.model import Decision, Reason, Refusal
 from perilune_gateway.policy.conductor import conductor, schedule_decode
 from perilune_gateway.policy.near_cache import mean_distance, should_migrate
-from perilune_gateway.testing import PLAIN, candidate, link, prefix, request
 
 MAX = PolicyParams().max_queue_length
 TO_A = {level: {"a": link(level, 5e6)} for level in Level}

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_objects import PLAIN, candidate, fleet, link, prefix, request
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.engine_model import H20_30B
@@ -19,7 +20,6 @@ from perilune_gateway.policy.cost import (
     seconds,
     tpot_s,
 )
-from perilune_gateway.testing import PLAIN, candidate, fleet, link, prefix, request
 
 PARAMS = PolicyParams()
 SLOW, FAST = link(bytes_per_s=5e6), link(bytes_per_s=50e6)

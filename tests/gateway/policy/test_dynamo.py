@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 from msgspec.structs import replace
+from routing_objects import candidate, request
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Decision, Reason
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.dynamo import softmax
-from perilune_gateway.testing import candidate, request
 
 
 def run(name: str, r, candidates, seed: int = 0, **params) -> Decision:

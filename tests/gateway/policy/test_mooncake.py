@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from routing_objects import PLAIN, candidate, link, prefix, request
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import (
@@ -14,7 +15,6 @@ from perilune_gateway.model import (
     RefuseReason,
 )
 from perilune_gateway.policy.mooncake import mooncake
-from perilune_gateway.testing import PLAIN, candidate, link, prefix, request
 
 PARAMS = PolicyParams(kvcache_balancing_threshold=2.0)
 LINK = link(bytes_per_s=5e6)

@@ -3,11 +3,11 @@
 from random import Random
 
 import pytest
+from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import PolicyParams
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy.perilune import perilune
-from perilune_gateway.testing import PLAIN, candidate, link, prefix, request, session
 
 PARAMS = PolicyParams(least_gain_seconds=0.1)
 

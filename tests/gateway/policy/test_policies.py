@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_objects import candidate, fleet, request, session
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway import policy
@@ -20,7 +21,6 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.testing import candidate, fleet, request, session
 
 PARAMS = PolicyParams()
 T_HOT, T_COOL = PARAMS.hot_pending_tokens, PARAMS.cooldown_seconds

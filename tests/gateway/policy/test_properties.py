@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from routing_objects import candidate, link, prefix, request, session
 
 from perilune_api.pool import ConductorArm, PolicyParams, Role
 from perilune_api.topology import Level
 from perilune_gateway.admission import engine_priority
 from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
 from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
-from perilune_gateway.testing import candidate, link, prefix, request, session
 
 NAMES = "abcdef"
 links_strategy = st.dictionaries(

@@ -1,13 +1,13 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from routing_objects import endpoint
 
 from perilune_api.pool import NodePlace, Topology
 from perilune_api.topology import Level
 from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.state.fleet import FRESH_S, SUSPECT_S, Fleet
-from perilune_gateway.testing import endpoint
 
 POOL = 10_000
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
+from routing_objects import candidate, head, prefix
 
 from perilune_api.pool import PolicyParams, Routing
 from perilune_gateway.deciding import decide
@@ -12,7 +13,6 @@ from perilune_gateway.dice import Dice
 from perilune_gateway.gather import Asked, Laps
 from perilune_gateway.identity import Identity
 from perilune_gateway.model import NEED_BODY, Candidate, Phase, Prefix, Reason, RequestView, SessionView
-from perilune_gateway.testing import candidate, head, prefix
 from perilune_lab.fastpath import cli
 from perilune_lab.fastpath.cli import Options, measure, parse, render, traffic
 from perilune_lab.fastpath.compare import Cause, Tally, cause_of

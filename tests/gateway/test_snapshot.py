@@ -1,0 +1,68 @@
+"""What probes and pages are told of the live state."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from router_rig import A, B, Rig, pool
+from routing_objects import head
+
+from perilune_api.pool import Hashing
+from perilune_gateway.feeds.engine_metrics import EngineMetrics
+from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
+from perilune_gateway.health import Status
+from perilune_gateway.parity import ParityCheck
+from perilune_gateway.snapshot import Snapshots
+from perilune_gateway.state.engine_blocks import EngineBlocks
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(pool(endpoints=[A, B]))
+
+
+@pytest.fixture
+async def snapshots(rig: Rig) -> AsyncIterator[Snapshots]:
+    blocks = EngineBlocks(rig.router.index, rig.block_size, store=False)
+    parity = ParityCheck(Hashing(), rig.block_size)
+    feeds = EventFeeds(EventSink(blocks, parity, rig.router, lambda: rig.now), time.time)
+    yield Snapshots(rig.router, blocks, feeds, parity, None, lambda: rig.now)
+    await feeds.close()
+
+
+def scrapes_fail(rig: Rig, address: str, *, answered_before: bool) -> None:
+    fleet = rig.router.fleet
+    if answered_before:
+        fleet.metrics(address, EngineMetrics(), rig.now)
+    for _ in range(2):
+        rig.now += 1.0
+        fleet.metrics(address, None, rig.now)
+
+
+@pytest.mark.parametrize(
+    ("down", "answered_before", "serves"),
+    [
+        pytest.param((), True, True, id="all answer"),
+        pytest.param((A,), False, True, id="one answers"),
+        pytest.param((A, B), True, True, id="only their metrics fail"),
+        pytest.param((A, B), False, False, id="none has ever answered"),
+    ],
+)
+async def test_a_probe_is_told_what_health_says(rig, snapshots, down, answered_before, serves) -> None:
+    for address in down:
+        scrapes_fail(rig, address, answered_before=answered_before)
+    assert snapshots.serves() is serves
+    assert (snapshots.health("").status is not Status.UNREADY) is serves
+
+
+async def test_an_empty_pool_serves_nobody(rig, snapshots) -> None:
+    rig.router.configure(pool(endpoints=[]))
+    assert not snapshots.serves()
+
+
+async def test_sessions_that_were_forgotten_are_counted(rig, snapshots) -> None:
+    rig.router.sessions.max_sessions = 2
+    for name in "abc":
+        rig.route(range(20), head("/v1/completions", x_session_id=name))
+    found = snapshots.snapshot()
+    assert (found.sessions_bound, found.sessions_evicted) == (2, 1)
