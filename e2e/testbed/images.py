@@ -28,6 +28,8 @@ ENVOY_GATEWAY = "perilune.test/envoy-gateway:1"
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", "io.containerd.snapshotter.v1.overlayfs/metadata.db")
 _UNUSED_IN_BASE = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt", "var/lib/apt/lists")
+SUITE = "trixie"
+"""Debian 13, as the Dockerfile's base."""
 _BASE_PACKAGES = "python3,python3-venv,ca-certificates"
 _STORE = IMAGES / "store"
 
@@ -115,9 +117,9 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def base() -> Layer:
-    """Debian bookworm with Python, as debootstrap makes it; once per machine, about 45 s."""
-    tar = IMAGES / "base.tar"
-    with exclusive("base"):
+    """Debian with Python, as debootstrap makes it; once per machine, about 45 s."""
+    tar = IMAGES / f"{SUITE}.tar"
+    with exclusive(SUITE):
         if not tar.exists():
             with step("making a Debian base image, once"):
                 _bootstrap(tar)
@@ -125,10 +127,10 @@ def base() -> Layer:
 
 
 def _bootstrap(tar: Path) -> None:
-    root, new = IMAGES / "base", tar.with_suffix(".new")
+    root, new = IMAGES / SUITE, tar.with_suffix(".new")
     succeeds(["umount", root / "proc"])  # which a debootstrap that was killed leaves there
     shutil.rmtree(root, ignore_errors=True)
-    run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", "bookworm", root], timeout_s=1200)
+    run(["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}", SUITE, root], timeout_s=1200)
     for folder in _UNUSED_IN_BASE:
         shutil.rmtree(root / folder, ignore_errors=True)
     run(["tar", "-C", root, "--sort=name", "--one-file-system", "-cf", new, "."])
@@ -147,7 +149,7 @@ def archives(envoy: Path) -> Iterator[Path]:
     ):
         file = name.split("/")[-1].split(":")[0]
         to = IMAGES / f"{file}.tar"
-        made_of = f"{program} {fingerprint(program)} {entrypoint}"
+        made_of = f"{program} {fingerprint(program)} {entrypoint} {SUITE}"
         recipe = to.with_suffix(".recipe")
         with exclusive(file):
             if not (to.exists() and recipe.exists() and recipe.read_text() == made_of):

@@ -18,7 +18,7 @@ from testbed.shell import ClusterError, run, step
 
 ENVOY = "docker.io/envoyproxy/envoy:distroless-v1.39.1"
 """What this version of Envoy Gateway asks for."""
-BASE = "docker.io/library/debian:bookworm-slim"
+BASE = "docker.io/library/debian:trixie-slim"
 
 
 class Kind:

@@ -17,7 +17,7 @@ from testbed.shell import run, step, succeeds
 
 NAME = "perilune.test/perilune:1"
 STORE_NAME = "perilune.test/perilune-store:1"
-_BASE = "perilune.test/debian:1"
+_BASE = f"perilune.test/debian:{images.SUITE}"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _STORAGE = IMAGES / "buildah"
 _SOURCES = ("*.py", "*.toml", "*.lock", "*.json", "*.yaml", "Dockerfile", "README.md", "LICENSE")
@@ -44,7 +44,7 @@ def store_archive() -> Path:
 
 def _archive(name: str, file: str, made_of: str, title: str, arguments: Sequence[str]) -> Path:
     archive = IMAGES / f"{file}.tar"
-    recipe = archive.with_suffix(".recipe")
+    recipe, made_of = archive.with_suffix(".recipe"), f"{_BASE} {made_of}"
     with exclusive(file):
         if archive.exists() and recipe.exists() and recipe.read_text() == made_of:
             return archive
@@ -61,7 +61,7 @@ def _archive(name: str, file: str, made_of: str, title: str, arguments: Sequence
 
 def _make_base() -> None:
     if not succeeds(_buildah("inspect", "--type", "image", _BASE)):
-        base = IMAGES / "base.oci.tar"
+        base = IMAGES / f"{images.SUITE}.oci.tar"
         images.write_archive(_BASE, base, [images.base()], ())
         run(_buildah("pull", "-q", f"oci-archive:{base}"))
         base.unlink()
