@@ -6,9 +6,10 @@
 Cold: the decision needs the body. Warm: the session is known, the body never reaches the gateway. Routers:
 one that decides nothing, and the real one without tokenization (`tokenize: estimate`), whose own account of
 its steps is printed too. CPU comes from the processes' own accounting, wrk's and the endpoints' is not
-counted; of some interleaved rounds the cheapest counts. The bars are on the gateway's own, with the real
-router: gateway / Envoy alone. Beside it stand llm-d's picker's, and what is added in all: (gateway + Envoy −
-Envoy alone) / Envoy alone.
+counted. Machines change their pace within seconds, so Envoy alone is measured anew before each subject, and
+of some rounds the one with the median ratio of the two counts. The bars are on the gateway's own, with the
+real router: gateway / Envoy alone. Beside it stand llm-d's picker's, and what is added in all: (gateway +
+Envoy − Envoy alone) / Envoy alone.
 """
 
 import asyncio
@@ -18,8 +19,9 @@ import random
 import re
 import shutil
 import sys
+from collections import defaultdict
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from time import process_time
@@ -99,16 +101,21 @@ class Measured:
     """Received by the real gateway per request."""
     steps_us: dict[str, float]
 
+    alone_us: float = 0.0
+    """Of Envoy without a gateway, just before."""
+
     @property
-    def cpu_us(self) -> float:
-        return self.gateway_us + self.envoy_us
+    def added(self) -> float:
+        return (self.gateway_us + self.envoy_us - self.alone_us) / self.alone_us
 
-    def added(self, alone: "Measured") -> float:
-        return (self.cpu_us - alone.cpu_us) / alone.cpu_us
-
-    def ratio(self, alone: "Measured") -> float:
+    @property
+    def ratio(self) -> float:
         """The gateway's own, without what it makes Envoy do."""
-        return self.gateway_us / alone.cpu_us
+        return self.gateway_us / self.alone_us
+
+
+Key = tuple[str, ...]
+"""(size) of Envoy alone; (size, transport, router, warmth) with a gateway."""
 
 
 @dataclass
@@ -192,11 +199,11 @@ def write_pool(file: Path, endpoints: list[str]) -> None:
     file.write_bytes(spec.dump(pool))
 
 
-async def measure(folder: Path, rounds: int, seconds: int) -> dict[tuple[str, ...], Measured]:
-    """(size) → Envoy alone; (size, transport, router, warmth) → with a gateway."""
+async def measure(folder: Path, rounds: int, seconds: int) -> dict[Key, Measured]:
+    """Of each its median round."""
     write_bodies(folder)
     (folder / "load.lua").write_text(LUA)
-    found: dict[tuple[str, ...], Measured] = {}
+    found: dict[Key, list[Measured]] = defaultdict(list)
     async with AsyncExitStack() as stack:
 
         async def child(name: str, *command: str) -> tuple[Child, dict[str, str]]:
@@ -229,36 +236,39 @@ async def measure(folder: Path, rounds: int, seconds: int) -> dict[tuple[str, ..
             )
         for _ in range(rounds):
             for size in SIZES:
-                best(found, (size,), await load(alone, folder, size, "cold", seconds))
                 for (transport, router), subject in subjects.items():
                     for warmth in ("cold", "warm"):
                         if warmth == "warm":
                             await load(subject, folder, size, warmth, 1)  # binds the sessions
+                        before = await load(alone, folder, size, warmth, seconds)
                         measured = await load(subject, folder, size, warmth, seconds)
-                        best(found, (size, transport, router, warmth), measured)
-    return found
+                        found[size,].append(before)
+                        found[size, transport, router, warmth].append(
+                            replace(measured, alone_us=before.envoy_us)
+                        )
+    return {key: typical(measured) for key, measured in found.items()}
 
 
-def best(found: dict[tuple[str, ...], Measured], key: tuple[str, ...], measured: Measured) -> None:
-    found[key] = min(found.get(key, measured), measured, key=lambda m: m.cpu_us)
+def typical(measured: list[Measured]) -> Measured:
+    """By its ratio to Envoy alone, or Envoy alone by its cost."""
+    return sorted(measured, key=lambda m: m.ratio if m.alone_us else m.envoy_us)[len(measured) // 2]
 
 
-def table(found: dict[tuple[str, ...], Measured]) -> list[str]:
+def table(found: dict[Key, Measured]) -> list[str]:
     lines = [
-        "| body | transport | router | decision on | gateway µs | Envoy µs | **added ×** | gateway / alone "
-        "| requests/s | p99 ms |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
+        "| body | transport | router | decision on | gateway µs | Envoy µs | alone µs | **added ×** "
+        "| gateway / alone | requests/s | p99 ms |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (size, *rest), m in found.items():
-        alone = found[size,]
         if not rest:
-            lines.append(f"| {size} | – | – | – | – | {m.envoy_us:.0f} | – | – "
+            lines.append(f"| {size} | – | – | – | – | – | {m.envoy_us:.0f} | – | – "
                          f"| {m.per_s:,.0f} | {m.p99_ms:.1f} |")  # fmt: skip
             continue
         transport, router, warmth = rest
         lines.append(
             f"| {size} | {transport} | {router} | {ON[warmth]} | {m.gateway_us:.0f} | {m.envoy_us:.0f} "
-            f"| **{m.added(alone):.1f}** | {m.ratio(alone):.1f} | {m.per_s:,.0f} | {m.p99_ms:.1f} |"
+            f"| {m.alone_us:.0f} | **{m.added:.1f}** | {m.ratio:.1f} | {m.per_s:,.0f} | {m.p99_ms:.1f} |"
         )
     return lines
 
@@ -279,7 +289,7 @@ def encode_us() -> float:
 PHASES = ("parse", "tokenize", "hash", "index", "policy")
 
 
-def steps_table(found: dict[tuple[str, ...], Measured]) -> list[str]:
+def steps_table(found: dict[Key, Measured]) -> list[str]:
     encode = encode_us()
     lines = [
         "| body | transport | decision on | transport | " + " | ".join(PHASES) + " | record | encode |",
@@ -293,7 +303,7 @@ def steps_table(found: dict[tuple[str, ...], Measured]) -> list[str]:
     return lines
 
 
-def verdicts(found: dict[tuple[str, ...], Measured]) -> list[str]:
+def verdicts(found: dict[Key, Measured]) -> list[str]:
     """Every bar: the real router's own cost is judged, the rest stands beside it."""
     lines = [
         "| transport | body | decision on | bar | **gateway / alone** | | llm-d's picker "
@@ -301,27 +311,27 @@ def verdicts(found: dict[tuple[str, ...], Measured]) -> list[str]:
         "|---|---|---|---:|---:|---|---:|---:|---:|---:|",
     ]
     for (transport, warmth, size), limit in BARS.items():
-        alone = found[size,]
         real, none = (found[size, transport, router, warmth] for router in ("real", "none"))
         least, most = (f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}" for ratio in GO_PICKER[size])
-        met = "met" if real.ratio(alone) <= limit else "MISSED"
+        met = "met" if real.ratio <= limit else "MISSED"
         lines.append(
-            f"| {transport} | {size} | {ON[warmth]} | {limit:g} | **{real.ratio(alone):.1f}** | {met} "
-            f"| {least}–{most} | {none.ratio(alone):.1f} "
-            f"| {real.added(alone):.1f} | {none.added(alone):.1f} |"
+            f"| {transport} | {size} | {ON[warmth]} | {limit:g} | **{real.ratio:.1f}** | {met} "
+            f"| {least}–{most} | {none.ratio:.1f} | {real.added:.1f} | {none.added:.1f} |"
         )
     return lines
 
 
-def document(found: dict[tuple[str, ...], Measured], rounds: int, seconds: int) -> str:
+def document(found: dict[Key, Measured], rounds: int, seconds: int) -> str:
     return "\n".join(
         [
             "## Transport",
             "",
             f"{bars.machine()}. Envoy with one",
-            f"worker, wrk with {CONNECTIONS} connections over {BODIES} bodies, {ENDPOINTS} endpoints; the",
-            f"cheaper of {rounds} interleaved rounds of {seconds} s. Clients, Envoy and gateway share the",
-            "machine: compare ratios, not rates. CPU µs per request. The bars are on *gateway / alone* with",
+            f"worker, wrk with {CONNECTIONS} connections over {BODIES} bodies, {ENDPOINTS} endpoints; each",
+            f"for {seconds} s just after Envoy alone; of {rounds} rounds the one with the median ratio.",
+            "Clients, Envoy and gateway share the machine, whose pace changes within seconds: compare",
+            "ratios, not rates, nor µs of one row with another's. CPU µs per request. The bars are on",
+            "*gateway / alone* with",
             "the real router (default policy, tokens estimated from bytes): the gateway's CPU over Envoy's",
             "without it, which is how tables of pickers set the two side by side. *Added ×* = (gateway +",
             "Envoy − Envoy alone) / Envoy alone counts what Envoy spends on asking too; it is always larger,",
