@@ -8,5 +8,5 @@ sys.path.insert(0, str(Path(__file__).parent))  # benchmarks share modules: bars
 
 def pytest_addoption(parser):
     parser.addoption("--write", action="store_true", help="write results to docs/benchmarks.md")
-    parser.addoption("--rounds", type=int, default=2, help="of which the best counts (default %(default)s)")
+    parser.addoption("--rounds", type=int, default=3, help="of which one counts (default %(default)s)")
     parser.addoption("--seconds", type=int, default=2, help="of each measurement (default %(default)s)")
