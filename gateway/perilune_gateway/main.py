@@ -130,7 +130,6 @@ class Gateway:
             limits=spec.routing.limits,
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
-            hooks=self.metrics,
         )
         self.server = new_server(transport, self.service, key_pair)
         snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import prometheus_client as prometheus
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, Gauge, Info
+from prometheus_client import CollectorRegistry, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -131,7 +131,9 @@ class _Alike(Struct, gc=False):
 class StreamCounts(Protocol):
     """transport.Service, as far as a scrape reads it."""
 
+    streams_open: int
     streams_total: int
+    body_bytes_received: int
     protocol_errors: int
     failures: int
     late_tokens: int
@@ -147,10 +149,7 @@ class Metrics:
         self._alike: dict[_Kind, _Alike] = {}
         self._ended: Counter[tuple[str, Outcome]] = Counter()
         """Decisions by kind, and requests that ended by endpoint and outcome, since the last scrape."""
-        self._body_bytes = 0
-        """Received since then."""
         self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
-        self._open = 0
         self._left: set[str] = set()
         """Endpoints that are out of the pool, where requests may still be in flight."""
         self._window = Window()
@@ -175,9 +174,6 @@ class Metrics:
 
         # Streams
         self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
-        streams = Gauge("perilune_streams_open", "Envoy streams open now.", registry=registry)
-        streams.set_function(lambda: self._open)
-        self._body = counter("body_received_bytes", "Request body bytes that reached the gateway.")
         self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
 
@@ -216,15 +212,6 @@ class Metrics:
         """Count the end of a request, under the endpoint that served it."""
         self._ended[endpoint, outcome] += 1
 
-    def body_received(self, size_bytes: int) -> None:
-        self._body_bytes += size_bytes
-
-    def stream_opened(self) -> None:
-        self._open += 1
-
-    def stream_closed(self) -> None:
-        self._open -= 1
-
     def scrape_failed(self, endpoint: str) -> None:
         self._scrape_errors.labels(endpoint).inc()
 
@@ -244,8 +231,6 @@ class Metrics:
         ended, self._ended = self._ended, Counter()
         for (endpoint, outcome), count in ended.items():
             self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc(count)
-        self._body.inc(self._body_bytes)
-        self._body_bytes = 0
 
     # What is
 
@@ -284,9 +269,13 @@ class Metrics:
             found.add_metric((step.value,), seconds.cumulated(), seconds.sum)
         return found
 
-    def streams(self) -> Iterator[CounterMetricFamily]:
-        for name, text, field in STREAM_COUNTERS if self._streams else ():
-            yield CounterMetricFamily(f"perilune_{name}", text, getattr(self._streams, field))
+    def streams(self) -> Iterator[Metric]:
+        streams = self._streams
+        if streams is None:
+            return
+        yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
+        for name, text, field in STREAM_COUNTERS:
+            yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
 
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None
@@ -303,6 +292,7 @@ def affinity_of(host: str, decision: Decision) -> Affinity:
 
 STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("streams", "Envoy streams opened.", "streams_total"),
+    ("body_received_bytes", "Request body bytes that reached the gateway.", "body_bytes_received"),
     ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
     ("stream_failures", "Streams ended by a bug of this gateway.", "failures"),
     ("late_tokens", "Prompts routed by their bytes, since their tokens came too late.", "late_tokens"),

@@ -212,11 +212,11 @@ class TestState:
 class TestPlainPages:
     async def test_metrics(self, world):
         world.metrics.mirror(lambda: Snapshot(world.endpoints))
-        world.metrics.body_received(9)
+        world.metrics.scrape_failed("a")
         async with browsing(world) as get:
             status, text = await get("/metrics")
         assert status == 200
-        assert "perilune_body_received_bytes_total 9.0" in text
+        assert 'perilune_scrape_errors_total{endpoint="a"} 1.0' in text
         assert 'perilune_endpoint_ready{endpoint="a",role="both"} 1.0' in text
         assert text.count("# TYPE perilune_decisions_total counter") == 1
 

@@ -38,14 +38,6 @@ class Tokenizer(Protocol):
     async def encode(self, request: ParsedRequest) -> Tokens | Refusal: ...
 
 
-class Hooks(Protocol):
-    """metrics.Metrics, as far as streams feed it."""
-
-    def stream_opened(self) -> None: ...
-    def stream_closed(self) -> None: ...
-    def body_received(self, size_bytes: int) -> None: ...
-
-
 class Step(Struct, frozen=True, gc=False):
     """What to do next: send these, then that; None: await the next message."""
 
@@ -68,7 +60,6 @@ class Service:
         bytes_per_token: float = 4.0,
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
-        hooks: Hooks | None = None,
     ) -> None:
         """`bytes_per_token`: of the estimate when tokens come too late. `default_mode`: what an Envoy sends
         that does not say it by itself, see `wire`."""
@@ -87,14 +78,11 @@ class Service:
         self.bytes_per_token = bytes_per_token
         self.default_mode = default_mode
         self.conformance = conformance
-        self.hooks = hooks
 
     def open(self) -> Stream:
         """A new stream; it has to be closed."""
         self.streams_total += 1
         self.streams_open += 1
-        if self.hooks:
-            self.hooks.stream_opened()
         return Stream(self)
 
 
@@ -116,8 +104,6 @@ class Stream:
             inbound = wire.decode(raw, service.default_mode)
             if isinstance(inbound, Body) and inbound.kind is Kind.REQUEST_BODY:
                 service.body_bytes_received += len(inbound.chunk)
-                if service.hooks:
-                    service.hooks.body_received(len(inbound.chunk))
             return _step(self._exchange.receive(inbound))
         except Exception as error:
             return self._failed(error)
@@ -134,8 +120,6 @@ class Stream:
     def closed(self) -> None:
         """The stream has ended, however that came."""
         self._service.streams_open -= 1
-        if self._service.hooks:
-            self._service.hooks.stream_closed()
         self._exchange.closed()
 
     async def _encode(self, encode: Encode) -> Tokens | Refusal:
