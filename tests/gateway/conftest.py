@@ -1,7 +1,6 @@
 """Recordings of real vLLM, read once (tests/fixtures/vllm-kv-events/README.md); a router; settings of
 properties."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from router_rig import Rig, pool
+from vllm_captures import read_messages, read_requests
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_events
@@ -36,24 +36,15 @@ class Capture:
         return [event for frames in self.messages for event in kv_events.decode(frames[-1]).events]
 
 
-def _records(path: Path) -> list[list[bytes]]:
-    data, at, records = path.read_bytes(), 0, []
-    while at < len(data):
-        count, at = data[at + 1], at + 2
-        frames = []
-        for _ in range(count):
-            size = int.from_bytes(data[at : at + 4], "big")
-            frames.append(data[at + 4 : at + 4 + size])
-            at += 4 + size
-        records.append(frames)
-    return records
+def _frames(file: Path) -> list[list[bytes]]:
+    return [list(message.frames) for message in read_messages(file)]
 
 
 def _capture(name: str, suffix: str, algorithm: HashAlgorithm) -> Capture:
     folder = FIXTURES / "vllm-kv-events"
-    lines = (folder / f"kv_events_requests{suffix}.jsonl").read_text().splitlines()
-    messages = _records(folder / f"kv_events_capture{suffix}.bin")
-    return Capture(name, Hashing(algorithm), messages, [json.loads(line) for line in lines])
+    messages = _frames(folder / f"kv_events_capture{suffix}.bin")
+    requests = read_requests(folder / f"kv_events_requests{suffix}.jsonl")
+    return Capture(name, Hashing(algorithm), messages, requests)
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +59,7 @@ def captures() -> dict[str, Capture]:
 @pytest.fixture(scope="session")
 def replay_frames() -> list[list[bytes]]:
     """The answer of the main capture's replay address from seq 240 on, its end included."""
-    return _records(FIXTURES / "vllm-kv-events" / "kv_events_replay_capture.bin")
+    return _frames(FIXTURES / "vllm-kv-events" / "kv_events_replay_capture.bin")
 
 
 @pytest.fixture(scope="session")
