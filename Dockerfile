@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # One image: perilune-operator, perilune-gateway, and the simulated engine (perilune engine). Each ends at once on
-# SIGTERM (the gateway after its answers), so none needs an init. Any Debian base from 12 on will do; 13's Python 3.13
-# takes a tenth less CPU than 12's 3.11. One that has python3 and python3-venv already needs no apt mirror.
+# SIGTERM (the gateway after its answers), so none needs an init. Debian 12 will do as a base too; 13's Python 3.13 takes
+# a tenth less CPU than 12's 3.11. One that has python3 and python3-venv already needs no apt mirror.
 ARG BASE=docker.io/library/debian:trixie-slim
 
 FROM ${BASE} AS build
