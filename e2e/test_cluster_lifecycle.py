@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from testbed.cluster import Cluster
+from testbed.shell import until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -78,3 +79,11 @@ def test_what_a_killed_up_left_is_cleaned_by_the_next_up():
     up.wait()
     subprocess.run([*COMMAND, "up", "--nodes", "2"], check=True)
     assert Cluster(NAME).is_up
+
+
+def test_a_kubelet_that_ends_is_started_again():
+    """One that does so at its start, say because containerd was slow, would leave its node unready for ever."""
+    subprocess.run([*COMMAND, "up", "--nodes", "1"], check=True)
+    cluster = Cluster(NAME)
+    cluster.kill("kubelet")
+    until(lambda: "kubelet" in cluster.resident_bytes(), "a kubelet runs again", timeout_s=30)

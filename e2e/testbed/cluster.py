@@ -175,12 +175,26 @@ class Cluster:
         kube.apply(*(node.object() for node in self.nodes))
         _each(self.nodes, Node.prepare)
         _each(self.nodes, Node.start)
-        kube.wait("condition=Ready", "node", "--all", timeout_s=120)
+        try:
+            kube.wait("condition=Ready", "node", "--all", timeout_s=120)
+        except ClusterError as error:
+            raise ClusterError(f"{error}\n{self._why_not_ready()}") from None
         kube.apply(*(node.status() for node in self.nodes), flags=("--subresource=status",))
         until(
             lambda: all(node.proxies for node in self.nodes), "kube-proxy has written its rules", timeout_s=60
         )
         kube.wait("create", "serviceaccount/default", "-n", "default")
+
+    def _why_not_ready(self) -> str:
+        """What each node that is not says, and the last errors of its kubelet."""
+        said = []
+        for node in self.kube.get("node"):
+            conditions = node.get("status", {}).get("conditions", ())
+            ready = next((c for c in conditions if c["type"] == "Ready"), {"message": "never reported"})
+            if ready.get("status") != "True":
+                name = node["metadata"]["name"]
+                said += [f"{name}: {ready['message']}", *self.node(name).last_errors()]
+        return "\n".join(said)
 
     def _clean(self) -> None:
         cgroups.kill(self.name)

@@ -95,6 +95,11 @@ class Machine:
         """Starts a program inside; its output goes to `NAME.log` beside the machine's files."""
         launch(self.inside(args), self.home / f"{name or Path(str(args[0])).name}.log")
 
+    def service(self, args: Args) -> None:
+        """A daemon that is started again, a second later, whenever it ends: what systemd does for a node's."""
+        again = ["sh", "-c", 'while :; do "$@"; sleep 1; done', "sh", *map(str, args)]
+        self.daemon(again, Path(str(args[0])).name)
+
     def configure(self, commands: str) -> None:
         """Lines of `ip` commands, as one batch."""
         run(self.on_its_network(["ip", "-batch", "-"]), stdin=commands)

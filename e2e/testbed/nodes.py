@@ -72,13 +72,13 @@ class Node:
             self._containerd_listens, f"containerd of {name} listens, see {home}/containerd.log", timeout_s=30
         )
         own = f"--kubeconfig={home.parent / name}.kubeconfig"
-        self.machine.daemon(
+        self.machine.service(
             [
                 *(programs.path("kubelet"), f"--config={home / 'kubelet.json'}", own),
                 *(f"--hostname-override={name}", f"--node-ip={self.site.address}", "-v=1"),
             ]
         )
-        self.machine.daemon(
+        self.machine.service(
             [
                 *(programs.path("kube-proxy"), f"--kubeconfig={home.parent / 'kube-proxy.kubeconfig'}"),
                 *(f"--hostname-override={name}", "--proxy-mode=nftables", f"--cluster-cidr={network.PODS}"),
@@ -91,6 +91,15 @@ class Node:
     def proxies(self) -> bool:
         """kube-proxy has written its rules."""
         return succeeds(self.machine.inside(["nft", "list", "table", "ip", "kube-proxy"]))
+
+    def last_errors(self, count: int = 5) -> list[str]:
+        """The last lines that kubelet and containerd logged as errors, at most `count` each."""
+        kubelet = (self.machine.home / "kubelet.log").read_text(errors="replace").splitlines()
+        containerd = (self.machine.home / "containerd.log").read_text(errors="replace").splitlines()
+        return [
+            *[line for line in kubelet if line.startswith(("E", "F"))][-count:],
+            *[line for line in containerd if "level=error" in line or "level=fatal" in line][-count:],
+        ]
 
     def _containerd_listens(self) -> bool:
         # the socket is made once all plugins are loaded
