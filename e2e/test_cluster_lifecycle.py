@@ -82,7 +82,7 @@ def test_what_a_killed_up_left_is_cleaned_by_the_next_up():
 
 
 def test_a_kubelet_that_ends_is_started_again():
-    """One that does so at its start, say because containerd was slow, would leave its node unready for ever."""
+    """Or one that does so at its start, as when containerd is slow, leaves its node unready for ever."""
     subprocess.run([*COMMAND, "up", "--nodes", "1"], check=True)
     cluster = Cluster(NAME)
     cluster.kill("kubelet")

@@ -96,7 +96,7 @@ class Machine:
         launch(self.inside(args), self.home / f"{name or Path(str(args[0])).name}.log")
 
     def service(self, args: Args) -> None:
-        """A daemon that is started again, a second later, whenever it ends: what systemd does for a node's."""
+        """A daemon that is started again, a second later, whenever it ends, as systemd does with a node's."""
         again = ["sh", "-c", 'while :; do "$@"; sleep 1; done', "sh", *map(str, args)]
         self.daemon(again, Path(str(args[0])).name)
 
