@@ -81,9 +81,10 @@ def batches(dice: random.Random, count: int) -> list[bytes]:
 
 
 def per_s(payloads: list[bytes]) -> tuple[float, float]:
-    """(stored, removed) blocks per second of one core, the best of some rounds."""
+    """(stored, removed) blocks per second of one core: the best of rounds enough to meet a moment in which
+    nobody else needs the CPU's caches and memory."""
     stores, removals = [], []
-    for _ in range(6):
+    for _ in range(20):
         names = EngineBlocks(PrefixIndex(1_000_000, 10.0), BLOCK_SIZE, store=False)
         kept, spent = [], 0.0
         for payload in payloads:

@@ -57,6 +57,8 @@ class Rig:
             name = f"session-{n}"
             self.prompts[name] = array("I", self.shared + self._tokens(PROMPT_TOKENS - SHARED_TOKENS))
             self.turn(name)
+        self.names = list(self.prompts)
+        """Of the sessions."""
 
     def _tokens(self, count: int) -> list[int]:
         return [self.dice.randrange(150_000) for _ in range(count)]
