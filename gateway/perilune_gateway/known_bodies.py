@@ -51,7 +51,7 @@ class KnownBodies:
     """`openai.parse`, which remembers."""
 
     def __init__(self, max_known: int = 4_096, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.went_on = 0
+        self.parsed_in_part = 0
         """Bodies of which only a part was parsed."""
         self._max_known = max_known
         self._chunk_bytes = chunk_bytes
@@ -71,7 +71,7 @@ class KnownBodies:
         for chunks in range(len(names) - 1, 0, -1):
             known = self._known.get(names[chunks]) or self._older.get(names[chunks])
             if known and (request := self._go_on(path, view, known, self._name(view, names, known.ends))):
-                self.went_on += 1
+                self.parsed_in_part += 1
                 self._remember(view, names, known.begins, request)
                 return request
         whole = openai.parse(path, body)

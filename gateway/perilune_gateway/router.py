@@ -115,7 +115,7 @@ class Router:
         self._stopwatch = stopwatch
         self._rng = rng or Random()
         self._dice = Dice(0)
-        self._bodies = KnownBodies()
+        self.bodies = KnownBodies()
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
@@ -207,7 +207,7 @@ class Router:
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._recorder.refused(head, self._too_large(len(body)), laps)
-        request = self._bodies.parse(head.path, body)
+        request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self._recorder.refused(head, request, laps)
         if request.model not in self._models:

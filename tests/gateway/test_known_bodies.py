@@ -34,7 +34,7 @@ def known(*bodies: bytes, path: str = CHAT) -> KnownBodies:
 
 
 @pytest.mark.parametrize(
-    ("bodies", "went_on"),
+    ("bodies", "in_part"),
     [
         pytest.param([body(3), body(5), body(7)], 2, id="a conversation grows"),
         pytest.param([body(3), body(3)], 1, id="a request comes again"),
@@ -70,8 +70,8 @@ def known(*bodies: bytes, path: str = CHAT) -> KnownBodies:
         pytest.param([b"[" * 100, b"{" * 100, b"", body(3)], 0, id="no bodies"),
     ],
 )  # fmt: skip
-def test_a_body_is_read_as_ever(bodies, went_on):
-    assert known(*bodies).went_on == went_on
+def test_a_body_is_read_as_ever(bodies, in_part):
+    assert known(*bodies).parsed_in_part == in_part
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -79,15 +79,15 @@ def test_the_apis_are_kept_apart(count):
     it = known(body(3), body(count + 3, system="s"))
     assert it.parse(MESSAGES, body(count + 3)) == openai.parse(MESSAGES, body(count + 3))
     assert it.parse(COMPLETIONS, body(3)) == openai.parse(COMPLETIONS, body(3))
-    assert it.went_on == 1
-    assert known(body(3, max_tokens=1), body(5, max_tokens=1), path=MESSAGES).went_on == 1
+    assert it.parsed_in_part == 1
+    assert known(body(3, max_tokens=1), body(5, max_tokens=1), path=MESSAGES).parsed_in_part == 1
 
 
 def test_its_conversation_is_the_bodys_own():
     it = known(body(3))
     request = it.parse(CHAT, body(5))
     assert isinstance(request, ParsedRequest)
-    assert it.went_on == 1
+    assert it.parsed_in_part == 1
     messages = request.prompt.messages
     assert msgspec.json.decode(messages) == turns(5)
     assert msgspec.json.decode(msgspec.json.encode({"messages": messages}))["messages"] == turns(5)
@@ -99,9 +99,9 @@ def test_it_forgets():
     for model in "abc":
         it.parse(CHAT, body(3).replace(b'"m"', f'"{model}"'.encode()))
     it.parse(CHAT, body(5).replace(b'"m"', b'"a"'))
-    assert it.went_on == 0
+    assert it.parsed_in_part == 0
     it.parse(CHAT, body(5).replace(b'"m"', b'"c"'))
-    assert it.went_on == 1
+    assert it.parsed_in_part == 1
 
 
 MESSAGE = st.sampled_from(["@", "1", '""', "[]", "[[@]]", '{"messages":[@]}', '"]"', '"\\""', " ", "@ @"])
