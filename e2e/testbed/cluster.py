@@ -186,7 +186,7 @@ class Cluster:
         kube.wait("create", "serviceaccount/default", "-n", "default")
 
     def _why_not_ready(self) -> str:
-        """What each node that is not says, and the last errors of its kubelet."""
+        """What each node that is not says, and the last errors of its kubelet and containerd."""
         said = []
         for node in self.kube.get("node"):
             conditions = node.get("status", {}).get("conditions", ())
