@@ -53,6 +53,8 @@ from perilune_gateway.stats import EndpointBlocks, IndexStats
 _RECENT = 1000
 _MAX_SETS = 4096
 _MOST_DUE = 1024
+_RENEW = 1 / 16
+"""The share of a claim's time that is over when an equal prompt renews it."""
 FIRST = -1
 """As parent: they begin a prompt."""
 
@@ -78,6 +80,8 @@ class Matches(Struct, frozen=True, gc=False):
     """hits / sqrt(seconds since that block was first known)."""
     frequencies: tuple[int, ...] = ()
     """Per matched block, its recorded uses inside the window; empty without a window."""
+    last_run: Run | None = None
+    """That the longest of these ends in, while nobody cuts it: for `record_match`."""
 
     @property
     def longest(self) -> int:
@@ -275,8 +279,12 @@ class PrefixIndex:
             return
         matched = matches.longest
         self._recent.append((matched, len(blocks)))
-        if matched and (run := self._run_at(blocks, matched - 1)):
-            run.hit(blocks[matched - 1], now)
+        if matched:
+            block, run = blocks[matched - 1], matches.last_run
+            if run is None or not run.blocks or run.blocks[-1] != block:
+                run = self._run_at(blocks, matched - 1)
+            if run:
+                run.hit(block, now)
         if self._window_s:
             for block in islice(blocks, matched):
                 if block not in self._where:
@@ -321,9 +329,10 @@ class PrefixIndex:
         reach = self._by_address(anywhere, at) if anywhere is not on_host else host
         store = anywhere.store_end(at) if stores else 0
         longest = max(store, max(reach.values(), default=0))
-        hits, last_access_s, score = 0, 0.0, 0.0
+        hits, last_access_s, score, last_run = 0, 0.0, 0.0, None
         if longest:
-            hits, last_access_s, score = runs[bisect_left(ends, longest)].statistics(blocks[longest - 1], now)
+            last_run = runs[bisect_left(ends, longest)]
+            hits, last_access_s, score = last_run.statistics(blocks[longest - 1], now)
         return Matches(
             total if not early_exit else len(blocks),
             device,
@@ -334,6 +343,7 @@ class PrefixIndex:
             last_access_s,
             score,
             self._frequencies(blocks[:longest], now) if self._window_s else (),
+            last_run,
         )
 
     def find_block(self, block: int, now: float) -> Matches:
@@ -630,17 +640,23 @@ class PrefixIndex:
         parent: int | None,
         loose: bool = False,
     ) -> None:
-        """What the holder does not have on its device is claimed."""
+        """What the holder does not have on its device is claimed, unless all of that was just now (_RENEW):
+        of equal prompts that come together one claims it."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
         laid = list(self._lay(blocks, now, holder, parent, loose))
-        for run, positions in laid:
-            if not run.full & bit and (wanted := positions & ~run.part.get(bit, 0)):
+        wanted = [
+            (run, missing)
+            for run, positions in laid
+            if not run.full & bit and (missing := positions & ~run.part.get(bit, 0))
+        ]
+        just_now = claim.expiry_s - _RENEW * ttl_s
+        if not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted):
+            for run, missing in wanted:
                 live = run.live
-                holder.claimed += run.claim(bit, claim, wanted)
+                holder.claimed += run.claim(bit, claim, missing)
                 self._live += (run.live ^ live).bit_count()
-        if claim.runs:
             holder.claims.append(claim)
             self._made += 1
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
@@ -652,8 +668,8 @@ class PrefixIndex:
                 self._runs[run] = None
 
     def _forget_renewed(self) -> None:
-        """Claims of which nothing is left: a prompt that comes again and again is claimed anew each time. As
-        often as the others have doubled."""
+        """Claims of which nothing is left: they were confirmed, or their prompt was claimed anew. As often as
+        the others have doubled."""
         self._due = [entry for entry in self._due if entry[-1].runs]
         heapify(self._due)
         for holder in (self._store, *self._holders.values()):

@@ -112,6 +112,14 @@ class Run:
                 found |= positions
         return found
 
+    def claimed_since(self, bit: int, positions: int, expiry_s: float) -> bool:
+        """Its latest claim covers these positions, and ends no earlier than that."""
+        claims = self.claims.get(bit)
+        if not claims:
+            return False
+        claim, had = claims[-1]
+        return claim.expiry_s >= expiry_s and not positions & ~had
+
     def holders(self, position: int) -> Iterator[int]:
         """Bits of those that hold this position, claims apart."""
         yield from bits(self.full)

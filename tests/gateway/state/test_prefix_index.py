@@ -173,10 +173,30 @@ def test_a_repeated_prompt_renews_its_claim():
     assert len(it) == 1
 
 
-def test_a_prompt_that_comes_again_and_again_takes_no_more_memory():
+@pytest.mark.parametrize(
+    ("again", "prompt", "until"),
+    [
+        pytest.param(0.9, [A, B], 16.0, id="just claimed"),
+        pytest.param(1.1, [A, B], 17.1, id="a sixteenth of its time is over"),
+        pytest.param(0.9, [A, B, C], 16.9, id="just claimed, but not all of it"),
+    ],
+)
+def test_what_was_claimed_just_now_is_not_claimed_anew(again, prompt, until):
+    it = index(ttl_s=16)
+    it.speculate("1", [A, B], 0)
+    it.speculate("1", prompt, again)
+    assert it.find_matches(prompt, until - 0.01).device == {"1": len(prompt)}
+    assert it.find_matches(prompt, until).device == {}
+    check_books(it)
+
+
+def test_claims_that_were_confirmed_take_no_memory():
     it = index(ttl_s=600)
     for n in range(10_000):
-        it.speculate("12"[n % 2], [A, B], n / 1000)
+        endpoint, now = "12"[n % 2], n / 1000
+        it.speculate(endpoint, [A, B], now)
+        it.stored(endpoint, DEVICE, [A, B], now)
+        it.removed(endpoint, DEVICE, [A, B])
     check_books(it)
     assert len(it._due) <= 1024
     assert sum(len(holder.claims) for holder in it._holders.values()) <= 1024
@@ -464,8 +484,9 @@ class AgainstSets(RuleBasedStateMachine):
             if (endpoint, block) not in self.device:
                 self.claims[endpoint, block] = self.now + TTL_S
 
-    @rule(by_s=st.floats(0.1, 12))
+    @rule(by_s=st.floats(25 / 16 + 0.01, 12))
     def time_passes(self, by_s):
+        """So that a claim, or a hint of the store, is never just made when it is made again."""
         self.now += by_s
 
     @rule()
