@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from math import inf
-from operator import attrgetter
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
 from perilune_api.pool import PolicyParams, Role
-from perilune_gateway.model import Candidate, Cost, RequestView
+from perilune_gateway.model import Candidate, Cost, Load, RequestView
 from perilune_gateway.rows import Costs, addresses, find, loads, totals
 
 
@@ -42,7 +42,8 @@ class Source(StrEnum):
 
 
 _new = tuple.__new__
-_business = attrgetter("pending_prefill_tokens", "in_flight", "sessions")
+_business = itemgetter(*map(Load._fields.index, ("pending_prefill_tokens", "in_flight", "sessions")))
+"""Of a load; by place is half the cost of by name."""
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by no more than that share and seconds are not told apart."""
 
@@ -58,8 +59,8 @@ def lowest(candidates: Sequence[Candidate], key: Callable[[Candidate], object], 
 def draw(candidates: Sequence[Candidate], keys: Sequence[object], rng: Random) -> Candidate:
     """`lowest`, by the keys of each."""
     best = min(keys)  # type: ignore[type-var]  # keys of one call are alike
-    equal = [candidates[at] for at, key in enumerate(keys) if key == best]
-    return equal[0] if len(equal) == 1 else rng.choice(equal)
+    equal = [at for at, key in enumerate(keys) if key == best]
+    return candidates[equal[0] if len(equal) == 1 else rng.choice(equal)]
 
 
 def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
