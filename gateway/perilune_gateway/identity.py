@@ -54,9 +54,11 @@ class Identity(NamedTuple):
 
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     """`headers` by lower-case name."""
-    session_id = _first(headers, _session_headers(keys.headers)) or _cookie(headers, keys.cookie)
+    session_id = _first(headers, _session_headers(keys.headers))
+    if keys.cookie and not session_id:
+        session_id = _cookie(headers, keys.cookie)
     if _SPECIAL.isdisjoint(headers):
-        return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id))
+        return _new(Identity, (_tenant(headers, keys.tenant_header), _bounded(session_id), "", False))
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:
@@ -71,7 +73,13 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
     told = session_id or (user if keys.body_user else "")
     if identity.session_id or not told:
         return identity
-    return identity._replace(session_id=_bounded(told))
+    return named(identity, _bounded(told))
+
+
+def named(identity: Identity, session_id: str) -> Identity:
+    """With that session."""
+    tenant, _, parent_id, final = identity
+    return _new(Identity, (tenant, session_id, parent_id, final))
 
 
 @lru_cache(maxsize=16)
@@ -85,8 +93,6 @@ def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
-    if not name:
-        return ""
     try:
         morsel = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:

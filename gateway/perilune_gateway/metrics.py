@@ -187,8 +187,9 @@ class Metrics:
 
     def decided(self, record: DecisionRecord) -> None:
         """Count one decision or refusal."""
+        seconds = self._seconds
         for step, us in record.timings_us.items():
-            self._seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
+            seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
         verdict, view = record.verdict, record.view
         if not isinstance(verdict, Decision):
             self.refused(verdict.reason)

@@ -33,9 +33,10 @@ from perilune_gateway.dice import SEED_BITS, Dice
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import Decisions
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
-from perilune_gateway.identity import from_headers, with_body
+from perilune_gateway.identity import from_headers, named, with_body
 from perilune_gateway.in_flight import InFlight
 from perilune_gateway.known_bodies import KnownBodies
+from perilune_gateway.known_prompts import KnownPrompt, KnownPrompts
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
@@ -63,7 +64,7 @@ from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.state.sessions import INFERRED, Session, Sessions
 
 _OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OBJECTIVE_HEADERS})
 """Most requests carry none of these."""
@@ -105,6 +106,7 @@ class Router:
     ) -> None:
         self.fleet = fleet
         self.sessions = sessions
+        sessions.rebound = fleet.changed
         self.index = index
         self.tokenizer = tokenizer
         self.decisions = decisions
@@ -116,6 +118,7 @@ class Router:
         self._rng = rng or Random()
         self._dice = Dice(0)
         self.bodies = KnownBodies()
+        self.prompts = KnownPrompts()
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
@@ -143,6 +146,7 @@ class Router:
         self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
+        self.prompts.clear()
         self._gatherer.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
         self._recorder.configure(
@@ -207,37 +211,45 @@ class Router:
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._recorder.refused(head, self._too_large(len(body)), laps)
+        if known := self.prompts.find(head.path, body):
+            laps.lap(Step.PARSE)
+            return self._on_prompt(head, known, laps)
         request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self._recorder.refused(head, request, laps)
         if request.model not in self._models:
-            known = ", ".join(sorted(self._models))
-            message = f"The model `{request.model[:200]}` does not exist here; known are: {known}"
+            models = ", ".join(sorted(self._models))
+            message = f"The model `{request.model[:200]}` does not exist here; known are: {models}"
             return self._recorder.refused(head, Refusal(RefuseReason.UNKNOWN_MODEL, message), laps)
         laps.lap(Step.PARSE)
         tokens = self.tokenizer.now(request)
         if tokens is None:
             return Encode(head, request, len(body))
         laps.lap(Step.TOKENIZE)
-        return self._on_prompt(head, request, len(body), tokens, laps)
+        asked_for = self._hashed(request, len(body), tokens, laps)
+        if isinstance(asked_for, Refusal):
+            return self._recorder.refused(head, asked_for, laps)
+        self.prompts.add(head.path, body, asked_for)
+        return self._on_prompt(head, asked_for, laps)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
         """Tokenization has answered after `waited_s`."""
         laps = Laps(self._stopwatch)
         laps.us[Step.TOKENIZE] = waited_s * 1e6
-        return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, laps)
+        asked_for = self._hashed(encode.request, encode.body_bytes, tokens, laps)
+        if isinstance(asked_for, Refusal):
+            return self._recorder.refused(encode.head, asked_for, laps)
+        return self._on_prompt(encode.head, asked_for, laps)
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
         """The exchange refused by itself; keep it with the others."""
         self._recorder.refused(head, refusal)
 
-    def _on_prompt(
-        self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: Laps
-    ) -> Routed | Refusal:
-        now, keys = self._clock(), self._routing.session
+    def _hashed(
+        self, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: Laps
+    ) -> KnownPrompt | Refusal:
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
-            # before the cost of a prompt grows with its length
-            return self._recorder.refused(head, refusal, laps)
+            return refusal  # before the cost of a prompt grows with its length
         lora = request.model if request.model in self._loras else ""
         prompt = Prompt(
             tokens.count,
@@ -250,12 +262,15 @@ class Router:
             request.prompt_cache_key,
         )
         laps.lap(Step.HASH)
-        identity = with_body(from_headers(head.headers, keys), request.session_id, request.user, keys)
+        return KnownPrompt(prompt, request.session_id, request.user)
+
+    def _on_prompt(self, head: RequestHead, known: KnownPrompt, laps: Laps) -> Routed | Refusal:
+        now, keys, prompt = self._clock(), self._routing.session, known.prompt
+        identity = with_body(from_headers(head.headers, keys), known.session_id, known.user, keys)
         session = self.sessions.find(identity.key, now)
         if not identity.session_id and keys.infer and prompt.blocks:
             session = self.sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
-            name = session.key.session_id if session else f"inferred-{self._recorder.ordinal}"
-            identity = identity._replace(session_id=name)
+            identity = named(identity, self._inferred(session, identity.tenant, prompt.blocks[-1]))
         asked = Asked(head, now, laps, identity, session, prompt=prompt)
         self._gatherer.eligible(asked)
         if not asked.eligible:
@@ -267,6 +282,12 @@ class Router:
         if isinstance(verdict, Routed):
             self.index.record_match(prompt.blocks, matches, now)
         return verdict
+
+    def _inferred(self, session: Session | None, tenant: str, last_block: int) -> str:
+        """The id of the session that nobody has named: that from which the prompt goes on, or a new one."""
+        if session:
+            return session.key.session_id
+        return self.sessions.superseded(tenant, last_block) or f"{INFERRED}{self._recorder.ordinal}"
 
     # -- decide ------------------------------------------------------------------------------------
 

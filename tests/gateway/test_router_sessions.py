@@ -45,6 +45,18 @@ def test_a_prompt_that_extends_an_earlier_one_continues_its_session(rig: Rig) ->
     assert rig.record(third).session_id == rig.record(first).session_id
 
 
+def test_a_policy_sees_how_many_sessions_are_bound_to_each(rig: Rig) -> None:
+    def seen(name: str, **more: str) -> dict[str, int]:
+        record = rig.record(rig.route(range(20), head("/v1/completions", x_session_id=name, **more)))
+        return {c.address: c.load.sessions for c in record.candidates}
+
+    assert seen("a") == {A: 0, B: 0}
+    assert sum(seen("b").values()) == 1
+    assert sum(seen("c").values()) == 2
+    rig.router.sessions.free(rig.router.sessions.matching("a")[0].key)
+    assert sum(seen("d").values()) == 2
+
+
 def test_no_inference_where_the_pool_says_so() -> None:
     rig = Rig(pool(routing=Routing(session=SessionKeys(infer=False))))
     rig.route(range(40))

@@ -94,10 +94,10 @@ class Fleet:
         self._recent: list[EndpointView] = []
         """What `recent` last gave; never changed, but replaced."""
         self._recent_until = -inf
-        self._bound: dict[str, int] = {}
-        """The sessions in it."""
         self._changed: set[str] = set()
         """Endpoints of which something has changed since."""
+        self.changed = self._changed.add
+        """Call it with an endpoint whose sessions are more or fewer."""
         self._excluded: set[str] = set()
         """Endpoints in it that not every request may go to."""
 
@@ -132,28 +132,19 @@ class Fleet:
         return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
 
     def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
-        """`view` for decisions: of endpoints of which nothing has changed, as seen less than RECENT_S ago."""
-        bound = dict(sessions)
+        """`view` for decisions: of endpoints of which nothing has changed, as seen less than RECENT_S ago. Of
+        `sessions` the fleet has to be told (`changed`)."""
         if now >= self._recent_until:
             self._recent_until = now + RECENT_S
             self._recent = [
-                self._look(state, now, bound.get(address, 0)) for address, state in self._states.items()
+                self._look(state, now, sessions.get(address, 0)) for address, state in self._states.items()
             ]
-        else:
-            changed = self._changed
-            if bound != self._bound:
-                before = self._bound.get
-                changed.update([a for a, n in bound.items() if n != before(a)])
-                if bound.keys() != self._bound.keys():
-                    changed.update(self._bound.keys() - bound.keys())
-            if not changed:
-                return self._recent
+        elif self._changed:
             views = self._recent.copy()
-            for address in changed:
+            for address in self._changed:
                 if state := self._states.get(address):
-                    views[state.position] = self._look(state, now, bound.get(address, 0))
+                    views[state.position] = self._look(state, now, sessions.get(address, 0))
             self._recent = views
-        self._bound = bound
         self._changed.clear()
         return self._recent
 

@@ -9,14 +9,15 @@ time). Three things are learned on the way:
   the end of its last prompt: templates may write an answer otherwise into the next prompt (without its
   reasoning), which then goes on from there;
 - its *prompt tail*: the last full block of its last read prompt. A later prompt without a session id that
-  contains this block and goes beyond continues the session (`infer`).
+  contains this block and goes beyond continues the session (`infer`); one that ends with it takes its place,
+  since only the latest can be continued (`superseded`).
 
-Reading (`find`, `view`, `infer`) changes nothing; `touch` does. Costs: O(1) each; `infer` one dict lookup per
+Reading (`find`, `view`, `infer`) changes nothing. Costs: O(1) each; `infer` one dict lookup per
 length that the tenant's prompts have, at most one per block of the prompt.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import inf
 
@@ -25,6 +26,8 @@ from msgspec import Struct
 from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.model import SessionView
 
+INFERRED = "inferred-"
+"""So begin the ids of sessions that no client has named."""
 _SORTING = 4
 """Going over a length costs as much as going over so many blocks."""
 
@@ -108,6 +111,10 @@ class _Prompts:
         return map(self.by_tail.__getitem__, filter(self.by_tail.__contains__, ends))
 
 
+def _untold(host: str) -> None:
+    """Nobody wants to know."""
+
+
 class Sessions:
     """All sessions of a pool."""
 
@@ -124,7 +131,9 @@ class Sessions:
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
-        self._at: dict[str, OrderedDict[SessionKey, Session]] = {}
+        self.rebound: Callable[[str], None] = _untold
+        """Called with every host whose number has changed."""
+        self._at: dict[str, dict[SessionKey, Session]] = {}
         """By host, least recently used first."""
 
     def __len__(self) -> int:
@@ -171,13 +180,29 @@ class Sessions:
                 return self.find(session.key, now)
         return None
 
+    def superseded(self, tenant: str, last_block: int) -> str:
+        """The id of the inferred session whose last prompt ends there too; empty: there is none. Once another
+        prompt does, nothing can go on from it."""
+        prompts = self._prompts.get(tenant)
+        session = prompts.by_tail.get(last_block) if prompts else None
+        return session.key.session_id if session and session.key.session_id.startswith(INFERRED) else ""
+
     def touch(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
         """The session, made if needed, as the most recently used."""
         session = self.find(key, now)
         if session is None:
-            self.free(key)
+            self.free(key)  # an idle one
             session = self._sessions[key] = Session(key, parent=parent)
         self.use(session, now)
+        return session
+
+    def begin(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
+        """A session begins: a new one, or a superseded one anew, bound to nobody."""
+        session = self.touch(key, now, parent)
+        if session.host:
+            self._leave(session)
+            session.host, session.parent = "", parent
+            session.turns, session.moves, session.moved_at = 0, 0, -inf
         return session
 
     def use(self, session: Session, now: float) -> None:
@@ -185,7 +210,8 @@ class Sessions:
         session.seen_at = now
         self._sessions.move_to_end(session.key)
         if session.host:
-            self._at[session.host].move_to_end(session.key)
+            at = self._at[session.host]
+            at[session.key] = at.pop(session.key)
         self._expire(now)
 
     def bind(self, session: Session, host: str, now: float) -> None:
@@ -206,9 +232,13 @@ class Sessions:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:
             return
+        session.prompt_tokens = tokens
+        prompts = self._prompts.get(session.key.tenant)
+        if prompts and prompts.by_tail.get(blocks[-1]) is session:
+            return
         self._drop_prompt(session)
-        session.prompt_tail, session.prompt_blocks, session.prompt_tokens = blocks[-1], len(blocks), tokens
-        self._prompts.setdefault(session.key.tenant, _Prompts()).add(session)
+        session.prompt_tail, session.prompt_blocks = blocks[-1], len(blocks)
+        self._prompts.setdefault(session.key.tenant, prompts or _Prompts()).add(session)
 
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
         """A turn's body was not read; `tokens` is an estimate."""
@@ -217,7 +247,10 @@ class Sessions:
 
     def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
         """The host holds the session's prompt up to block `tail`, `tail_tokens` from the start."""
-        self._set_tail(session, tail, tail_tokens, fork=True)
+        if tail and tail == session.tail == session.fork and self._by_tail.get(tail) is session:
+            session.tail_tokens = session.fork_tokens = tail_tokens
+        else:
+            self._set_tail(session, tail, tail_tokens, fork=True)
         session.unconfirmed = False
 
     def blocks_stored(
@@ -261,12 +294,17 @@ class Sessions:
         if not session.host:
             return
         self.bound[session.host] += 1
-        self._at.setdefault(session.host, OrderedDict())[session.key] = session
+        self.rebound(session.host)
+        at = self._at.get(session.host)
+        if at is None:
+            at = self._at[session.host] = {}
+        at[session.key] = session
 
     def _leave(self, session: Session) -> None:
         if not session.host:
             return
         self.bound[session.host] -= 1
+        self.rebound(session.host)
         del self._at[session.host][session.key]
         if not self.bound[session.host]:
             del self.bound[session.host], self._at[session.host]

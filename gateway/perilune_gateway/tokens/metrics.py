@@ -25,7 +25,9 @@ class TokenMetrics:
     def collect(self) -> Iterator[Metric]:
         tokenizer = self._tokenizer
         prompts = CounterMetricFamily(
-            "perilune_tokenized_prompts", "Prompts, by the source of their tokens.", labels=("source",)
+            "perilune_tokenized_prompts",
+            "Prompts tokenized, by the source of their tokens.",
+            labels=("source",),
         )
         for source in TokenSource:
             prompts.add_metric((source.value,), tokenizer.counts[source])

@@ -1,7 +1,7 @@
 import pytest
 
 from perilune_gateway.identity import Identity, SessionKey
-from perilune_gateway.state.sessions import Session, Sessions
+from perilune_gateway.state.sessions import INFERRED, Session, Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")
 
@@ -165,6 +165,40 @@ def test_sessions_are_counted_by_host(sessions: Sessions) -> None:
     sessions.bind(session, "other", 1.0)
     sessions.bind(session, "other", 2.0)
     assert sessions.bound == {"h": 1, "other": 1}
+
+
+def test_whoever_counts_the_bound_is_told_whose_number_changes(sessions: Sessions) -> None:
+    told: list[str] = []
+    sessions.rebound = told.append
+    session = bound(sessions, A, "h")
+    sessions.bind(session, "h", 1.0)
+    sessions.bind(session, "other", 1.0)
+    sessions.free(A)
+    assert told == ["h", "h", "other", "other"]
+
+
+def test_a_superseded_session_begins_anew_and_keeps_no_host(sessions: Sessions) -> None:
+    key = SessionKey("t", f"{INFERRED}7")
+    old = bound(sessions, key, "h")
+    sessions.bind(old, "other", 5.0)
+    sessions.read(old, 48, 200, [1, 2, 3])
+    sessions.cached(old, 3, 48)
+    assert sessions.superseded("t", 3) == key.session_id
+    assert sessions.superseded("t", 2) == sessions.superseded("other tenant", 3) == ""
+    anew = sessions.begin(key, 6.0)
+    assert (anew.host, anew.moves, sessions.bound) == ("", 0, {})
+    sessions.bind(anew, "third", 6.0)
+    sessions.read(anew, 50, 220, [1, 2, 3])
+    sessions.cached(anew, 3, 48)
+    assert sessions.view(anew, 6.0).seconds_since_move == float("inf")
+    assert sessions.blocks_stored("third", 3, [4], 16) == (anew, 16)
+    assert sessions.infer("t", [1, 2, 3, 4], 64, 6.0) is anew
+    assert len(sessions) == 1
+
+
+def test_a_session_that_a_client_named_is_not_superseded(sessions: Sessions) -> None:
+    sessions.read(bound(sessions, A), 48, 200, [1, 2, 3])
+    assert sessions.superseded("t", 3) == ""
 
 
 def test_a_childs_parent_host(sessions: Sessions) -> None:
