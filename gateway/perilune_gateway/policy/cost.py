@@ -59,8 +59,8 @@ def lowest(candidates: Sequence[Candidate], key: Callable[[Candidate], object], 
 def draw(candidates: Sequence[Candidate], keys: Sequence[object], rng: Random) -> Candidate:
     """`lowest`, by the keys of each."""
     best = min(keys)  # type: ignore[type-var]  # keys of one call are alike
-    equal = [at for at, key in enumerate(keys) if key == best]
-    return candidates[equal[0] if len(equal) == 1 else rng.choice(equal)]
+    equal = [candidates[at] for at, key in enumerate(keys) if key == best]
+    return equal[0] if len(equal) == 1 else rng.choice(equal)
 
 
 def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
