@@ -42,6 +42,8 @@ class Identity(NamedTuple):
     session_id: str = ""
     parent_id: str = ""
     final: bool = False
+    inferred: bool = False
+    """No client has named the session."""
 
     @property
     def key(self) -> SessionKey | None:
@@ -58,7 +60,7 @@ def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     if keys.cookie and not session_id:
         session_id = _cookie(headers, keys.cookie)
     if _SPECIAL.isdisjoint(headers):
-        return _new(Identity, (_tenant(headers, keys.tenant_header), _bounded(session_id), "", False))
+        return _new(Identity, (_tenant(headers, keys.tenant_header), _bounded(session_id), "", False, False))
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:
@@ -76,10 +78,9 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
     return named(identity, _bounded(told))
 
 
-def named(identity: Identity, session_id: str) -> Identity:
+def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
     """With that session."""
-    tenant, _, parent_id, final = identity
-    return _new(Identity, (tenant, session_id, parent_id, final))
+    return _new(Identity, (identity[0], session_id, identity[2], identity[3], inferred))
 
 
 @lru_cache(maxsize=16)

@@ -166,8 +166,12 @@ class InFlight:
             self._unseen.append((now + EVENTS_LATE_S, running.target, running.awaited))
         if self._unseen:
             self._look_for_blocks(now)
-        if running.final and running.session:
-            self._sessions.free(running.session.key)
+        if (
+            running.final
+            and (session := running.session)
+            and (session.ticket == ticket or not session.inferred)
+        ):
+            self._sessions.free(session.key)
         self._decisions.finish(
             running.record, outcome, now - running.started_at, running.served, running.status
         )

@@ -205,7 +205,7 @@ class Recorder:
         if session:
             sessions.use(session, now)
         elif key := asked.identity.key:
-            session = sessions.begin(key, now, asked.identity.parent_key)
+            session = sessions.begin(key, now, asked.identity.parent_key, asked.identity.inferred)
         else:
             return None
         if session.host != target.address:

@@ -64,7 +64,7 @@ from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import INFERRED, Session, Sessions
+from perilune_gateway.state.sessions import Session, Sessions
 
 _OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OBJECTIVE_HEADERS})
 """Most requests carry none of these."""
@@ -73,6 +73,8 @@ _OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OB
 class TokenizesNow(Protocol):
     """tokens.Tokenizer, as far as the router needs it."""
 
+    @property
+    def repeats(self) -> bool: ...
     def now(self, request: ParsedRequest) -> Tokens | None: ...
 
 
@@ -229,7 +231,8 @@ class Router:
         asked_for = self._hashed(request, len(body), tokens, laps)
         if isinstance(asked_for, Refusal):
             return self._recorder.refused(head, asked_for, laps)
-        self.prompts.add(head.path, body, asked_for)
+        if self.tokenizer.repeats:
+            self.prompts.add(head.path, body, asked_for)
         return self._on_prompt(head, asked_for, laps)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
@@ -270,7 +273,8 @@ class Router:
         session = self.sessions.find(identity.key, now)
         if not identity.session_id and keys.infer and prompt.blocks:
             session = self.sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
-            identity = named(identity, self._inferred(session, identity.tenant, prompt.blocks[-1]))
+            name = self._inferred(session, identity.tenant, prompt.blocks[-1])
+            identity = named(identity, name, inferred=True)
         asked = Asked(head, now, laps, identity, session, prompt=prompt)
         self._gatherer.eligible(asked)
         if not asked.eligible:
@@ -287,7 +291,7 @@ class Router:
         """The id of the session that nobody has named: that from which the prompt goes on, or a new one."""
         if session:
             return session.key.session_id
-        return self.sessions.superseded(tenant, last_block) or f"{INFERRED}{self._recorder.ordinal}"
+        return self.sessions.superseded(tenant, last_block) or f"inferred-{self._recorder.ordinal}"
 
     # -- decide ------------------------------------------------------------------------------------
 

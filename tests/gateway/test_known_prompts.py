@@ -19,6 +19,7 @@ class Counting:
 
     def __init__(self, rig: Rig) -> None:
         self.asked = 0
+        self.repeats = True
         self._tokenizer, rig.router.tokenizer = rig.router.tokenizer, self
 
     def now(self, request):
@@ -74,6 +75,31 @@ def test_another_document_of_the_pool_is_another_answer(rig: Rig) -> None:
     assert isinstance(rig.router.on_body(head(COMPLETIONS), body), Routed)
     rig.router.configure(pool())
     assert isinstance(rig.router.on_body(head(COMPLETIONS), body), Refusal)
+
+
+def test_where_tokens_depend_on_the_time_nothing_is_remembered(rig: Rig) -> None:
+    tokenizer = Counting(rig)
+    tokenizer.repeats = False
+    for _ in range(2):
+        assert isinstance(rig.router.on_body(head(CHAT), chat()), Routed)
+    assert (tokenizer.asked, rig.router.prompts.found) == (2, 0)
+
+
+def test_a_query_is_no_other_path() -> None:
+    known = KnownPrompts()
+    known.add(f"{CHAT}?a=1", b"body", SOMETHING)
+    assert known.find(f"{CHAT}?b=2", b"body") is SOMETHING
+    assert known.find(COMPLETIONS, b"body") is None
+
+
+def test_the_last_turn_of_one_ends_no_equal_prompts_session(rig: Rig) -> None:
+    last = rig.route(range(40), head(COMPLETIONS, x_request_id="a", x_dynamo_session_final="true"))
+    other = rig.route(range(40), head(COMPLETIONS, x_request_id="b"))
+    rig.finish(last)
+    assert (
+        rig.record(rig.route(range(44), head(COMPLETIONS, x_request_id="c"))).target == other.destinations[0]
+    )
+    assert len(rig.router.sessions) == 1
 
 
 def test_a_refusal_is_not_remembered(rig: Rig) -> None:

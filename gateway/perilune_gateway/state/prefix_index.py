@@ -53,8 +53,8 @@ from perilune_gateway.stats import EndpointBlocks, IndexStats
 _RECENT = 1000
 _MAX_SETS = 4096
 _MOST_DUE = 1024
-_RENEW = 1 / 16
-"""The share of a claim's time that is over when an equal prompt renews it."""
+_RENEW, _RENEW_S = 1 / 16, 2.0
+"""A claim is renewed by an equal prompt once this share of its time, or so many seconds, are over."""
 FIRST = -1
 """As parent: they begin a prompt."""
 
@@ -651,7 +651,7 @@ class PrefixIndex:
             for run, positions in laid
             if not run.full & bit and (missing := positions & ~run.part.get(bit, 0))
         ]
-        just_now = claim.expiry_s - _RENEW * ttl_s
+        just_now = claim.expiry_s - min(_RENEW * ttl_s, _RENEW_S)
         if not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted):
             for run, missing in wanted:
                 live = run.live

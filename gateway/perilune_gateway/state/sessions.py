@@ -26,8 +26,6 @@ from msgspec import Struct
 from perilune_gateway.identity import Identity, SessionKey
 from perilune_gateway.model import SessionView
 
-INFERRED = "inferred-"
-"""So begin the ids of sessions that no client has named."""
 _SORTING = 4
 """Going over a length costs as much as going over so many blocks."""
 
@@ -63,6 +61,8 @@ class Session(Struct, gc=False):
     prompt_tokens: int = 0
     ticket: int = -1
     """Its latest request."""
+    inferred: bool = False
+    """No client has named it; requests of several may be its own, if their prompts are equal."""
 
     def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
         """Tokens of an unread body: the known context, and its growth at the session's own ratio. A body
@@ -185,7 +185,7 @@ class Sessions:
         prompt does, nothing can go on from it."""
         prompts = self._prompts.get(tenant)
         session = prompts.by_tail.get(last_block) if prompts else None
-        return session.key.session_id if session and session.key.session_id.startswith(INFERRED) else ""
+        return session.key.session_id if session and session.inferred else ""
 
     def touch(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
         """The session, made if needed, as the most recently used."""
@@ -196,9 +196,12 @@ class Sessions:
         self.use(session, now)
         return session
 
-    def begin(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
+    def begin(
+        self, key: SessionKey, now: float, parent: SessionKey | None = None, inferred: bool = False
+    ) -> Session:
         """A session begins: a new one, or a superseded one anew, bound to nobody."""
         session = self.touch(key, now, parent)
+        session.inferred = inferred
         if session.host:
             self._leave(session)
             session.host, session.parent = "", parent

@@ -77,6 +77,8 @@ class Tokenizer:
         self._bytes_per_token = model.bytes_per_token
         self.local, self._templates = _load(model)
         """The local encoder, if the pool names one."""
+        self.repeats = self._templates is None or "strftime_now" not in self._templates.source
+        """Equal requests have equal tokens, whenever they come."""
         library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
         self.us_per_char = _FIRST_US_PER_CHAR[library]
         """Moving mean of local encoding, per character that the encoder had to read."""

@@ -190,6 +190,16 @@ def test_what_was_claimed_just_now_is_not_claimed_anew(again, prompt, until):
     check_books(it)
 
 
+def test_an_endpoint_without_events_keeps_a_prompt_that_comes_again():
+    it = index(claims_per_endpoint=3)
+    it.speculate("1", [A, B], 0, ttl_s=600)
+    once, new = blocks.chain([9], 1, 0), blocks.chain([8], 1, 0)
+    it.speculate("1", once, 0.5, ttl_s=600)
+    it.speculate("1", [A, B], 2.1, ttl_s=600)
+    it.speculate("1", new, 2.2, ttl_s=600)
+    assert [it.find_matches(p, 2.2).device.get("1", 0) for p in ([A, B], once, new)] == [2, 0, 1]
+
+
 def test_claims_that_were_confirmed_take_no_memory():
     it = index(ttl_s=600)
     for n in range(10_000):

@@ -1,7 +1,7 @@
 import pytest
 
 from perilune_gateway.identity import Identity, SessionKey
-from perilune_gateway.state.sessions import INFERRED, Session, Sessions
+from perilune_gateway.state.sessions import Session, Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")
 
@@ -178,14 +178,15 @@ def test_whoever_counts_the_bound_is_told_whose_number_changes(sessions: Session
 
 
 def test_a_superseded_session_begins_anew_and_keeps_no_host(sessions: Sessions) -> None:
-    key = SessionKey("t", f"{INFERRED}7")
-    old = bound(sessions, key, "h")
+    key = SessionKey("t", "inferred-7")
+    old = sessions.begin(key, 0.0, inferred=True)
+    sessions.bind(old, "h", 0.0)
     sessions.bind(old, "other", 5.0)
     sessions.read(old, 48, 200, [1, 2, 3])
     sessions.cached(old, 3, 48)
     assert sessions.superseded("t", 3) == key.session_id
     assert sessions.superseded("t", 2) == sessions.superseded("other tenant", 3) == ""
-    anew = sessions.begin(key, 6.0)
+    anew = sessions.begin(key, 6.0, inferred=True)
     assert (anew.host, anew.moves, sessions.bound) == ("", 0, {})
     sessions.bind(anew, "third", 6.0)
     sessions.read(anew, 50, 220, [1, 2, 3])
@@ -196,8 +197,9 @@ def test_a_superseded_session_begins_anew_and_keeps_no_host(sessions: Sessions) 
     assert len(sessions) == 1
 
 
-def test_a_session_that_a_client_named_is_not_superseded(sessions: Sessions) -> None:
-    sessions.read(bound(sessions, A), 48, 200, [1, 2, 3])
+@pytest.mark.parametrize("name", ["a", "inferred-7"])
+def test_a_session_that_a_client_named_is_not_superseded(sessions: Sessions, name: str) -> None:
+    sessions.read(bound(sessions, SessionKey("t", name)), 48, 200, [1, 2, 3])
     assert sessions.superseded("t", 3) == ""
 
 
