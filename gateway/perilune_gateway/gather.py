@@ -7,7 +7,9 @@
    read, what the session's tail says of its host (`by_tail`).
 3. *candidates*: load, overlap, predicted prefill, links to who holds the prefix, speeds as observed.
 
-Reads state, changes nothing (but a memo of engine models). Does not: decide, or keep anything of a request.
+Reads state, but has claims dropped whose time is over, and remembers who holds what of a prompt until the
+index changes: equal prompts that come together are looked up once. Does not: decide, or change what others
+read.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from perilune_gateway.state.sessions import Session, Sessions
 _new = tuple.__new__
 """A third of a named tuple's own constructor."""
 NOTHING = Overlap()
+MAX_HELD = 1024
+"""Prompts whose holders are remembered while the index stays as it is."""
 MAX_LOCATIONS = 4
 """Holders of the longest prefix that a policy is told."""
 
@@ -106,6 +110,17 @@ class Asked(Struct, gc=False):
         return admission.Wanted(self.head.subset, self.session.host if self.session else "")
 
 
+class Held(Struct, frozen=True, gc=False):
+    """What is held of one prompt."""
+
+    matches: Matches
+    overlaps: Mapping[str, Overlap]
+    """In tokens, of the endpoints that hold something themselves."""
+    elsewhere: Overlap
+    """Of all others."""
+    locations: tuple[Location, ...]
+
+
 class Gatherer:
     """Reads the state of one pool."""
 
@@ -123,6 +138,10 @@ class Gatherer:
         self._engine = engine
         self._chains = blocks.Chains()
         self._rows = Candidates(calibration)
+        self._held: dict[tuple[int, int], Held] = {}
+        """By last block and tokens: prompts that were looked up since the index changed."""
+        self._changes = -1
+        """The index's then."""
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
@@ -134,6 +153,7 @@ class Gatherer:
         )
         """The pool's engines as believed, nothing observed."""
         self._rows.configure(self.engine)
+        self._held.clear()
 
     def eligible(self, asked: Asked) -> None:
         """Who may be chosen, and who not; rather than nobody, those that are merely silent."""
@@ -159,20 +179,14 @@ class Gatherer:
 
     def exact(self, asked: Asked) -> Matches:
         """The prompt's blocks are known: what everybody holds of them."""
-        prompt = asked.prompt
-        matches = self._index.find_matches(prompt.blocks, asked.now)
-        limit = self.whole_blocks(prompt.tokens)
-        asked.prefix = self._prefix(matches, limit)
-        stored = min(matches.store * self._block_size, limit)
+        prompt, now = asked.prompt, asked.now
+        held = self._held_of(prompt, now)
+        hits, _, score = self._index.statistics(prompt.blocks, held.matches, now)
+        asked.prefix = Prefix(held.locations, hits, score)
         asked.candidates = self._rows.rows(
-            asked.eligible,
-            prompt.tokens,
-            self._overlaps(matches, limit),
-            _new(Overlap, (0, 0, stored)),
-            asked.prefix,
-            asked.now,
+            asked.eligible, prompt.tokens, held.overlaps, held.elsewhere, asked.prefix, now
         )
-        return matches
+        return held.matches
 
     def blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
         """Our hashes of the prompt's full blocks; of its text where no token ids are known."""
@@ -188,6 +202,27 @@ class Gatherer:
         return max(0, prompt_tokens - 1) // self._block_size * self._block_size
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _held_of(self, prompt: Prompt, now: float) -> Held:
+        """Equal prompts that come together are looked up once."""
+        index = self._index
+        index.expire(now)
+        if self._changes != index.changes or len(self._held) >= MAX_HELD:
+            self._held.clear()
+            self._changes = index.changes
+        key = prompt.blocks[-1] if prompt.blocks else 0, prompt.tokens
+        held = self._held.get(key)
+        if held is None:
+            matches = index.find_matches(prompt.blocks, now)
+            limit = self.whole_blocks(prompt.tokens)
+            stored = min(matches.store * self._block_size, limit)
+            held = self._held[key] = Held(
+                matches,
+                self._overlaps(matches, limit),
+                _new(Overlap, (0, 0, stored)),
+                self._locations(matches, limit),
+            )
+        return held
 
     def held(self, session: Session, now: float) -> int:
         """Tokens of the session's context that its host still holds, as far as one look tells: all up to the
@@ -213,9 +248,8 @@ class Gatherer:
             address: Overlap(*(min(held * size, limit) for held in matches.of(address))) for address in reach
         }
 
-    def _prefix(self, matches: Matches, limit: int) -> Prefix:
-        """Nobody asks an engine to pull from another yet, so it is not pullable."""
+    def _locations(self, matches: Matches, limit: int) -> tuple[Location, ...]:
+        """Who holds most of it. (Nobody asks an engine to pull from another yet: it is not pullable.)"""
         held, size = matches.host, self._block_size
         longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS] if limit else ()
-        locations = [_new(Location, (address, min(held[address] * size, limit))) for address in longest]
-        return Prefix(tuple(locations), matches.hits, matches.frequency_score)
+        return tuple([_new(Location, (address, min(held[address] * size, limit))) for address in longest])

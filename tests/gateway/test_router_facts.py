@@ -63,6 +63,24 @@ def test_hotness_counts_uses() -> None:
         rig.finish(routed)
 
 
+def test_a_prompt_that_comes_again_meets_what_has_changed() -> None:
+    rig = rig_of(policy="mooncake")
+
+    def held() -> dict[str, int]:
+        routed, record = route(rig, range(330))
+        rig.finish(routed)
+        return {c.address: c.overlap.device_tokens for c in record.candidates}
+
+    assert held() == {A: 0, B: 0, C: 0}
+    claimed = held()
+    assert sorted(claimed.values()) == [0, 0, 320]
+    rig.stored(A, range(160))
+    rig.stored(B, range(160))
+    assert held() == {address: max(claimed[address], 160 if address != C else 0) for address in claimed}
+    rig.now += 3600
+    assert held() == {A: 160, B: 160, C: 0}
+
+
 def test_links_are_as_slow_as_they_were_observed_to_be() -> None:
     rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))

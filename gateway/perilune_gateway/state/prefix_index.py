@@ -39,6 +39,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import inf
 from operator import itemgetter
 
 from msgspec import Struct, field
@@ -72,21 +73,12 @@ class Matches(Struct, frozen=True, gc=False):
     """By address: on the device, in its host's memory, or in the store."""
     store: int = 0
     """In the shared store alone: what every endpoint reaches."""
-    hits: int = 0
-    """Recorded matches that ended where the longest of these ends."""
-    last_access_s: float = 0.0
-    """When the last of them was recorded."""
-    frequency_score: float = 0.0
-    """hits / sqrt(seconds since that block was first known)."""
+    longest: int = 0
+    """That anybody holds, in any tier."""
     frequencies: tuple[int, ...] = ()
     """Per matched block, its recorded uses inside the window; empty without a window."""
     last_run: Run | None = None
-    """That the longest of these ends in, while nobody cuts it: for `record_match`."""
-
-    @property
-    def longest(self) -> int:
-        """Leading blocks that anybody holds, in any tier."""
-        return max(self.store, max(self.reach.values(), default=0))
+    """That the longest of these ends in, while nobody cuts it: for `statistics` and `record_match`."""
 
     def of(self, address: str) -> tuple[int, int, int]:
         """(device, host, reach) of one endpoint, each including the one before."""
@@ -150,6 +142,11 @@ class PrefixIndex:
         self._most_due = _MOST_DUE
         self._made = 0
         self._evicted = 0
+        self.changes = 0
+        """While it stays the same and no claim's time is over (`expire`), `find_matches` says the same."""
+        self._claimed: dict[tuple[str, int], float] = {}
+        """By endpoint and last block of a prompt: when all of it was held or claimed there. Nothing was taken
+        out since."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
@@ -177,6 +174,7 @@ class PrefixIndex:
         """`blocks`, each the child of the one before, are there now. `parent` is the block before them, or
         FIRST; None: not known. Of the store, the endpoint does not matter."""
         self.expire(now)
+        self.changes += 1
         if self._edges:
             self._edges.grow(None if parent == FIRST else parent, blocks, self)
         if tier is Tier.STORE:
@@ -233,6 +231,7 @@ class PrefixIndex:
     def remove_endpoint(self, endpoint: str) -> None:
         """It is gone: no credit to whoever comes back under its address."""
         self.cleared(endpoint)
+        self.changes += 1  # the store is within its reach no more
         for holder in self._of(endpoint, None):
             del self._holders[holder.address, holder.rank]
             self._slots[holder.slot] = None
@@ -253,12 +252,19 @@ class PrefixIndex:
         """A prompt, all of it from its beginning, was just routed there: what is not there already counts as
         cached, until its event or for `ttl_s`. The endpoint then has at most `limit` such blocks, the least
         recently claimed go."""
+        if not blocks:
+            return
         self.expire(now)
         if self._edges:
             self._edges.grow(None, blocks, self)
+        ttl_s = self._ttl_s if ttl_s is None else ttl_s
+        prompt = endpoint, blocks[-1]
+        if self._roomy and now - self._claimed.get(prompt, -inf) <= _renewed_s(ttl_s):
+            return
         holder = self._holder(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block
-        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s, FIRST, loose)
+        if self._claim(holder, blocks, now, ttl_s, FIRST, loose):
+            self._claimed[prompt] = now
         limit = self._claims_per_endpoint if limit is None else limit
         if (surplus := holder.claimed - limit) > 0:
             self._drop_oldest(holder, surplus)
@@ -329,22 +335,22 @@ class PrefixIndex:
         reach = self._by_address(anywhere, at) if anywhere is not on_host else host
         store = anywhere.store_end(at) if stores else 0
         longest = max(store, max(reach.values(), default=0))
-        hits, last_access_s, score, last_run = 0, 0.0, 0.0, None
-        if longest:
-            last_run = runs[bisect_left(ends, longest)]
-            hits, last_access_s, score = last_run.statistics(blocks[longest - 1], now)
         return Matches(
             total if not early_exit else len(blocks),
             device,
             host,
             reach,
             store,
-            hits,
-            last_access_s,
-            score,
+            longest,
             self._frequencies(blocks[:longest], now) if self._window_s else (),
-            last_run,
+            runs[bisect_left(ends, longest)] if longest else None,
         )
+
+    def statistics(self, blocks: Sequence[int], matches: Matches, now: float) -> tuple[int, float, float]:
+        """Of the block where the longest of these matches ends: recorded matches that ended there, when the
+        last of them was recorded, and hits / sqrt(seconds since its run was first known)."""
+        run = matches.last_run
+        return run.statistics(blocks[matches.longest - 1], now) if run else (0, 0.0, 0.0)
 
     def find_block(self, block: int, now: float) -> Matches:
         """Who holds this block, wherever in a prompt it is: 1 or nothing of each."""
@@ -412,6 +418,7 @@ class PrefixIndex:
             slot = self._slots.index(None) if None in self._slots else len(self._slots)
             holder = self._holders[address, rank] = Holder(address, rank, slot)
             self._slots[slot : slot + 1] = [holder]
+            self.changes += 1  # the store is within its reach
             self._sets.clear()
             self._everyone |= holder.device
         return holder
@@ -555,6 +562,7 @@ class PrefixIndex:
         """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
         just used is the head: it becomes the newest, the rest stays as cold as it is.) `loose`: all of its
         blocks but the first may be entered later."""
+        self.changes += 1
         head = run.cut_off(at)
         self._heads.add(run.blocks[0])
         if run in self._loose:
@@ -575,6 +583,8 @@ class PrefixIndex:
 
     def _prune(self, run: Run) -> None:
         """Something was taken out: forget what nobody holds any more."""
+        self.changes += 1
+        self._claimed.clear()
         before = run.live.bit_count()
         dead = run.prune()
         self._live += run.live.bit_count() - before
@@ -639,9 +649,9 @@ class PrefixIndex:
         ttl_s: float,
         parent: int | None,
         loose: bool = False,
-    ) -> None:
+    ) -> bool:
         """What the holder does not have on its device is claimed, unless all of that was just now (_RENEW):
-        of equal prompts that come together one claims it."""
+        of equal prompts that come together one claims it. True: nothing has to be claimed for as long."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
@@ -651,8 +661,11 @@ class PrefixIndex:
             for run, positions in laid
             if not run.full & bit and (missing := positions & ~run.part.get(bit, 0))
         ]
-        just_now = claim.expiry_s - min(_RENEW * ttl_s, _RENEW_S)
-        if not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted):
+        just_now = claim.expiry_s - _renewed_s(ttl_s)
+        anew = not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted)
+        if anew:
+            if not all(run.whole & bit for run, _ in wanted):
+                self.changes += 1
             for run, missing in wanted:
                 live = run.live
                 holder.claimed += run.claim(bit, claim, missing)
@@ -662,10 +675,16 @@ class PrefixIndex:
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
             if len(self._due) > self._most_due:
                 self._forget_renewed()
-        if 2 * self._blocks > self._max_blocks:
+        if not self._roomy:
             for run, _ in reversed(laid):
                 self._runs.pop(run, None)
                 self._runs[run] = None
+        return anew or not wanted
+
+    @property
+    def _roomy(self) -> bool:
+        """Nothing is about to go for want of room."""
+        return 2 * self._blocks <= self._max_blocks
 
     def _forget_renewed(self) -> None:
         """Claims of which nothing is left: they were confirmed, or their prompt was claimed anew. As often as
@@ -721,3 +740,8 @@ class PrefixIndex:
     def _frequencies(self, blocks: Iterable[int], now: float) -> tuple[int, ...]:
         since = now - self._window_s
         return tuple(sum(use > since for use in self._uses.get(block, ())) for block in blocks)
+
+
+def _renewed_s(ttl_s: float) -> float:
+    """A claim that is no older is not renewed."""
+    return min(_RENEW * ttl_s, _RENEW_S)

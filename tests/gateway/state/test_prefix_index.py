@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from perilune_gateway import blocks
 from perilune_gateway.model import Tier
-from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
+from perilune_gateway.state.prefix_index import FIRST, Matches, PrefixIndex
 from perilune_gateway.state.runs import last
 
 DEVICE, HOST, STORE = Tier
@@ -190,6 +190,67 @@ def test_what_was_claimed_just_now_is_not_claimed_anew(again, prompt, until):
     check_books(it)
 
 
+@pytest.mark.parametrize(
+    "take_out",
+    [
+        pytest.param(lambda it: it.removed("1", DEVICE, [B]), id="evicted"),
+        pytest.param(lambda it: it.cleared("1"), id="cleared"),
+        pytest.param(lambda it: it.remove_endpoint("1"), id="gone and back"),
+    ],
+)
+@pytest.mark.parametrize("confirmed", [0, 1, 2])
+def test_what_was_taken_out_is_claimed_at_once(take_out, confirmed):
+    it = index(ttl_s=16)
+    it.speculate("1", [A, B], 0)
+    it.stored("1", DEVICE, [A, B][:confirmed], 0)
+    it.speculate("1", [A, B], 0.1)
+    take_out(it)
+    it.speculate("1", [A, B], 0.2)
+    assert it.find_matches([A, B], 0.2).device == {"1": 2}
+    check_books(it)
+
+
+def test_a_claim_that_gave_way_to_others_is_made_at_once():
+    it = index(ttl_s=16, claims_per_endpoint=2)
+    for prompt in ([A, B], blocks.chain([8, 8], 1, 0), [A, B]):
+        it.speculate("1", prompt, 0)
+    assert it.find_matches([A, B], 0).device == {"1": 2}
+
+
+def test_renewing_a_claim_changes_no_answer():
+    it = index(ttl_s=16)
+    it.speculate("1", [A, B], 0)
+    before = it.changes
+    it.speculate("1", [A, B], 10)
+    assert it.changes == before
+    assert it.find_matches([A, B], 25).device == {"1": 2}
+    it.expire(26)
+    assert it.changes != before
+
+
+def test_a_run_that_is_parted_is_a_change():
+    """Else who remembers a match would ask the wrong run for its statistics."""
+    it = index()
+    other = blocks.chain([0, 1, 9], 1, 0)
+    it.stored("1", DEVICE, [A, B, C], 0, parent=FIRST)
+    it.stored("1", DEVICE, other[2:], 0)
+    before = it.changes
+    it.speculate("1", other, 0)
+    assert it.find_matches([A, B, C], 0).last_run.blocks.tolist() == [C]
+    assert it.changes != before
+
+
+def test_who_comes_or_goes_is_a_change_where_the_store_holds_something():
+    it = index()
+    it.stored("", STORE, [A], 0)
+    seen = []
+    for step in (lambda: it.speculate("1", [B], 0), lambda: it.cleared("1"), lambda: it.remove_endpoint("1")):
+        step()
+        seen.append((it.changes, dict(it.find_matches([A], 0).reach)))
+    assert [reach for _, reach in seen] == [{"1": 1}, {"1": 1}, {}]
+    assert seen[1][0] != seen[2][0]
+
+
 def test_an_endpoint_without_events_keeps_a_prompt_that_comes_again():
     it = index(claims_per_endpoint=3)
     it.speculate("1", [A, B], 0, ttl_s=600)
@@ -236,9 +297,8 @@ def test_statistics_are_written_by_record_match_only():
         assert it.find_matches(PROMPT, now) == before
         it.record_match(PROMPT, before, now)
     matches = it.find_matches(PROMPT, 25)
-    assert (matches.hits, matches.last_access_s) == (2, 16)
-    assert matches.frequency_score == 2 / sqrt(25)
-    assert it.frequency_score(B, 25) == matches.frequency_score
+    assert it.statistics(PROMPT, matches, 25) == (2, 16, 2 / sqrt(25))
+    assert it.frequency_score(B, 25) == 2 / sqrt(25)
     assert it.frequency_score(A, 25) == 0, "one write per match, at its deepest block"
 
 
@@ -440,6 +500,9 @@ class AgainstSets(RuleBasedStateMachine):
         self.host: set[tuple[str, int]] = set()
         self.claims: dict[tuple[str, int], float] = {}
         self.store: dict[int, float] = {}
+        self.answers: dict[tuple[int, ...], Matches] = {}
+        """Found while `changes` was `as_of`."""
+        self.as_of = -1
 
     @rule(
         endpoint=ENDPOINTS,
@@ -539,6 +602,18 @@ class AgainstSets(RuleBasedStateMachine):
         store = leading(prompt, self._in_store)
         assert matches.store == store
         assert [matches.of(e)[2] for e in "123"] == [reach.get(e, store) for e in "123"]
+
+    @rule(prompt=PROMPTS)
+    def find_again(self, prompt):
+        """What is told to stay the same does."""
+        self.it.expire(self.now)
+        if self.as_of != self.it.changes:
+            self.answers, self.as_of = {}, self.it.changes
+        matches = self.it.find_matches(prompt, self.now)
+        before = self.answers.setdefault(tuple(prompt), matches)
+        assert before == matches
+        assert before.last_run is matches.last_run
+        assert not before.last_run or prompt[before.longest - 1] in before.last_run.blocks
 
     def _device(self, endpoint, block):
         held = (endpoint, block)
