@@ -53,6 +53,7 @@ from perilune_gateway.stats import EndpointBlocks, IndexStats
 
 _RECENT = 1000
 _MAX_SETS = 4096
+_MAX_CLAIMED = 4096
 _MOST_DUE = 1024
 _RENEW, _RENEW_S = 1 / 16, 2.0
 """A claim is renewed by an equal prompt once this share of its time, or so many seconds, are over."""
@@ -143,10 +144,11 @@ class PrefixIndex:
         self._made = 0
         self._evicted = 0
         self.changes = 0
-        """While it stays the same and no claim's time is over (`expire`), `find_matches` says the same."""
-        self._claimed: dict[tuple[str, int], float] = {}
-        """By endpoint and last block of a prompt: when all of it was held or claimed there. Nothing was taken
-        out since."""
+        """While it stays the same and no claim's time is over (`expire`), `find_matches` does, too, but for
+        the frequencies of a window."""
+        self._claimed: dict[tuple[str, int, float], float] = {}
+        """By endpoint, last block of a prompt and TTL: when what the endpoint did not hold of it was claimed.
+        Nothing was taken out since."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
@@ -190,7 +192,10 @@ class PrefixIndex:
                 if live != run.live:
                     self._live += (run.live ^ live).bit_count()
                 if claimant and run.claims:  # whichever rank took the prompt
-                    claimant.claimed -= run.unclaim(claimant.device, positions)
+                    taken = run.unclaim(claimant.device, positions)
+                    claimant.claimed -= taken
+                    if taken and rank:
+                        self._claimed.clear()  # its own rank has a gap there now
             holder.count(tier, added)
             if tier is Tier.HOST:
                 self._hosts |= holder.device
@@ -251,19 +256,21 @@ class PrefixIndex:
     ) -> None:
         """A prompt, all of it from its beginning, was just routed there: what is not there already counts as
         cached, until its event or for `ttl_s`. The endpoint then has at most `limit` such blocks, the least
-        recently claimed go."""
+        recently claimed go. Nothing is done where an equal prompt came just before (_RENEW)."""
         if not blocks:
             return
         self.expire(now)
         if self._edges:
             self._edges.grow(None, blocks, self)
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
-        prompt = endpoint, blocks[-1]
+        prompt = endpoint, blocks[-1], ttl_s
         if self._roomy and now - self._claimed.get(prompt, -inf) <= _renewed_s(ttl_s):
             return
         holder = self._holder(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block
-        if self._claim(holder, blocks, now, ttl_s, FIRST, loose):
+        if self._claim(holder, blocks, now, ttl_s, FIRST, loose) and self._roomy:
+            if len(self._claimed) >= _MAX_CLAIMED:
+                self._claimed.clear()
             self._claimed[prompt] = now
         limit = self._claims_per_endpoint if limit is None else limit
         if (surplus := holder.claimed - limit) > 0:

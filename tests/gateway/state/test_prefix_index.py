@@ -210,6 +210,31 @@ def test_what_was_taken_out_is_claimed_at_once(take_out, confirmed):
     check_books(it)
 
 
+def test_a_claim_that_another_rank_confirmed_in_part_is_made_at_once():
+    it = index(ttl_s=30)
+    it.speculate("1", PROMPT, 0)
+    it.stored("1", DEVICE, [A], 0.1, rank=1, parent=FIRST)
+    it.speculate("1", PROMPT, 0.2)
+    assert it.find_matches(PROMPT, 0.2).device == {"1": 5}
+
+
+def test_a_claim_for_longer_is_made_at_once():
+    """An endpoint that has lost its events."""
+    it = index(ttl_s=30)
+    it.speculate("1", PROMPT, 0)
+    it.speculate("1", PROMPT, 1, ttl_s=600)
+    assert it.find_matches(PROMPT, 500).device == {"1": 5}
+
+
+def test_prompts_that_are_held_take_no_memory_of_their_own():
+    it = index(10_000)
+    prompt = blocks.chain(range(5000), 1, 0)
+    it.stored("1", DEVICE, prompt, 0, parent=FIRST)
+    for n in range(1, 5000):
+        it.speculate("1", prompt[:n], 0)
+    assert len(it._claimed) <= 4096
+
+
 def test_a_claim_that_gave_way_to_others_is_made_at_once():
     it = index(ttl_s=16, claims_per_endpoint=2)
     for prompt in ([A, B], blocks.chain([8, 8], 1, 0), [A, B]):
