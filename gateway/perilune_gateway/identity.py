@@ -54,11 +54,6 @@ class Identity(NamedTuple):
         return SessionKey(self.tenant, self.parent_id) if self.parent_id else None
 
 
-def may_name_session(headers: Mapping[str, str], keys: SessionKeys) -> bool:
-    """False: `from_headers` would find no session; a tenth of its cost."""
-    return not _sessions(keys.headers).isdisjoint(headers) or bool(keys.cookie and "cookie" in headers)
-
-
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     """`headers` by lower-case name."""
     session_id = _first(headers, _session_headers(keys.headers))
@@ -92,11 +87,6 @@ def named(identity: Identity, session_id: str, inferred: bool = False) -> Identi
 def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
     """In lower case."""
     return tuple(name.lower() for name in (*own, *names.SESSION_HEADERS))
-
-
-@lru_cache(maxsize=16)
-def _sessions(own: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(_session_headers(own))
 
 
 def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:

@@ -33,7 +33,7 @@ from perilune_gateway.dice import SEED_BITS, Dice
 from perilune_gateway.engine_model import EngineModel
 from perilune_gateway.explain import Decisions
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
-from perilune_gateway.identity import from_headers, may_name_session, named, with_body
+from perilune_gateway.identity import from_headers, named, with_body
 from perilune_gateway.in_flight import InFlight
 from perilune_gateway.known_bodies import KnownBodies
 from perilune_gateway.known_prompts import KnownPrompt, KnownPrompts
@@ -183,21 +183,19 @@ class Router:
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         """Decide from the headers, where they suffice."""
-        laps, routing = Laps(self._stopwatch), self._routing
+        laps, now = Laps(self._stopwatch), self._clock()
+        identity = from_headers(head.headers, self._routing.session)
+        session = self.sessions.find(identity.key, now)
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
-        by_tail = for_model and not forced
-        size_bytes = head.content_length if by_tail else 0
-        if size_bytes > routing.limits.max_body_bytes:
-            return self._recorder.refused(head, self._too_large(size_bytes), laps)
-        if by_tail and not may_name_session(head.headers, routing.session):
-            return NEED_BODY
-        identity, now = from_headers(head.headers, routing.session), self._clock()
-        session = self.sessions.find(identity.key, now)
-        if by_tail and (session is None or not session.host or not size_bytes):
-            return NEED_BODY  # a body of no told length may be too long
-        if by_tail and routing.params.ageing_weight:
-            return NEED_BODY  # where the engine is told a priority, every body is rewritten
+        if for_model and not forced:
+            size_bytes = head.content_length
+            if size_bytes > self._routing.limits.max_body_bytes:
+                return self._recorder.refused(head, self._too_large(size_bytes), laps)
+            if session is None or not session.host or not size_bytes:
+                return NEED_BODY  # a body of no told length may be too long
+            if self._routing.params.ageing_weight:
+                return NEED_BODY  # where the engine is told a priority, every body is rewritten
         asked = Asked(head, now, laps, identity, session)
         self._gatherer.eligible(asked)
         if not asked.eligible:

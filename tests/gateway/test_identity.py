@@ -1,10 +1,7 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from perilune_api import names
 from perilune_api.pool import SessionKeys
-from perilune_gateway.identity import MAX_ID, SessionKey, from_headers, may_name_session, with_body
+from perilune_gateway.identity import MAX_ID, SessionKey, from_headers, with_body
 
 KEYS = SessionKeys()
 
@@ -38,22 +35,6 @@ KEYS = SessionKeys()
 def test_well_known_headers(headers: dict[str, str], session_id: str, parent_id: str) -> None:
     identity = from_headers(headers, KEYS)
     assert (identity.session_id, identity.parent_id) == (session_id, parent_id)
-
-
-SOME_HEADERS = st.dictionaries(
-    st.sampled_from(
-        ["x-conversation", "cookie", "content-type", names.SUB_AGENT_HEADER, *names.SESSION_HEADERS]
-    ),
-    st.sampled_from(["", "s", "sid=s", "other=s"]),
-)
-
-
-@given(SOME_HEADERS, st.sampled_from([(), ("X-Conversation",)]), st.sampled_from(["", "sid"]))
-def test_the_quick_look_misses_no_session(headers: dict[str, str], own: tuple[str, ...], cookie: str) -> None:
-    keys = SessionKeys(headers=own, cookie=cookie)
-    if from_headers(headers, keys).session_id:
-        assert may_name_session(headers, keys)
-    assert not may_name_session({"content-type": "application/json", "authorization": "Bearer x"}, keys)
 
 
 def test_the_pools_header_comes_first() -> None:
