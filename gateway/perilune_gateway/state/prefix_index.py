@@ -14,12 +14,14 @@ asks for one that is not known: an event, or a look at one block.
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
 2. *speculate*: a prompt was just routed there, so it will be cached there: a claim, until the engine's event
-   confirms it or its time is over. Equal prompts of one burst meet that way. For an endpoint without events
+   confirms it or its time is over. Equal prompts of one burst meet that way, and the first of them claims
+   for all that come within two seconds, while nothing is taken out. For an endpoint without events
    claims are all there is: a longer time, and no more claims than its KV pool has blocks, least recent out.
    A holder's claims end in the order in which they were made, so one endpoint should use one TTL.
 3. *store* tier: announced by the engines, evicted by the store without a word. An entry is a hint that ages.
 4. *find_matches* follows the prompt's runs while anybody is left. It reads: claims whose time is over do not
-   count, whether or not they were swept. A match is *leading and contiguous* per holder.
+   count, whether or not they were swept. A match is *leading and contiguous* per holder. `changes` tells a
+   reader for how long he may remember one.
 5. *record_match* writes the statistics, one write per match, at the deepest matched block. (Conductor's
    frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
    matched block, which is what Dynamo's frequencies count.)
@@ -75,7 +77,7 @@ class Matches(Struct, frozen=True, gc=False):
     store: int = 0
     """In the shared store alone: what every endpoint reaches."""
     longest: int = 0
-    """That anybody holds, in any tier."""
+    """Held by anybody, in any tier."""
     frequencies: tuple[int, ...] = ()
     """Per matched block, its recorded uses inside the window; empty without a window."""
     last_run: Run | None = None
