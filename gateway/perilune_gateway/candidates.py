@@ -1,7 +1,8 @@
 """Candidates: one row of facts per endpoint, for every decision, so made cheaply (`rows.Rows`).
 
-What changes rarely is kept: speeds until something is observed (`calibration.changes`), links to the same few
-holders until the endpoints change or a transfer was observed.
+What changes rarely is kept: speeds until something is observed (`calibration.changes`), ten seconds at most,
+since what was learned of the store fades; links to the same few holders until the endpoints change or a
+transfer was observed.
 
 Costs some µs, whatever the number of endpoints, and 0.4 µs for each if a policy looks at all of them. Keeps
 nothing of a request.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from operator import itemgetter
 
 from perilune_api.topology import Link
@@ -20,6 +22,8 @@ from perilune_gateway.rows import Rows
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import EndpointView
 
+SPEEDS_S = 10.0
+"""What was learned of the store fades by a hundredth meanwhile."""
 MAX_REMEMBERED = 256
 """Sets of holders whose links are remembered."""
 Speed = tuple[EngineModel, float]
@@ -45,6 +49,9 @@ class Candidates:
         self._links: dict[tuple[str, ...], Links] = {}
         """By holders: links to them; None: not looked at yet."""
         self._seen = -1
+        """`calibration.changes` when the speeds were made."""
+        self._until = inf
+        """When they are made anew all the same."""
 
     def configure(self, engine: EngineModel) -> None:
         """`engine`: the pool's, nothing observed. Call it whenever the endpoints change."""
@@ -69,8 +76,8 @@ class Candidates:
             self._positions = {address: at for at, address in enumerate(self._addresses)}
             self._links.clear()
             self._seen = -1
-        if self._seen != self._calibration.changes:
-            self._seen = self._calibration.changes
+        if self._seen != self._calibration.changes or now >= self._until:
+            self._seen, self._until = self._calibration.changes, now + SPEEDS_S
             speeds = [self._speed(address, now) for address in self._addresses]
             self._speeds = ([engine for engine, _ in speeds], [ratio for _, ratio in speeds])
             self._alike = all(engine is speeds[0][0] for engine, _ in speeds)

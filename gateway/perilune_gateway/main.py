@@ -234,7 +234,7 @@ class Gateway:
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """A scrape ended."""
         self.fleet.metrics(address, metrics, now)
-        if metrics is None:
+        if metrics is None and self.fleet.get(address):  # else it has just left, and so have its series
             self.metrics.scrape_failed(address)
 
     def _any_endpoint(self) -> str:

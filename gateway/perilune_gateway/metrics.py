@@ -1,8 +1,9 @@
 """The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
 
-Counted when it happens, in a dict that is emptied into the counters when a scrape begins: about 3 µs for a
-request decided from its headers. What *is* (load, index, feeds) is read from one snapshot when a scrape asks
-for it (snapshot_metrics.py), and so is what the tokenizer did (tokens/metrics.py): requests pay nothing.
+Decisions and ends are counted in dicts that are emptied into the counters when a scrape begins: about 3 µs
+for a request decided from its headers. Refusals and moves, which are rare, are counted at once. What *is*
+(load, index, feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what
+the tokenizer did (tokens/metrics.py): requests pay nothing.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
@@ -140,7 +141,7 @@ class StreamCounts(Protocol):
 
 
 class Metrics:
-    """What the router, the exchange and the feeds report, and what a scrape reads."""
+    """What the router and the feeds report, and what a scrape reads."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
@@ -172,7 +173,7 @@ class Metrics:
         affinity = counter("session_requests", "Requests of sessions, by what came of the host.", "affinity")
         self._migrations = counter("migrations", "Sessions moved to another endpoint because that pays.")
 
-        # Streams
+        # Ends, scrapes, the build
         self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
         self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)

@@ -10,6 +10,7 @@ import aiohttp
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import generate_latest
 
 from perilune_api.pool import (
     EndpointSpec,
@@ -57,6 +58,16 @@ async def test_the_index_has_room_for_the_endpoints_of_now(gateway, monkeypatch)
     gateway.on_pool(pool(endpoints=30))
     gateway.on_pool(pool(endpoints=1))
     assert widened == [30 * main.INDEX_BLOCKS_PER_ENDPOINT * (281_600 // 16), main.MIN_INDEX_BLOCKS]
+
+
+async def test_a_scrape_that_ends_after_its_endpoint_left_makes_no_series(gateway) -> None:
+    gateway.on_pool(pool(endpoints=1))
+    address = "10.0.0.1:8000"
+    gateway.on_metrics(address, None, 0.0)
+    assert address.encode() in generate_latest(gateway.metrics.registry)
+    gateway.on_pool(pool())
+    gateway.on_metrics(address, None, 1.0)
+    assert address.encode() not in generate_latest(gateway.metrics.registry)
 
 
 async def test_another_model_needs_another_gateway(gateway) -> None:

@@ -13,6 +13,7 @@ from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.model import Decision, Location, Overlap, Refusal, RefuseReason, Routed, Tier
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_gateway.state.calibration import HALF_LIFE_S
 
 LONG = range(32_000)
 TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")})
@@ -131,6 +132,10 @@ def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill()
     _, record = route(rig, range(9_000_000, 9_032_000))
     slower = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
     assert all(2.45 <= times < 3.0 for times in slower), "and so policies are told"
+    rig.now += 10 * HALF_LIFE_S
+    _, record = route(rig, range(10_000_000, 10_032_000))
+    faded = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
+    assert faded == [1.0] * 3, "also that it gets another chance, though nothing was observed since"
 
 
 def test_a_pull_teaches_the_link_it_came_over() -> None:

@@ -37,6 +37,15 @@ def test_pending_prefill_is_released_by_the_first_of(rig: Rig, release: object, 
     assert rig.pending()[routed.destinations[0]] == left
 
 
+def test_equal_prompts_of_whole_blocks_are_released_together() -> None:
+    only = Rig(pool(endpoints=[A]))
+    only.route(range(20))
+    only.route(range(20))
+    assert only.pending()[A] == 24, "of the second one its last block, for the sake of its last token"
+    only.stored(A, range(20))
+    assert only.pending()[A] == 0
+
+
 def test_releasing_twice_is_an_error(rig: Rig) -> None:
     routed = rig.route()
     rig.finish(routed)

@@ -69,6 +69,8 @@ class ResetCause(StrEnum):
     """Messages are missing and could not be replayed."""
     MALFORMED = "malformed"
     """A message could not be read."""
+    UNFOLLOWED = "unfollowed"
+    """Nobody listens any more: the pool names it no more, or the feed has failed."""
 
 
 class Sink(Protocol):

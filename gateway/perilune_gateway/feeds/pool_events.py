@@ -4,8 +4,9 @@
                          └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
 
 `EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` takes what all
-of them bring. A feed that fails ends alone: its endpoint is then known by what is routed there. Does not:
-read messages.
+of them bring. A feed that fails ends alone. What a feed said holds while it is followed: when the pool names
+it no more, or it fails, that is forgotten, and the rank is known by what is routed there. Does not: read
+messages.
 """
 
 from __future__ import annotations
@@ -95,13 +96,16 @@ class EventFeeds:
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
         """Have exactly the feeds that these endpoints name."""
+        pool = {e.address: e for e in endpoints}
         wanted = {
             Source(e.address, rank, url, e.replay[rank] if e.replay else "")
-            for e in endpoints
+            for e in pool.values()
             for rank, url in enumerate(e.events)
         }
         for source in self._feeds.keys() - wanted:
             self._feeds.pop(source)[0].cancel()
+            if source.endpoint in pool:
+                self._sink.reset(source.endpoint, source.rank, ResetCause.UNFOLLOWED)
         for source in wanted - self._feeds.keys():
             counters = Counters()
             self._feeds[source] = (asyncio.create_task(self._run(source, counters)), counters)
@@ -115,6 +119,7 @@ class EventFeeds:
             log.error("kv events off endpoint=%s rank=%d cause=%s", source.endpoint, source.rank, error)
         except Exception:  # a bug, or no more sockets; requests go on without this feed
             log.exception("kv events off endpoint=%s rank=%d", source.endpoint, source.rank)
+            self._sink.reset(source.endpoint, source.rank, ResetCause.UNFOLLOWED)
         finally:
             counters.connected = False
 

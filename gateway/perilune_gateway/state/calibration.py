@@ -97,7 +97,7 @@ class Calibration:
         self.decodes_s: Mapping[str, float] = {}
         """By address: seconds that a request decodes there, where one has. Never changed, but replaced."""
         self.changes = 0
-        """Observations so far: while it stays, so do an endpoint's ratios."""
+        """Observations so far: while it stays, so do an endpoint's ratios, but that the store's fades."""
         self.transfers = 0
         """Of these, transfers: until there is one, every link is as predicted."""
 

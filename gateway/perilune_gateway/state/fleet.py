@@ -90,7 +90,8 @@ class Fleet:
         self.kv_pool_tokens = kv_pool_tokens
         self._states: dict[str, _State] = {}
         self._requests: dict[int, _InFlight] = {}
-        self._awaited: dict[tuple[str, int], int] = {}
+        self._awaited: dict[tuple[str, int], list[int]] = {}
+        """By address and last block of a prompt: the requests whose prefill that block's event ends."""
         self._recent: list[EndpointView] = []
         """What `recent` last gave; never changed, but replaced."""
         self._recent_until = -inf
@@ -231,7 +232,7 @@ class Fleet:
         request = _InFlight(address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, last_block)
         self._requests[ticket] = request
         if last_block:
-            self._awaited[address, last_block] = ticket
+            self._awaited.setdefault((address, last_block), []).append(ticket)
         if state := self._states.get(address):
             self._changed.add(address)
             state.in_flight.add(ticket)
@@ -244,19 +245,21 @@ class Fleet:
         """KV event: a prefill whose last block is among them is done. Returns the tickets of those."""
         if not self._awaited:
             return []
-        done = [t for block in blocks if (t := self._awaited.get((address, block))) is not None]
+        awaited = self._awaited
+        done = [ticket for block in blocks for ticket in awaited.get((address, block), ())]
         for ticket in done:
             self.prefill_done(ticket)
         return done
 
     def progress(self, ticket: int, tokens: int) -> None:
-        """`tokens` more of the request's prompt are cached; an ended request is ignored."""
+        """`tokens` more of the request's prompt are cached; an ended request is ignored, and so is the load
+        of an endpoint that was out of the pool meanwhile."""
         request = self._requests.get(ticket)
         if request is None:
             return
         before_s, done = request.seconds, min(tokens, request.tokens)
         request.tokens -= done
-        if state := self._states.get(request.address):
+        if (state := self._states.get(request.address)) and ticket in state.in_flight:
             self._changed.add(request.address)
             state.prefilling -= done > 0 and not request.tokens
             state.pending_tokens -= done
@@ -269,8 +272,11 @@ class Fleet:
             return
         if request.tokens:
             self.progress(ticket, request.tokens)
-        if request.awaited and self._awaited.get((request.address, request.awaited)) == ticket:
-            del self._awaited[request.address, request.awaited]
+        if request.awaited and (tickets := self._awaited.get((request.address, request.awaited))):
+            if ticket in tickets:
+                tickets.remove(ticket)
+            if not tickets:
+                del self._awaited[request.address, request.awaited]
 
     def served_by(self, ticket: int, address: str) -> None:
         """Envoy took another endpoint than the first: the load goes there."""

@@ -41,7 +41,6 @@ class Holder:
         self.device = 0 if slot < 0 else 2 << slot * _WIDTH
         self.host = self.device << 1
         self.claim_bit = self.device or STORE
-        self.last_expiry_s = 0.0
         self.forget()
 
     def forget(self) -> None:
@@ -50,6 +49,8 @@ class Holder:
         """Blocks."""
         self.claims: deque[Claim] = deque()
         """In the order in which they end."""
+        self.last_expiry_s = 0.0
+        """Of the last of them."""
 
     def count(self, tier: Tier, more: int) -> None:
         if tier is Tier.DEVICE:

@@ -28,7 +28,7 @@ asks for one that is not known: an event, or a look at one block.
 
 Memory: at most `max_blocks` of about 105 bytes (docs/benchmarks.md), 10 in a loose run. When it is full, the
 coldest go, 1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago,
-from its end. (While less than half full, routing does not renew: nothing is about to go.)
+from its end. (While less than half full nothing is renewed: nothing is about to go.)
 
 Costs, for 2,100 blocks and 64 endpoints: a match or a speculation some tens of µs, an event about 0.3 µs a
 block (tests/bench/bench_index.py). Does not: lock, wait, read a clock, or know tokens.
@@ -188,7 +188,10 @@ class PrefixIndex:
             bit = holder.device if tier is Tier.DEVICE else holder.host
             claimant = self._holders.get((endpoint, 0)) if tier is Tier.DEVICE else None
             added = 0
-            for run, positions in self._lay(blocks, now, holder, parent):
+            laid = []
+            for at in self._lay(blocks, now, holder, parent):
+                laid.append(at)
+                run, positions = at
                 live = run.live
                 added += run.add(bit, positions)
                 if live != run.live:
@@ -201,6 +204,7 @@ class PrefixIndex:
             holder.count(tier, added)
             if tier is Tier.HOST:
                 self._hosts |= holder.device
+            self._renew(laid)
         self._make_room()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], rank: int = 0) -> None:
@@ -280,7 +284,7 @@ class PrefixIndex:
         self._make_room()
 
     def expire(self, now: float) -> None:
-        """Drop the claims whose time is over. Every writer does; call it when nothing is written for long."""
+        """Drop the claims whose time is over. `stored` and `speculate` do; call it when neither comes."""
         due = self._due
         while due and due[0][0] <= now:
             _, _, holder, claim = heappop(due)
@@ -684,11 +688,16 @@ class PrefixIndex:
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
             if len(self._due) > self._most_due:
                 self._forget_renewed()
+        self._renew(laid)
+        return anew or not wanted
+
+    def _renew(self, laid: Sequence[tuple[Run, int]]) -> None:
+        """They were just used: the last to go, the tail before the head. Where there is room, nobody looks at
+        who goes first."""
         if not self._roomy:
             for run, _ in reversed(laid):
                 self._runs.pop(run, None)
                 self._runs[run] = None
-        return anew or not wanted
 
     @property
     def _roomy(self) -> bool:

@@ -135,6 +135,20 @@ async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFee
     assert (fake.running, feeds.stats("e")) == (set(), None)
 
 
+async def test_what_a_feed_said_is_forgotten_with_it(feeds: EventFeeds, fake: Feeds, router: Router) -> None:
+    feeds.follow([of(ranks=2)])
+    await asyncio.sleep(0)
+    assert router.applied == []
+    feeds.follow([of(ranks=1)])
+    assert [(a.endpoint, a.rank, a.cleared) for a in router.applied] == [("e", 1, True)]
+    feeds.follow([of(ranks=1, replay=False)])
+    feeds.follow([Endpoint("e")])
+    assert [a.rank for a in router.applied] == [1, 0, 0]
+    feeds.follow([of(ranks=1)])
+    feeds.follow([])
+    assert len(router.applied) == 3, "the endpoint is gone, and all that was known of it"
+
+
 async def test_ranks_are_summed_and_the_slowest_tells_the_lag(feeds: EventFeeds, fake: Feeds) -> None:
     feeds.follow([of(ranks=2)])
     await asyncio.sleep(0)
@@ -150,18 +164,21 @@ async def test_ranks_are_summed_and_the_slowest_tells_the_lag(feeds: EventFeeds,
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "said", "forgotten"),
     [
-        (SpecError("'x' of e is no ZMQ address"), "kv events off endpoint=e rank=0 cause='x' of e is no"),
-        (OSError(24, "Too many open files"), "kv events off endpoint=e rank=0"),
+        (SpecError("'x' of e is no ZMQ address"), "kv events off endpoint=e rank=0 cause='x' of e is no", 0),
+        (OSError(24, "Too many open files"), "kv events off endpoint=e rank=0", 1),
     ],
 )
-async def test_a_feed_that_fails_says_so(feeds, fake: Feeds, caplog, error: Exception, said: str) -> None:
+async def test_a_feed_that_fails_says_so(
+    feeds, fake: Feeds, router: Router, caplog, error: Exception, said: str, forgotten: int
+) -> None:
     fake.fail = error
     feeds.follow([of(ranks=1)])
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert caplog.messages[0].startswith(said)
+    assert len(router.applied) == forgotten
     stats = feeds.stats("e")
     assert stats
     assert not stats.connected

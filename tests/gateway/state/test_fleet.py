@@ -74,6 +74,34 @@ def test_prefill_ends_with_the_event_of_its_last_block(fleet: Fleet) -> None:
     fleet.finish(1)
 
 
+def test_equal_prompts_end_with_one_event(fleet: Fleet) -> None:
+    for ticket in (1, 2, 3):
+        start(fleet, ticket, block=77)
+    fleet.finish(2)
+    assert fleet.blocks_stored("a", [77]) == [1, 3]
+    assert pending(fleet) == (0, 0.0)
+    assert fleet.blocks_stored("a", [77]) == []
+    start(fleet, 4, block=77)
+    assert fleet.blocks_stored("a", [77]) == [4]
+
+
+def test_what_began_before_an_endpoint_left_is_no_load_of_who_comes_back(fleet: Fleet) -> None:
+    start(fleet, 1, block=77)
+    start(fleet, 2)
+    start(fleet, 3)
+    fleet.set_endpoints([endpoint("b")], Topology())
+    fleet.set_endpoints([endpoint("a"), endpoint("b")], Topology())
+    start(fleet, 4, tokens=50)
+    fleet.blocks_stored("a", [77])
+    fleet.progress(2, 60)
+    fleet.finish(3)
+    assert pending(fleet) == (50, 0.05)
+    assert (load(fleet).prefilling, load(fleet).in_flight, load(fleet).active_kv_tokens) == (1, 1, 100)
+    for ticket in (1, 2, 4):
+        fleet.finish(ticket)
+    assert load(fleet) == load(fleet_of(endpoint("a")))
+
+
 def test_prefill_ends_with_a_whole_answers_head(fleet: Fleet) -> None:
     start(fleet)
     fleet.prefill_done(1)

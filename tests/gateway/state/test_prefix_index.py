@@ -358,6 +358,26 @@ def test_frequencies_count_uses_before_this_one():
 # -- memory ---------------------------------------------------------------------------------------------
 
 
+def test_what_is_stored_again_is_as_new():
+    it = index(max_blocks=6)
+    old, hot, new = (blocks.chain([n] * 3, 1, 0) for n in (1, 2, 3))
+    it.stored("1", DEVICE, old, 0)
+    it.stored("1", DEVICE, hot, 1)
+    it.stored("2", DEVICE, old, 2)
+    it.stored("1", DEVICE, new[:2], 3)
+    assert it.find_matches(old, 3).device == {"1": 3, "2": 3}
+    assert it.find_matches(hot, 3).device == {"1": 1}, "its tail is gone"
+
+
+def test_claims_that_were_cleared_lengthen_no_other():
+    it = index()
+    it.speculate("1", [A], 0, ttl_s=600.0)
+    it.cleared("1", 0)
+    it.speculate("1", [A], 1, ttl_s=30.0)
+    assert it.find_matches([A], 30).device == {"1": 1}
+    assert it.find_matches([A], 31).device == {}
+
+
 def test_the_coldest_go_first():
     it = index(max_blocks=6)
     old, hot, new = (blocks.chain([n] * 3, 1, 0) for n in (1, 2, 3))

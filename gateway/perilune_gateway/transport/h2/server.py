@@ -215,7 +215,7 @@ class Link(asyncio.Protocol):
 class ExtProc:
     """Envoy's method."""
 
-    __slots__ = ("_ended", "_inbox", "_link", "_number", "_stream", "_waiting")
+    __slots__ = ("_closed", "_ended", "_inbox", "_link", "_number", "_stream", "_waiting")
 
     def __init__(self, link: Link, number: int) -> None:
         self._link = link
@@ -224,6 +224,7 @@ class ExtProc:
         self._waiting: asyncio.Task[None] | None = None
         self._inbox: deque[bytes] | None = None  # what comes while tokens are awaited
         self._ended = False
+        self._closed = False
 
     def message(self, raw: bytes) -> None:
         if self._waiting is None:
@@ -240,6 +241,7 @@ class ExtProc:
             self._link.finish(self._number)
 
     def closed(self) -> None:
+        self._closed = True
         if self._waiting is not None:
             self._waiting.cancel()
         self._stream.closed()
@@ -259,9 +261,9 @@ class ExtProc:
         step = await self._stream.tokens(encode)
         self._waiting = None
         self._carry_out(step)
-        while self._inbox and self._waiting is None:
+        while self._inbox and self._waiting is None and not self._closed:
             self.message(self._inbox.popleft())
-        if self._ended and self._waiting is None:
+        if self._ended and self._waiting is None and not self._closed:
             self._link.finish(self._number)
         self._link.flush()
 

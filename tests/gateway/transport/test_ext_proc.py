@@ -1,0 +1,62 @@
+"""The h2 server's end of one stream: what came while tokens were awaited."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from perilune_gateway.exchange import Abort, Wait
+from perilune_gateway.transport.h2.server import ExtProc
+from perilune_gateway.transport.service import Step
+
+
+class Stream:
+    """Stands in for `service.Stream`: its first message waits for tokens, which bring `then`."""
+
+    def __init__(self, then: Step) -> None:
+        self.then = then
+        self.received: list[bytes] = []
+        self.ended = 0
+
+    def receive(self, raw: bytes) -> Step:
+        self.received.append(raw)
+        return Step([], Wait(None) if len(self.received) == 1 else None)  # type: ignore[arg-type]
+
+    async def tokens(self, encode: object) -> Step:
+        return self.then
+
+    def closed(self) -> None:
+        self.ended += 1
+
+
+class Link:
+    """Stands in for a connection with this one stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.server = SimpleNamespace(service=SimpleNamespace(open=lambda: stream))
+        self.finished = 0
+        self.over = asyncio.Event()
+        self.call = ExtProc(self, 1)  # type: ignore[arg-type]
+
+    def handled(self, number: int, size: int) -> None: ...
+    def flush(self) -> None: ...
+
+    def finish(self, number: int, *status: object) -> None:
+        self.finished += 1
+        self.over.set()
+        self.call.closed()
+
+
+@pytest.mark.parametrize(
+    ("then", "received"), [(Step([], None), [b"body", b"late"]), (Step([], Abort("a bug")), [b"body"])]
+)
+async def test_what_waited_is_read_unless_the_stream_is_over(then: Step, received: list[bytes]) -> None:
+    stream = Stream(then)
+    link = Link(stream)
+    for message in (b"body", b"late"):
+        link.call.message(message)
+    link.call.ended()
+    await link.over.wait()
+    await asyncio.sleep(0)
+    assert stream.received == received
+    assert (link.finished, stream.ended) == (1, 1)
