@@ -12,7 +12,7 @@ that a retry goes to another one, which `retry_host_predicate` does here; on rou
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.
 
-`python -m perilune_lab.envoy ENDPOINT…` prints the bootstrap for a gateway that runs by itself.
+`python -m perilune_lab.envoy ENDPOINT…` prints the bootstrap for gateways that run by themselves.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import json
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -359,20 +360,36 @@ def _tls(ca: Path) -> Json:
     )
 
 
+DEFAULT_GATEWAY = "127.0.0.1:9002"
+
+
 def _ip_port(text: str) -> str:
+    """IPv6 in brackets. Names are refused: Envoy looks up none in clusters of these kinds."""
+    host, _, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
     try:
-        _address(text)
+        written = f"[{bare}]" if ip_address(bare).version == 6 else bare
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT") from None
+        written = None
+    in_range = port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65_536
+    if host != written or not in_range:
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
     return text
+
+
+def _gateway(text: str) -> str:
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT; give --gateway once for each")
+    return _ip_port(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="python -m perilune_lab.envoy",
-        description="Print Envoy's bootstrap (JSON): one listener, the gateway as ext_proc filter, the"
-        " endpoints that it picks from. In the shape that Envoy Gateway generates.",
+        description="Print Envoy's bootstrap (JSON): one listener, the gateway (or several, any of which is"
+        " asked) as ext_proc filter, the endpoints that it picks from. In the shape that Envoy Gateway"
+        " generates.",
         epilog="example: python -m perilune_lab.envoy 127.0.0.1:8001 127.0.0.1:8002 > envoy.json;"
         f" {binary()} -c envoy.json",
     )
@@ -381,10 +398,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--gateway",
-        type=_ip_port,
-        default="127.0.0.1:9002",
+        action="append",
+        type=_gateway,
         metavar="IP:PORT",
-        help="its --listen (default %(default)s)",
+        help=f"its --listen; once for each of several (default {DEFAULT_GATEWAY})",
     )
     parser.add_argument(
         "--gateway-ca",
@@ -405,7 +422,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     args = parser.parse_args(argv)
     ca = args.gateway_ca.resolve() if args.gateway_ca else None
-    bootstrap = config(args.endpoints, [args.gateway], mode=args.mode, listen=args.listen, processor_ca=ca)
+    gateways = args.gateway or [DEFAULT_GATEWAY]
+    bootstrap = config(args.endpoints, gateways, mode=args.mode, listen=args.listen, processor_ca=ca)
     print(json.dumps(bootstrap, indent=2))
     return 0
 

@@ -105,7 +105,42 @@ def test_command_line_prints_the_bootstrap():
     assert json.loads(done.stdout) == config(ENDPOINTS, GATEWAY, mode=Mode.FULL_DUPLEX, listen="127.0.0.1:4")
 
 
-def test_command_line_refuses_what_is_no_address(capsys):
+@pytest.mark.parametrize(
+    ("gateways", "addresses"),
+    [
+        pytest.param([], ["127.0.0.1:9002"], id="the default"),
+        pytest.param(["10.0.0.1:9002"], ["10.0.0.1:9002"], id="one replaces the default"),
+        pytest.param(
+            ["10.0.0.1:9002", "[::1]:9002"], ["10.0.0.1:9002", "[::1]:9002"], id="several serve together"
+        ),
+    ],
+)
+def test_every_gateway_named_is_an_endpoint_of_the_one_cluster(gateways, addresses, capsys):
+    assert envoy.main([*ENDPOINTS, *(word for text in gateways for word in ("--gateway", text))]) == 0
+    assert json.loads(capsys.readouterr().out) == config(ENDPOINTS, addresses, listen="127.0.0.1:10000")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        pytest.param(["somewhere"], id="no port"),
+        pytest.param(["localhost:8001"], id="a name"),
+        pytest.param(["127.0.0.1:port"], id="a port that is no number"),
+        pytest.param(["127.0.0.1:65536"], id="a port too high"),
+        pytest.param([":8001"], id="no host"),
+        pytest.param(["::1:8001"], id="IPv6 without brackets"),
+        pytest.param([*ENDPOINTS, "--gateway", "a:1"], id="a gateway's name"),
+        pytest.param([*ENDPOINTS, "--listen", "127.0.0.1:-1"], id="a negative port"),
+    ],
+)
+def test_command_line_refuses_what_is_no_address(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
-        envoy.main(["somewhere"])
-    assert "'somewhere' is not IP:PORT" in capsys.readouterr().err
+        envoy.main(argv)
+    assert f"{argv[-1]!r} is not IP:PORT" in capsys.readouterr().err
+
+
+def test_command_line_refuses_gateways_in_one_word(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        envoy.main([*ENDPOINTS, "--gateway", "127.0.0.1:1,127.0.0.1:2"])
+    said = "'127.0.0.1:1,127.0.0.1:2' is not IP:PORT; give --gateway once for each"
+    assert said in capsys.readouterr().err
