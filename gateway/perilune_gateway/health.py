@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 
+from perilune_gateway.parity import Parity
 from perilune_gateway.stats import EndpointStats, LogStats
 
 STALE_METRICS_S = 15.0
@@ -205,7 +206,9 @@ def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         yield Problem(
             ProblemKind.PARITY,
             stats.endpoint.address,
-            "block hashes computed here differ from those it announces",
+            "hardly any prompt tokenized here shows up among the blocks that it announces"
+            if stats.parity == Parity.TEMPLATE
+            else "block hashes computed here differ from those it announces",
             "predicted cache hits may be wrong",
             stats.parity_cause,
             stats.parity_cure,

@@ -4,6 +4,7 @@ import pytest
 
 from perilune_gateway.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.parity import Parity
 from perilune_gateway.stats import EndpointStats, EventStats, LogStats
 
 
@@ -64,6 +65,18 @@ def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own(
 def test_parity_says_its_own_cause_and_cure():
     (problem,) = diagnose([stats(parity="seed", parity_cause="the seed", parity_cure="set it")], 16)
     assert (problem.cause, problem.cure) == ("the seed", "set it")
+
+
+@pytest.mark.parametrize(
+    ("parity", "said"),
+    [
+        pytest.param(Parity.SEED, "block hashes computed here differ", id="hashes differ"),
+        pytest.param(Parity.TEMPLATE, "hardly any prompt tokenized here shows up", id="hashes agree"),
+    ],
+)
+def test_parity_does_not_say_that_hashes_differ_where_they_agree(parity, said):
+    (problem,) = diagnose([stats(parity=parity.value, parity_cause="x", parity_cure="y")], 16)
+    assert problem.message.startswith(said)
 
 
 @pytest.mark.parametrize(
