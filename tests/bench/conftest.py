@@ -1,4 +1,5 @@
-"""`--write`: benchmarks that document their result write it to docs/benchmarks.md."""
+"""`--write`: benchmarks that document their result write it to docs/benchmarks.md. `--strict-bars`: those
+whose tables say that a bar is missed fail."""
 
 import sys
 from pathlib import Path
@@ -8,5 +9,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # benchmarks share modules: bars
 
 def pytest_addoption(parser):
     parser.addoption("--write", action="store_true", help="write results to docs/benchmarks.md")
+    parser.addoption("--strict-bars", action="store_true", help="a missed bar fails the benchmark")
     parser.addoption("--rounds", type=int, default=3, help="of which one counts (default %(default)s)")
     parser.addoption("--seconds", type=int, default=2, help="of each measurement (default %(default)s)")
