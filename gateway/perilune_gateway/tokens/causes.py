@@ -18,6 +18,8 @@ class Cause(StrEnum):
     """previous_response_id: a part of the prompt lies in the engine."""
     NO_TEXT = "no_text"
     """Prompt embeddings."""
+    TOO_MUCH = "too_much"
+    """More than the model's context can hold, however few tokens it takes: not worth anybody's time."""
     TOKENIZER = "tokenizer"
     """The local tokenizer failed."""
     TIMEOUT = "timeout"

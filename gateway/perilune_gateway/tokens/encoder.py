@@ -7,7 +7,8 @@
 4. Learn which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
 
 Costs: 20–60 ms besides the two loads, once (fastokens' first call compiles its patterns). Encoding: fastokens
-2–40 ns a byte (words seen before, or not), and it keeps at most some 250 MiB of words; tokenizers 250–350 ns.
+2–40 ns a byte (words seen before, or not), and it keeps at most some 250 MiB of words, but takes 48 bytes for
+each byte of the longest (`prompts.too_much` bounds that); tokenizers 250–350 ns.
 Both release the GIL. The self-test is a sample, not a proof: what an engine announces is compared all the
 time (parity.py).
 """

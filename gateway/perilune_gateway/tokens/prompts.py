@@ -1,5 +1,5 @@
-"""What the sources of tokens ask of a prompt: how long it is, whether pictures stand in it, and its
-conversation, if that is all there and all text.
+"""What the sources of tokens ask of a prompt: how long it is, whether that is too much for any context,
+whether pictures stand in it, and its conversation, if that is all there and all text.
 """
 
 import math
@@ -11,6 +11,10 @@ from perilune_gateway.tokens.conversation import Conversation, ConversationError
 
 MEDIA_TOKENS = 1024
 """Guess for a picture, or a second part of sound or video."""
+MOST_BYTES, MOST_BRACKETS = 16, 4
+"""A token's at most, on average over a prompt that fills the context: no text comes near."""
+FEW_BRACKETS = 20_000
+"""To look at each takes 10 ms."""
 _LONG, _STRIDE = 16_384, 128
 """Bytes. A text that is longer is sampled for base64, one byte of every `_STRIDE`."""
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
@@ -28,6 +32,28 @@ def size_bytes(request: ParsedRequest) -> int:
             return sum(len(text.encode()) for text in texts)
         case TokenPrompt():
             return 0
+
+
+def brackets(chat: ChatPrompt) -> int:
+    """Opening ones: no less than the objects and lists that a conversation takes when it is decoded."""
+    raws = map(bytes, (chat.messages, chat.system, chat.tools, chat.documents))
+    return sum(raw.count(b"{") + raw.count(b"[") for raw in raws)
+
+
+def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | None:
+    """Why nobody should tokenize it: it does not fit the context by far, and to decode or to encode it would
+    keep others waiting. (Pictures may be of any size.) Some 0.5 ms a megabyte."""
+    most_bytes = MOST_BYTES * context_tokens
+    match request.prompt:
+        case TextPrompt(texts=texts):
+            if (chars := sum(map(len, texts))) > most_bytes:
+                return CannotTellError(Cause.TOO_MUCH, f"{chars} characters")
+        case ChatPrompt() as chat if (size := size_bytes(request)) > _LONG:
+            if (found := brackets(chat)) > MOST_BRACKETS * context_tokens:
+                return CannotTellError(Cause.TOO_MUCH, f"{found} objects and lists")
+            if size > most_bytes and not has_base64(bytes(chat.messages)):
+                return CannotTellError(Cause.TOO_MUCH, f"{size} bytes")
+    return None
 
 
 def text_conversation(

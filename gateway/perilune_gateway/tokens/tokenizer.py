@@ -10,7 +10,8 @@
 A source that fails falls to the next; each cause is counted, and logged once. A conversation that the
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
 same template and says 400 itself, in its own words, and a wrong copy of the template here must not cost
-anybody a request. What no text can stand for (pictures, a conversation stored in the engine) is estimated.
+anybody a request. What no text can stand for (pictures, a conversation stored in the engine) is estimated,
+and so is what no context can hold (`too_much`).
 
 Before it is encoded a conversation is decoded, normalised and rendered whole, every turn: about 2.5 ns a
 byte (0.3 ms for 130 KB). A template may change what it wrote of earlier messages when a new one comes (it
@@ -38,7 +39,14 @@ from perilune_gateway.tokens.causes import ENGINE_MAY_KNOW, CannotTellError, Cau
 from perilune_gateway.tokens.chat_template import ChatTemplates, TemplateError
 from perilune_gateway.tokens.engine import EngineTokenizer
 from perilune_gateway.tokens.incremental import IncrementalEncoder
-from perilune_gateway.tokens.prompts import has_base64, size_bytes, text_conversation
+from perilune_gateway.tokens.prompts import (
+    FEW_BRACKETS,
+    brackets,
+    has_base64,
+    size_bytes,
+    text_conversation,
+    too_much,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +83,7 @@ class Tokenizer:
         self.counts: Counter[TokenSource] = Counter()
         self.causes: Counter[Cause] = Counter()
         self._bytes_per_token = model.bytes_per_token
+        self._context_tokens = model.context_tokens
         self.local, self._templates = _load(model)
         """The local encoder, if the pool names one."""
         self.repeats = self._templates is None or "strftime_now" not in self._templates.source
@@ -83,15 +92,19 @@ class Tokenizer:
         self.us_per_char = _FIRST_US_PER_CHAR[library]
         """Moving mean of local encoding, per character that the encoder had to read."""
         self._asks_engine = engine is not None and model.tokenize != "estimate"
-        self._engine = EngineTokenizer(engine or (lambda: ""), model.bytes_per_token, max_concurrent)
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._engine = EngineTokenizer(
+            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads
+        )
         self._stopwatch = stopwatch
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         """Tokens, if that takes less than 1 ms and nobody has to be asked; None: use `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
+        if why := too_much(request, self._context_tokens):
+            return self._estimate(request, why)
         if self.local is None:
             return None if self._asks_engine else self._estimate(request)
         if size_bytes(request) * (self.us_per_char + _RENDER_US_PER_CHAR) > NOW_US:
@@ -105,6 +118,8 @@ class Tokenizer:
         """Tokens from the best source that answers within `timeout_s`; never raises for a bad prompt."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
+        if why := too_much(request, self._context_tokens):
+            return self._estimate(request, why)
         if self.local is None and not self._asks_engine:
             return self._estimate(request)
         try:
@@ -182,6 +197,7 @@ class Tokenizer:
             why is None
             and isinstance(request.prompt, ChatPrompt)
             and has_base64(bytes(request.prompt.messages))
+            and brackets(request.prompt) <= FEW_BRACKETS
         ):
             try:
                 text_conversation(request, request.prompt, self._bytes_per_token)

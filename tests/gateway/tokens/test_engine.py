@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from aiohttp import web
@@ -10,7 +11,7 @@ from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, request
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.tokens import Tokenizer, prompts
 from perilune_gateway.tokens.causes import Cause
 
 
@@ -57,6 +58,19 @@ async def by_engine(engine):
     tokenizer = Tokenizer(Model("m"), lambda: engine.address, timeout_s=5.0, max_concurrent=2)
     yield tokenizer
     await tokenizer.close()
+
+
+async def test_a_long_question_is_written_in_a_thread(by_engine, engine, monkeypatch):
+    where = []
+    read = prompts.read
+    monkeypatch.setattr(
+        prompts, "read", lambda *args: (where.append(threading.current_thread().name), read(*args))[1]
+    )
+    for text in ("hi", "hi " * 20_000):
+        messages = [{"role": "user", "content": text}]
+        assert await by_engine.encode(request(CHAT, messages=messages))
+        assert engine.questions[-1]["messages"] == messages
+    assert [name.split("_")[0] for name in where] == ["MainThread", "tokenize"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tokens of requests: given, by a local tokenizer, by an estimate; and what happens when one cannot tell."""
 
 import logging
+import math
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
 from perilune_gateway.tokens import Tokenizer
 from perilune_gateway.tokens.causes import Cause
-from perilune_gateway.tokens.prompts import MEDIA_TOKENS
+from perilune_gateway.tokens.prompts import MEDIA_TOKENS, size_bytes
 
 
 @pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])
@@ -259,6 +260,37 @@ async def test_estimates(path, body, count):
     assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)
     assert await tokenizer.encode(asked) == Tokens(count, TokenSource.ESTIMATE)
     assert not tokenizer.causes
+    await tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(COMPLETIONS, {"prompt": "a" * 1_601}, id="a text without a space"),
+        pytest.param(COMPLETIONS, {"prompt": ["a " * 801]}, id="texts"),
+        pytest.param(CHAT, {"messages": HI, "tools": [{"a": [[[{}]]]}] * 1_200}, id="lists"),
+        pytest.param(CHAT, {"messages": [{"role": "user", "content": "a" * 17_000}]}, id="a message"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])
+async def test_nobody_looks_at_what_no_context_holds(mode, path, body, folder):
+    local = str(folder) if mode == "auto" else ""
+    tokenizer = Tokenizer(Model("m", tokenizer=local, tokenize=mode, context_tokens=100), lambda: "")
+    asked = request(path, **body)
+    estimate = Tokens(math.ceil(size_bytes(asked) / 4), TokenSource.ESTIMATE)
+    assert tokenizer.now(asked) == estimate
+    assert await tokenizer.encode(asked) == estimate
+    assert tokenizer.causes == {Cause.TOO_MUCH: 2}, "and nothing else was tried"
+    await tokenizer.close()
+
+
+async def test_pictures_may_be_of_any_size(folder):
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    content = [{"type": "text", "text": "what is this?"}, picture]
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder), context_tokens=2_000))
+    tokens = await tokenizer.encode(request(CHAT, messages=[{"role": "user", "content": content}]))
+    assert tokens.count < MEDIA_TOKENS + 100
+    assert tokenizer.causes == {Cause.MEDIA: 1}
     await tokenizer.close()
 
 
