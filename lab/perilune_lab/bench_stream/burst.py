@@ -4,7 +4,8 @@
 2. *Client side*: submit latency (submit → head of the response), TTFT, TPOT, ITL and latency of each request;
    TPOT = (last − first token) / (tokens − 1), ITL = gaps, pooled.
 3. *Engine side*: what the engines' own histograms (/metrics, vLLM's names) grew by meanwhile. Their means are
-   exact, their quantiles interpolated within buckets, as Prometheus does.
+   exact, their quantiles interpolated within buckets, as Prometheus does. There is none where they contradict
+   the burst (`NoEngine`): behind a target with several engines each of the two pages may be another's.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from enum import StrEnum
+from math import inf, isfinite
 
 import aiohttp
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_lab.bench_stream.histograms import Scrape, scrape
+from perilune_lab.bench_stream.histograms import Histogram, Scrape, scrape
 from perilune_lab.client import Load, models, run_load
 from perilune_lab.report import Quantiles, quantiles
 from perilune_lab.result import Result
@@ -58,6 +60,20 @@ class Side(msgspec.Struct, frozen=True):
     """Submit → last token."""
 
 
+class NoEngine(StrEnum):
+    """Why a burst has no engine side."""
+
+    NO_HISTOGRAMS = "no_histograms"
+    """No page had vLLM's, with anything counted."""
+    FALLEN = "fallen"
+    """Something counted went down: pages of two engines, or of one that began anew meanwhile."""
+    TOO_FEW = "too_few"
+    """The target's page counted fewer requests than succeeded: others served them."""
+
+
+NOTHING = Side(UNSET, UNSET, UNSET, UNSET)
+
+
 class Measured(msgspec.Struct, frozen=True):
     """One burst. Engine seconds: wall seconds × the time scale."""
 
@@ -72,11 +88,8 @@ class Measured(msgspec.Struct, frozen=True):
     submit_s: Quantiles | UnsetType
     client: Side
     engine: Side
-
-    @property
-    def engine_said(self) -> bool:
-        """Anything at all."""
-        return self.engine != Side(UNSET, UNSET, UNSET, UNSET)
+    no_engine: NoEngine | UnsetType = UNSET
+    """Absent where the engine side has anything at all."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,9 +99,11 @@ class Measured(msgspec.Struct, frozen=True):
 async def measure(
     name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
 ) -> tuple[Measured, Counter[str]]:
-    """A burst and the errors in it. Raises TargetError when nobody answers."""
+    """A burst and the errors in it. `engines`: whose pages are the engine side, none: the target's own, which
+    then has to count all. Raises TargetError when nobody answers."""
+    pages = engines or [target]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
-        before = await scrape(http, engines)
+        before = await scrape(http, pages)
         load = Load(
             target=target,
             model=model or (await models(target) or [""])[0],
@@ -97,19 +112,22 @@ async def measure(
             time_scale=time_scale,
         )
         results = await run_load(burst.sessions(), load, Vocabulary().words_for)
-        grown = (await scrape(http, engines)).since(before)
+        grown = (await scrape(http, pages)).since(before)
     errors = Counter(result.error for result in results if not result.succeeded)
-    return summarize(name, results, grown, time_scale), errors
+    return summarize(name, results, grown, time_scale, counts_all=not engines), errors
 
 
-def summarize(name: str, results: Sequence[Result], grown: Scrape, time_scale: float) -> Measured:
-    """`grown`: what the engines' histograms grew by."""
+def summarize(
+    name: str, results: Sequence[Result], grown: Scrape, time_scale: float, *, counts_all: bool = True
+) -> Measured:
+    """`grown`: what the engines' histograms grew by; `counts_all`: by every request of the burst at least."""
     good = [r for r in results if r.succeeded]
     end = max((r.submitted_at_s + r.e2e_s for r in good if r.e2e_s is not None), default=0.0)
 
     def scaled(values: Sequence[float | None]) -> Quantiles | UnsetType:
         return quantiles(value * time_scale for value in values if value is not None)
 
+    engine, no_engine = _engine_side(grown, len(good) if counts_all else 0)
     return Measured(
         name,
         len(results),
@@ -125,7 +143,8 @@ def summarize(name: str, results: Sequence[Result], grown: Scrape, time_scale: f
             scaled([gap for r in good for gap in r.itl_s]),
             scaled([r.e2e_s for r in good]),
         ),
-        Side(*(_of_histogram(grown, names) for names in ENGINE_NAMES)),
+        engine,
+        no_engine,
     )
 
 
@@ -138,8 +157,24 @@ ENGINE_NAMES = (
 """Histograms in the order of Side's fields; older engines' names after the newer ones'."""
 
 
-def _of_histogram(grown: Scrape, names: Sequence[str]) -> Quantiles | UnsetType:
-    found = next((grown.histograms[name] for name in names if name in grown.histograms), None)
-    if found is None or not 0 < found.count < inf:  # an engine that began anew meanwhile counts backwards
+def _engine_side(grown: Scrape, at_least: int) -> tuple[Side, NoEngine | UnsetType]:
+    """All of it or nothing: what one histogram tells of the pages holds for each. `at_least`: requests that
+    must have been counted."""
+    found = [_histogram(grown, names) for names in ENGINE_NAMES]
+    if any(histogram and histogram.falls for histogram in found):
+        return NOTHING, NoEngine.FALLEN
+    ttft, _, _, latency = found  # the others count what has two tokens or more
+    if any(histogram and histogram.count < at_least for histogram in (ttft, latency)):
+        return NOTHING, NoEngine.TOO_FEW
+    side = Side(*map(_quantiles, found))
+    return side, NoEngine.NO_HISTOGRAMS if side == NOTHING else UNSET
+
+
+def _histogram(grown: Scrape, names: Sequence[str]) -> Histogram | None:
+    return next((grown.histograms[name] for name in names if name in grown.histograms), None)
+
+
+def _quantiles(found: Histogram | None) -> Quantiles | UnsetType:
+    if found is None or not (0 < found.count < inf and isfinite(found.sum)):
         return UNSET
     return Quantiles(found.sum / found.count, *(found.quantile(q) for q in (0.5, 0.9, 0.95, 0.99)))

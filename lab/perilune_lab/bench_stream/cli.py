@@ -2,6 +2,7 @@
 
     prompts ─▶ burst: what client and engines saw (histograms) ─▶ text: a table, JSON
 
+With `--target`, its own /metrics is the engine side where one engine answers there, else those of `--engine`.
 With `--simulated` it starts a simulated engine twice, once with serial and once with batched misses, and
 prints both side by side with the ratio: what prefilling a burst's misses in one forward is worth.
 
@@ -18,9 +19,10 @@ from uuid import uuid4
 
 import msgspec
 import uvloop
+from msgspec import UNSET
 
 from perilune_lab.arguments import count, output, positive, url
-from perilune_lab.bench_stream.burst import Burst, Measured, measure
+from perilune_lab.bench_stream.burst import Burst, Measured, NoEngine, measure
 from perilune_lab.bench_stream.text import table
 from perilune_lab.client import TargetError
 from perilune_lab.console import Console
@@ -45,22 +47,21 @@ The target's own /metrics is the engine side where it has vLLM's; behind a gatew
 
 
 async def on_target(args: argparse.Namespace, burst: Burst) -> tuple[list[Measured], Counter[str]]:
-    engines = args.engine or [args.target]
     found, errors = await measure(
-        "", args.target, engines, burst, model=args.model, time_scale=args.time_scale
+        "", args.target, args.engine, burst, model=args.model, time_scale=args.time_scale
     )
     return [found], errors
 
 
-async def on_simulated(burst: Burst) -> tuple[list[Measured], Counter[str]]:
+async def on_simulated(burst: Burst, time_scale: float) -> tuple[list[Measured], Counter[str]]:
     """A simulated engine in either mode, one after the other, at H20 speed."""
     found, errors = [], Counter[str]()
     step = ("--tokens-per-step", str(TOKENS_PER_STEP))
     for name, arguments in (("serial", (*step, "--serial-misses")), ("batched", step)):
-        options = EngineOptions(time_scale=1.0, kv_tokens=281_600, arguments=arguments)
+        options = EngineOptions(time_scale=time_scale, kv_tokens=281_600, arguments=arguments)
         async with Stack(engines=1, options=options, with_gateway=False, with_envoy=False) as stack:
             target = f"http://{stack.endpoints[0]}"
-            measured, wrong = await measure(name, target, [target], burst)
+            measured, wrong = await measure(name, target, (), burst, time_scale=time_scale)
         found.append(measured)
         errors.update(wrong)
     return found, errors
@@ -76,7 +77,8 @@ def main(argv: Sequence[str]) -> int:
         f" {burst.output_tokens} new each"
     )
     try:
-        found, errors = uvloop.run(on_simulated(burst) if args.simulated else on_target(args, burst))
+        work = on_simulated(burst, args.time_scale) if args.simulated else on_target(args, burst)
+        found, errors = uvloop.run(work)
     except (TargetError, StackError) as error:
         print(f"perilune bench-stream: {error}", file=sys.stderr)
         return DOWN
@@ -89,12 +91,23 @@ def main(argv: Sequence[str]) -> int:
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(
         table(found, title, published=not burst.same)
     )
-    for unsaid in (b for b in found if b.succeeded and not b.engine_said):
-        where = ", ".join(args.engine or [args.target or unsaid.name])
-        print(f"no engine side: {where} has no histograms of vLLM on /metrics", file=sys.stderr)
+    for one in found:
+        if one.succeeded and one.no_engine is not UNSET:
+            print(f"no engine side: {why(one.no_engine, args, one.name)}", file=sys.stderr)
     for wrong, times in errors.most_common(_ERRORS_SHOWN):
         print(f"{times} × {wrong}", file=sys.stderr)
     return 0 if all(burst.succeeded for burst in found) else DOWN
+
+
+def why(no_engine: NoEngine, args: argparse.Namespace, name: str) -> str:
+    """In a line, with the cure; `name`: of a burst on a simulated engine."""
+    where = ", ".join(args.engine or [args.target or name])
+    if no_engine is NoEngine.NO_HISTOGRAMS:
+        return f"{where} has no histograms of vLLM on /metrics"
+    what = "has counts that fell" if no_engine is NoEngine.FALLEN else "counted fewer requests than succeeded"
+    if args.engine or args.simulated:
+        return f"/metrics of {where} {what}: an engine was started anew meanwhile, or several answer there"
+    return f"/metrics of {where} {what}: several engines seem to answer there, name each with --engine"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -111,9 +124,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add(
         "--engine",
         action="append",
+        default=[],
         type=url,
         metavar="URL",
-        help="whose /metrics is the engine side [target]",
+        help="whose /metrics is the engine side; once for each [target]",
     )
     add("--num-requests", type=count, default=32, metavar="N", help="[%(default)s]")
     prompts = parser.add_mutually_exclusive_group()
@@ -122,6 +136,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=count, default=384, metavar="N", help="of each prompt [%(default)s]")
     add("--max-new-tokens", type=count, default=8, metavar="N", help="of each answer [%(default)s]")
     add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
-    add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated target [%(default)s]")
+    add("--time-scale", type=positive, default=1.0, metavar="X", help="of simulated engines [%(default)s]")
     add("--json", type=output, metavar="FILE", help="write everything as JSON")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for option, value in (("--engine", args.engine), ("--model", args.model)):
+        if args.simulated and value:
+            parser.error(f"{option} has no meaning with --simulated: leave it out, or name a --target")
+    return args

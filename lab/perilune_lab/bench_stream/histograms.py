@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 
 import aiohttp
@@ -32,6 +33,12 @@ class Histogram:
                 return low if bound == inf else low + (bound - low) * (rank - below) / (total - below)
             below, low = total, bound
         return low
+
+    @property
+    def falls(self) -> bool:
+        """Of a difference: something in it is below 0, which one engine that goes on counting cannot give."""
+        up_to = [0.0, *(total for _, total in sorted(self.buckets.items()))]
+        return self.sum < 0 or self.count < 0 or any(b < a for a, b in pairwise(up_to))
 
     def plus(self, other: Histogram, sign: int = 1) -> Histogram:
         bounds = {*self.buckets, *other.buckets}

@@ -2,13 +2,14 @@
 
 import json
 import socket
+from collections import Counter
 
 import pytest
 from msgspec import UNSET
 from stepped_engine import SteppedEngine
 
 from perilune_lab.bench_stream import cli
-from perilune_lab.bench_stream.burst import Burst, measure, summarize
+from perilune_lab.bench_stream.burst import NOTHING, Burst, NoEngine, measure, summarize
 from perilune_lab.bench_stream.histograms import Histogram, Scrape
 from perilune_lab.bench_stream.text import PUBLISHED
 from perilune_lab.client import TargetError
@@ -16,6 +17,9 @@ from perilune_lab.engine.scheduler import Limits
 from perilune_lab.report import Quantiles
 from perilune_lab.result import Result
 from perilune_lab.stack import EngineOptions, Stack
+
+TTFT, LATENCY = "vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"
+GAPS = "vllm:inter_token_latency_seconds"
 
 
 def result(**times: object) -> Result:
@@ -55,16 +59,57 @@ class TestSummary:
         assert isinstance(found.engine.ttft_s, Quantiles), "engine seconds are not scaled"
         assert (found.engine.ttft_s.mean, found.engine.ttft_s.p50) == (1.5, 1.0)
         assert found.engine.tpot_s is UNSET
-        assert found.engine_said
+        assert found.no_engine is UNSET
 
     @pytest.mark.parametrize("count", [-3.0, 0.0, float("nan"), float("inf")])
     def test_an_engine_that_began_anew_meanwhile_says_nothing(self, count):
-        grown = Scrape({"vllm:time_to_first_token_seconds": Histogram({1.0: count}, count, count)})
-        assert not summarize("x", [result(error="no")], grown, 1.0).engine_said
+        grown = Scrape({TTFT: Histogram({1.0: count}, count, count)})
+        found = summarize("x", [result(error="no")], grown, 1.0)
+        assert found.engine == NOTHING
+        assert found.no_engine is not UNSET
+
+    @pytest.mark.parametrize(
+        ("grown", "why"),
+        [
+            pytest.param({TTFT: Histogram({1.0: 2.0}, -6.0, 3.0)}, NoEngine.FALLEN, id="a sum falls"),
+            pytest.param({TTFT: Histogram({}, 6.0, -3.0)}, NoEngine.FALLEN, id="a count falls"),
+            pytest.param({TTFT: Histogram({1.0: -1.0, 3.0: 3.0}, 6.0, 3.0)}, NoEngine.FALLEN, id="a bucket"),
+            pytest.param(
+                {TTFT: Histogram({1.0: 3.0, 3.0: 2.0, 9.0: 3.0}, 6.0, 3.0)},
+                NoEngine.FALLEN,
+                id="what lies between two bounds falls",
+            ),
+            pytest.param(
+                {TTFT: Histogram({1.0: 1.0}, 1.0, 1.0)}, NoEngine.TOO_FEW, id="too few first tokens"
+            ),
+            pytest.param({LATENCY: Histogram({1.0: 0.0}, 0.0, 0.0)}, NoEngine.TOO_FEW, id="none ended there"),
+            pytest.param(
+                {TTFT: Histogram({1.0: 2.0}, 1.0, 2.0), GAPS: Histogram({1.0: -9.0}, -9.0, -9.0)},
+                NoEngine.FALLEN,
+                id="one histogram tells of all",
+            ),
+            pytest.param({}, NoEngine.NO_HISTOGRAMS, id="no histograms"),
+        ],
+    )
+    def test_pages_that_contradict_the_burst_give_no_engine_side(self, grown, why):
+        found = summarize("x", [result(), result()], Scrape(grown), 1.0)
+        assert (found.engine, found.no_engine) == (NOTHING, why)
+
+    def test_answers_of_one_token_have_no_gaps_to_count(self):
+        grown = {TTFT: Histogram({1.0: 2.0}, 1.0, 2.0), GAPS: Histogram({1.0: 0.0}, 0.0, 0.0)}
+        found = summarize("x", [result(), result()], Scrape(grown), 1.0)
+        assert isinstance(found.engine.ttft_s, Quantiles)
+        assert (found.engine.itl_s, found.no_engine) == (UNSET, UNSET)
+
+    def test_engines_that_are_named_need_not_have_served_all(self):
+        grown = Scrape({TTFT: Histogram({1.0: 1.0}, 1.0, 1.0)})
+        found = summarize("x", [result(), result()], grown, 1.0, counts_all=False)
+        assert isinstance(found.engine.ttft_s, Quantiles)
+        assert found.no_engine is UNSET
 
     def test_nothing_succeeded(self):
         found = summarize("x", [result(error="no")], Scrape(), 1.0)
-        assert not found.engine_said
+        assert found.no_engine is NoEngine.NO_HISTOGRAMS
         assert (found.succeeded, found.seconds, found.client.ttft_s, found.tokens_per_s) == (
             0,
             0.0,
@@ -117,6 +162,38 @@ class TestOverHttp:
         ):
             assert serial[f"{name}_s"][at] > batched[f"{name}_s"][at], (name, at)
 
+    def test_the_time_scale_is_that_of_simulated_engines_and_of_what_is_measured(self, monkeypatch):
+        scales = []
+
+        async def measured(*_, time_scale, **__):
+            scales.append(time_scale)
+            return summarize("x", [], Scrape(), time_scale), Counter()
+
+        class NoStack(Stack):
+            async def __aenter__(self):
+                scales.append(self.options.time_scale)
+                self.endpoints = ("127.0.0.1:1",)
+                return self
+
+            async def __aexit__(self, *_):
+                pass
+
+        monkeypatch.setattr(cli, "Stack", NoStack)
+        monkeypatch.setattr(cli, "measure", measured)
+        cli.main(["--simulated", "--time-scale", "20"])
+        assert scales == [20.0] * 4
+
+    async def test_a_target_with_several_engines_has_no_engine_side(self):
+        """Envoy answers /metrics from one engine, then from another."""
+        options = EngineOptions(time_scale=20.0)
+        async with Stack(engines=2, options=options) as stack:
+            engines = [f"http://{address}" for address in stack.endpoints]
+            of_target, _ = await measure("", stack.url, (), Burst(6, name="t"), time_scale=20.0)
+            of_both, _ = await measure("", stack.url, engines, Burst(6, name="b"), time_scale=20.0)
+        assert of_target.engine == NOTHING
+        assert of_target.no_engine in (NoEngine.FALLEN, NoEngine.TOO_FEW)
+        assert isinstance(of_both.engine.latency_s, Quantiles)
+
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -133,6 +210,42 @@ class TestOverHttp:
         with pytest.raises(SystemExit) as end:
             cli.main(arguments)
         assert end.value.code == 2
+
+    @pytest.mark.parametrize("option", [("--engine", "http://a:1"), ("--model", "x")], ids=lambda o: o[0])
+    def test_what_has_no_meaning_with_a_simulated_engine(self, option, capsys):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["--simulated", *option])
+        assert end.value.code == 2
+        assert f"{option[0]} has no meaning with --simulated: leave it out" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("no_engine", "engines", "said"),
+        [
+            pytest.param(
+                NoEngine.TOO_FEW,
+                [],
+                "/metrics of http://t counted fewer requests than succeeded: several engines seem to answer"
+                " there, name each with --engine",
+                id="several engines",
+            ),
+            pytest.param(
+                NoEngine.FALLEN,
+                ["http://e"],
+                "/metrics of http://e has counts that fell: an engine was started anew meanwhile, or"
+                " several answer there",
+                id="named already",
+            ),
+            pytest.param(
+                NoEngine.NO_HISTOGRAMS,
+                [],
+                "http://t has no histograms of vLLM on /metrics",
+                id="another engine",
+            ),
+        ],
+    )
+    def test_why_there_is_no_engine_side(self, no_engine, engines, said):
+        args = cli.parse(["--target", "http://t", *(word for url in engines for word in ("--engine", url))])
+        assert cli.why(no_engine, args, "") == said
 
 
 # one admission, in virtual time
