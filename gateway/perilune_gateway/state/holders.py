@@ -1,19 +1,27 @@
 """Holders of blocks, named by bits, and how a prompt is followed for all of them at once.
 
-Bit 0 is the pool's shared store; then come two bits for each holder, an endpoint's data-parallel rank: device
-and host. A `Walk` goes along a prompt's runs (`runs.Run`) with the set of those that have held everything so
-far; a run that they all hold in full costs one comparison of two ints.
+1. Bit 0 is the pool's shared store; then come two bits for each holder, an endpoint's data-parallel rank:
+   device and host. `Holders` gives them out; those of a holder that is gone are given out anew.
+2. A `Walk` goes along a prompt's runs (`runs.Run`) with the set of those that have held everything so far,
+   and notes who lost it where.
+3. `Holders.by_address` makes addresses of these sets.
+
+Costs: a run that all of a walk's holders hold in full is one comparison of two ints; a set of holders that
+was asked for before is one look-up. Does not: know which run a block is in, or take anything out of a run.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from operator import itemgetter
 
 from perilune_gateway.model import Tier
-from perilune_gateway.state.runs import STORE, Claim, Run
+from perilune_gateway.state.runs import STORE, Claim, Run, bits
+from perilune_gateway.stats import EndpointBlocks
 
 _WIDTH = 2
 """Bits per holder: device, host."""
+_MAX_SETS = 4096
 
 
 class Holder:
@@ -21,6 +29,7 @@ class Holder:
 
     __slots__ = (
         "address",
+        "both",
         "claim_bit",
         "claimed",
         "claims",
@@ -40,6 +49,7 @@ class Holder:
         self.slot = slot
         self.device = 0 if slot < 0 else 2 << slot * _WIDTH
         self.host = self.device << 1
+        self.both = self.device | self.host
         self.claim_bit = self.device or STORE
         self.forget()
 
@@ -70,9 +80,87 @@ class Holder:
         return self.claimed - over
 
 
-def slot_of(bit: int) -> int:
-    """Of a holder's device or host bit."""
-    return (bit.bit_length() - 2) // _WIDTH
+class Holders:
+    """A pool's holders, but for the store."""
+
+    def __init__(self) -> None:
+        self.named: dict[tuple[str, int], Holder] = {}
+        """By address and rank."""
+        self.everyone = 0
+        """The device bits of all."""
+        self.hosts = 0
+        """The device bits of those that ever announced something in their host's memory."""
+        self.changes = 0
+        """Holders that came or went: within whose reach the store is."""
+        self._slots: list[Holder | None] = []
+        self._sets: dict[int, dict[str, None]] = {}
+        """Addresses by device bits."""
+
+    def made(self, address: str, rank: int) -> Holder:
+        """That one, made if it is not known."""
+        holder = self.named.get((address, rank))
+        if holder is None:
+            slot = self._slots.index(None) if None in self._slots else len(self._slots)
+            holder = self.named[address, rank] = Holder(address, rank, slot)
+            self._slots[slot : slot + 1] = [holder]
+            self.changes += 1
+            self._sets.clear()
+            self.everyone |= holder.device
+        return holder
+
+    def remove(self, address: str) -> None:
+        """All of its ranks; no run names one any more."""
+        self.changes += 1
+        for holder in self.of(address, None):
+            del self.named[holder.address, holder.rank]
+            self._slots[holder.slot] = None
+            self._sets.clear()
+            self.everyone &= ~holder.device
+            self.hosts &= ~holder.device
+
+    def of(self, address: str, rank: int | None) -> list[Holder]:
+        """That rank, if it is known; None: all ranks that are."""
+        if rank is not None:
+            holder = self.named.get((address, rank))
+            return [holder] if holder else []
+        return [holder for (of, _), holder in self.named.items() if of == address]
+
+    def by_bit(self, bit: int) -> Holder:
+        """Whose device or host bit it is."""
+        holder = self._slots[(bit.bit_length() - 2) // _WIDTH]
+        assert holder is not None, "a run names a holder that is gone"
+        return holder
+
+    def endpoints(self, now: float) -> dict[str, EndpointBlocks]:
+        """What each has, its ranks summed."""
+        found: dict[str, EndpointBlocks] = {}
+        for holder in self.named.values():
+            sum_ = found.get(holder.address, EndpointBlocks())
+            found[holder.address] = EndpointBlocks(
+                sum_.device + holder.on_device,
+                sum_.host + holder.on_host,
+                sum_.speculative + holder.unexpired(now),
+            )
+        return found
+
+    def by_address(self, walk: Walk, total: int) -> dict[str, int]:
+        """Who lost it where, and who never did → leading blocks by address, the best rank's."""
+        found: dict[str, int] = {}
+        for gone, at in (*sorted(walk.lost, key=itemgetter(1)), (walk.left, total)):
+            if at:
+                found.update(dict.fromkeys(self._addresses(gone), at))  # grows: the last is the best
+        return found
+
+    def _addresses(self, holders: int) -> dict[str, None]:
+        """Of these device bits; the same sets come again and again. A dict of them is what another is made
+        from in half the time."""
+        known = self._sets.get(holders)
+        if known is None:
+            if len(self._sets) >= _MAX_SETS:
+                self._sets.clear()
+            addresses = dict.fromkeys(self.by_bit(bit).address for bit in bits(holders & ~STORE))
+            known = self._sets[holders] = addresses
+        return known
 
 
 class Walk:
@@ -131,9 +219,9 @@ class Walk:
             return total
         return next(at for gone, at in self.lost if gone & STORE)
 
-    def _lose(self, bits: int, at: int) -> None:
-        self.left ^= bits
-        self.lost.append((bits, at))
+    def _lose(self, holders: int, at: int) -> None:
+        self.left ^= holders
+        self.lost.append((holders, at))
 
 
 def _gap(missing: int, first: int) -> int:

@@ -1,15 +1,11 @@
 """Which endpoint holds how many leading blocks of a prompt, and in which tier.
 
 Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 2,048 blocks that follow each other) of a block, and the run
-knows its holders; following a prompt is one look-up per run. A match ends at any block boundary. Conductor's
-trie over tokens matches only whole inserted entries; Dynamo's radix tree matches like this one, and
-`find_matches` gives its answers (early exit too, see `state.edges`).
-
-Whoever follows a prompt from its beginning meets every run at its first block, since the block before it is
-in one run only. So a claimed prompt enters the dict with the first block of each run alone (the run is
-*loose*): a claim, and its end, cost runs instead of dict entries. The other blocks are entered when somebody
-asks for one that is not known: an event, or a look at one block.
+it. A flat dict finds the run (`runs.Run`, up to 2,048 blocks that follow each other) of a block
+(`run_map.RunMap`), and the run knows its holders (`holders.Holders`); following a prompt is one look-up per
+run. A match ends at any block boundary. Conductor's trie over tokens matches only whole inserted entries;
+Dynamo's radix tree matches like this one, and `find_matches` gives its answers (early exit too, see
+`state.edges`).
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
    holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
@@ -38,29 +34,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
-from operator import itemgetter
 
 from msgspec import Struct, field
 
 from perilune_gateway.model import Tier
 from perilune_gateway.state.edges import Edges
-from perilune_gateway.state.holders import Holder, Walk, slot_of
+from perilune_gateway.state.holders import Holder, Holders, Walk
+from perilune_gateway.state.run_map import FIRST, RunMap
 from perilune_gateway.state.runs import MAX_BLOCKS, STORE, Claim, Run, bits, last
-from perilune_gateway.state.where import Where
-from perilune_gateway.stats import EndpointBlocks, IndexStats
+from perilune_gateway.stats import IndexStats
+
+__all__ = ["FIRST", "Matches", "PrefixIndex"]
 
 _RECENT = 1000
-_MAX_SETS = 4096
 _MAX_CLAIMED = 4096
 _MOST_DUE = 1024
 _RENEW, _RENEW_S = 1 / 16, 2.0
 """A claim is renewed by an equal prompt once this share of its time, or so many seconds, are over."""
-FIRST = -1
-"""As parent: they begin a prompt."""
 
 
 class Matches(Struct, frozen=True, gc=False):
@@ -105,49 +99,24 @@ class PrefixIndex:
         """`claims_per_endpoint`: speculative blocks of one endpoint, at most. `window_s`: 0: no frequencies.
         `edges`: remember where Dynamo's tree would end an edge, which only `early_exit` asks for.
         `run_blocks`: in a run, at most."""
-        self._run_blocks = run_blocks
         self._max_blocks = max_blocks
         self._ttl_s = speculative_ttl_s
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
-        self._where = Where()
-        """By block: of a loose run the first, else all."""
-        self._runs: dict[Run, None] = {}
-        """Coldest first."""
-        self._loose: dict[Run, None] = {}
-        self._parted: list[Run] = []
-        """Whose blocks, but for the first, are still entered as another's."""
-        self._heads: set[int] = set()
-        """The first blocks of all runs."""
-        self._unknown = Run(0.0)
-        """Followed by those of which it is not known what they follow."""
-        self._unknown.cut = True
-        self._adrift = 0
-        """Runs that may follow blocks that are in no run."""
-        self._blocks = 0
-        """In all runs."""
+        self._runs = RunMap(run_blocks, self._evict)
         self._live = 0
-        """Of these, blocks that somebody holds or claims."""
+        """Blocks that somebody holds or claims; runs have others between them."""
         self._window_s = window_s
         self._uses: dict[int, deque[float]] = {}
         self._edges = Edges() if edges else None
         self._store = Holder("", 0, -1)
-        self._holders: dict[tuple[str, int], Holder] = {}
-        self._slots: list[Holder | None] = []
-        self._sets: dict[int, dict[str, None]] = {}
-        """Addresses by device bits."""
-        self._everyone = 0
-        """The device bits of all holders."""
-        self._hosts = 0
-        """The device bits of those that ever announced something in their host's memory."""
+        self._holders = Holders()
         self._due: list[tuple[float, int, Holder, Claim]] = []
         """A heap: claims by when they end, then in the order in which they were made."""
         self._most_due = _MOST_DUE
         self._made = 0
         self._evicted = 0
-        self.changes = 0
-        """While it stays the same and no claim's time is over (`expire`), `find_matches` does, too, but for
-        the frequencies of a window."""
+        self._changes = 0
         self._claimed: dict[tuple[str, int, float], float] = {}
         """By endpoint, last block of a prompt and TTL: when what the endpoint did not hold of it was claimed.
         Nothing was taken out since."""
@@ -157,8 +126,14 @@ class PrefixIndex:
         return self._live
 
     def __contains__(self, block: object) -> bool:
-        run = self._run_of(block) if isinstance(block, int) else None
+        run = self._runs.run_of(block) if isinstance(block, int) else None
         return run is not None and bool(run.live >> run.position(block) & 1)  # type: ignore[arg-type]
+
+    @property
+    def changes(self) -> int:
+        """While it stays the same and no claim's time is over (`expire`), `find_matches` does, too, but for
+        the frequencies of a window."""
+        return self._changes + self._runs.changes + self._holders.changes
 
     def widen(self, max_blocks: int) -> None:
         """Hold at least so many from now on: the pool has grown."""
@@ -178,18 +153,18 @@ class PrefixIndex:
         """`blocks`, each the child of the one before, are there now. `parent` is the block before them, or
         FIRST; None: not known. Of the store, the endpoint does not matter."""
         self.expire(now)
-        self.changes += 1
+        self._changes += 1
         if self._edges:
             self._edges.grow(None if parent == FIRST else parent, blocks, self)
         if tier is Tier.STORE:
             self._claim(self._store, blocks, now, self._store_ttl_s, parent)
         else:
-            holder = self._holder(endpoint, rank)
+            holder = self._holders.made(endpoint, rank)
             bit = holder.device if tier is Tier.DEVICE else holder.host
-            claimant = self._holders.get((endpoint, 0)) if tier is Tier.DEVICE else None
+            claimant = self._holders.named.get((endpoint, 0)) if tier is Tier.DEVICE else None
             added = 0
             laid = []
-            for at in self._lay(blocks, now, holder, parent):
+            for at in self._runs.lay(blocks, now, holder.both, parent):
                 laid.append(at)
                 run, positions = at
                 live = run.live
@@ -203,18 +178,19 @@ class PrefixIndex:
                         self._claimed.clear()  # its own rank has a gap there now
             holder.count(tier, added)
             if tier is Tier.HOST:
-                self._hosts |= holder.device
-            self._renew(laid)
+                self._holders.hosts |= holder.device
+            if not self._roomy:
+                self._runs.renew(laid)
         self._make_room()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], rank: int = 0) -> None:
         """They are no longer there; unknown ones are ignored. A claim of them stays."""
-        holder = self._holders.get((endpoint, rank))
+        holder = self._holders.named.get((endpoint, rank))
         if holder is None:
             return
         bit = holder.device if tier is Tier.DEVICE else holder.host
         gone: dict[Run, int] = {}
-        before, position, run_of = None, 0, self._run_of
+        before, position, run_of = None, 0, self._runs.run_of
         for block in blocks:
             if run := run_of(block):
                 position = position - 1 if run is before else len(run.blocks) - 1  # tails go first
@@ -229,9 +205,8 @@ class PrefixIndex:
 
     def cleared(self, endpoint: str, rank: int | None = None) -> None:
         """Nothing is there any more, nor claimed; of one rank or of all. O(runs)."""
-        for holder in self._of(endpoint, rank):
-            both = holder.device | holder.host
-            for run in [run for run in self._runs if (run.full | run.some) & both]:
+        for holder in self._holders.of(endpoint, rank):
+            for run in [run for run in self._runs if (run.full | run.some) & holder.both]:
                 every = run.every
                 run.take(holder.device, every)
                 run.take(holder.host, every)
@@ -242,13 +217,7 @@ class PrefixIndex:
     def remove_endpoint(self, endpoint: str) -> None:
         """It is gone: no credit to whoever comes back under its address."""
         self.cleared(endpoint)
-        self.changes += 1  # the store is within its reach no more
-        for holder in self._of(endpoint, None):
-            del self._holders[holder.address, holder.rank]
-            self._slots[holder.slot] = None
-            self._sets.clear()
-            self._everyone &= ~holder.device
-            self._hosts &= ~holder.device
+        self._holders.remove(endpoint)
 
     # -- what the router does ----------------------------------------------------------------------
 
@@ -272,7 +241,7 @@ class PrefixIndex:
         prompt = endpoint, blocks[-1], ttl_s
         if self._roomy and now - self._claimed.get(prompt, -inf) <= _renewed_s(ttl_s):
             return
-        holder = self._holder(endpoint, 0)
+        holder = self._holders.made(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block
         if self._claim(holder, blocks, now, ttl_s, FIRST, loose) and self._roomy:
             if len(self._claimed) >= _MAX_CLAIMED:
@@ -301,12 +270,13 @@ class PrefixIndex:
         if matched:
             block, run = blocks[matched - 1], matches.last_run
             if run is None or not run.blocks or run.blocks[-1] != block:
-                run = self._run_at(blocks, matched - 1)
+                run = self._runs.run_at(blocks, matched - 1)
             if run:
                 run.hit(block, now)
         if self._window_s:
+            known = self._runs.where
             for block in islice(blocks, matched):
-                if block not in self._where:
+                if block not in known:
                     break
                 uses = self._uses.setdefault(block, deque())
                 while uses and uses[0] <= now - self._window_s:
@@ -324,17 +294,19 @@ class PrefixIndex:
         """
         if early_exit:
             blocks = blocks[: self._early_end(blocks, now)]
+        holders, met = self._holders, self._runs.met
+        everyone, hosts, by_address = holders.everyone, holders.hosts, holders.by_address
         stores = bool(self._store.claims)
         all_count = not self._due or self._due[0][0] > now
-        on_device = Walk(self._everyone, now, all_count, False, False)
-        on_host = Walk(self._everyone, now, all_count, True, False) if self._hosts else on_device
-        anywhere = Walk(self._everyone, now, all_count, True, True) if stores else on_host
-        walks = [on_device, *([on_host] if self._hosts else ()), *([anywhere] if stores else ())]
+        on_device = Walk(everyone, now, all_count, False, False)
+        on_host = Walk(everyone, now, all_count, True, False) if hosts else on_device
+        anywhere = Walk(everyone, now, all_count, True, True) if stores else on_host
+        walks = [on_device, *([on_host] if hosts else ()), *([anywhere] if stores else ())]
         at, total = 0, len(blocks)
         ends: list[int] = []
         runs: list[Run] = []
         while at < total and anywhere.left:
-            run = self._met(blocks[at])
+            run = met(blocks[at])
             if run is None:
                 break
             first, end = run.path(blocks, at)
@@ -343,9 +315,9 @@ class PrefixIndex:
             at += end - first
             ends.append(at)
             runs.append(run)
-        device = self._by_address(on_device, at)
-        host = self._by_address(on_host, at) if on_host is not on_device else device
-        reach = self._by_address(anywhere, at) if anywhere is not on_host else host
+        device = by_address(on_device, at)
+        host = by_address(on_host, at) if on_host is not on_device else device
+        reach = by_address(anywhere, at) if anywhere is not on_host else host
         store = anywhere.store_end(at) if stores else 0
         longest = max(store, max(reach.values(), default=0))
         return Matches(
@@ -367,18 +339,18 @@ class PrefixIndex:
 
     def find_block(self, block: int, now: float) -> Matches:
         """Who holds this block, wherever in a prompt it is: 1 or nothing of each."""
-        self._run_of(block)
+        self._runs.run_of(block)
         return self.find_matches((block,), now)
 
     def holds(self, endpoint: str, block: int, now: float) -> bool:
         """It is on the device, announced or claimed: what `find_block` says."""
-        run = self._run_of(block)
+        run = self._runs.run_of(block)
         if run is None:
             return False
         at = run.position(block)
-        if (holder := self._holders.get((endpoint, 0))) and self._has(run, holder.device, at, now):
+        if (holder := self._holders.named.get((endpoint, 0))) and self._has(run, holder.device, at, now):
             return True
-        return any(self._has(run, holder.device, at, now) for holder in self._of(endpoint, None))
+        return any(self._has(run, holder.device, at, now) for holder in self._holders.of(endpoint, None))
 
     @staticmethod
     def _has(run: Run, bit: int, at: int, now: float) -> bool:
@@ -386,27 +358,20 @@ class PrefixIndex:
 
     def announced(self, endpoint: str, block: int) -> bool:
         """Its engine said that it holds this block on the device (a claim does not count)."""
-        run = self._run_of(block)
+        run = self._runs.run_of(block)
         if run is None:
             return False
         at = run.position(block)
-        return any(run.held(holder.device) >> at & 1 for holder in self._of(endpoint, None))
+        return any(run.held(holder.device) >> at & 1 for holder in self._holders.of(endpoint, None))
 
     def frequency_score(self, block: int, now: float) -> float:
         """Conductor's hotness of one block; 0 without a recorded match."""
-        run = self._run_of(block)
+        run = self._runs.run_of(block)
         return run.statistics(block, now)[2] if run else 0.0
 
     def stats(self, now: float) -> IndexStats:
         """The index in numbers; `now` decides which claims still count. O(recent matches + live claims)."""
-        endpoints: dict[str, EndpointBlocks] = {}
-        for (address, _), holder in self._holders.items():
-            sum_ = endpoints.get(address, EndpointBlocks())
-            endpoints[address] = EndpointBlocks(
-                sum_.device + holder.on_device,
-                sum_.host + holder.on_host,
-                sum_.speculative + holder.unexpired(now),
-            )
+        endpoints = self._holders.endpoints(now)
         recent = self._recent
         missed = sum(matched == 0 for matched, _ in recent)
         full = sum(matched == total for matched, total in recent)
@@ -423,204 +388,19 @@ class PrefixIndex:
             recent_hit_ratio=sum(m for m, _ in recent) / (sum(n for _, n in recent) or 1),
         )
 
-    # -- holders -----------------------------------------------------------------------------------
-
-    def _holder(self, address: str, rank: int) -> Holder:
-        holder = self._holders.get((address, rank))
-        if holder is None:
-            slot = self._slots.index(None) if None in self._slots else len(self._slots)
-            holder = self._holders[address, rank] = Holder(address, rank, slot)
-            self._slots[slot : slot + 1] = [holder]
-            self.changes += 1  # the store is within its reach
-            self._sets.clear()
-            self._everyone |= holder.device
-        return holder
-
-    def _of(self, address: str, rank: int | None) -> list[Holder]:
-        if rank is not None:
-            holder = self._holders.get((address, rank))
-            return [holder] if holder else []
-        return [holder for (of, _), holder in self._holders.items() if of == address]
-
-    def _by_bit(self, bit: int) -> Holder:
-        holder = self._slots[slot_of(bit)]
-        assert holder is not None, "a run names a holder that is gone"
-        return holder
-
-    def _by_address(self, walk: Walk, total: int) -> dict[str, int]:
-        """Who lost it where, and who never did → leading blocks by address, the best rank's."""
-        found: dict[str, int] = {}
-        for gone, at in (*sorted(walk.lost, key=itemgetter(1)), (walk.left, total)):
-            if at:
-                found.update(dict.fromkeys(self._addresses(gone), at))  # grows: the last is the best
-        return found
-
-    def _addresses(self, holders: int) -> dict[str, None]:
-        """Of these device bits; the same sets come again and again. A dict of them is what another is made
-        from in half the time."""
-        known = self._sets.get(holders)
-        if known is None:
-            if len(self._sets) >= _MAX_SETS:
-                self._sets.clear()
-            addresses = dict.fromkeys(self._by_bit(bit).address for bit in bits(holders & ~STORE))
-            known = self._sets[holders] = addresses
-        return known
-
-    # -- runs --------------------------------------------------------------------------------------
-
-    def _run_of(self, block: int) -> Run | None:
-        """The run of any block. Enters what is loose, the newest first, until it is found."""
-        while self._parted:
-            head = self._parted.pop()
-            self._where.put(head.blocks, head)
-        while (run := self._where.get(block)) is None and self._loose:
-            self._enter(next(reversed(self._loose)))
-        return run
-
-    def _met(self, block: int) -> Run | None:
-        """The run that a prompt meets at this block: at its first, if events said what follows what."""
-        run = self._where.get(block)
-        if self._parted and run and block not in self._heads:
-            return self._run_of(block)
-        return run
-
-    def _run_at(self, blocks: Sequence[int], at: int) -> Run | None:
-        """The run of `blocks[at]`, followed from the prompt's beginning."""
-        begin = 0
-        while run := self._met(blocks[begin]):
-            first, end = run.path(blocks, begin)
-            begin += end - first
-            if begin > at:
-                return run
-        return None
-
-    def _lay(
-        self,
-        blocks: Sequence[int],
-        now: float,
-        holder: Holder,
-        parent: int | None,
-        loose: bool = False,
-    ) -> Iterator[tuple[Run, int]]:
-        """The runs of `blocks` with the positions meant, made where they are not known; `loose`: they are a
-        prompt from its beginning, and its new runs may stay loose. A new row goes on in the run of the block
-        before it, if that one is its last and nobody else's. (No parent: they may be of anywhere.)"""
-        run_of = self._met if loose else self._run_of
-        at, total = 0, len(blocks)
-        before: Run | None = None
-        made: list[Run] = []
-        while at < total:
-            run = run_of(blocks[at])
-            if run is not None:
-                first, end = run.path(blocks, at)
-                if at and not first and parent is not None and run.follows is not before:
-                    self._follow(run, before)
-                if end < len(run.blocks) and at + end - first < total:
-                    run = self._part(run, end, loose)
-            else:
-                if not at and parent is not None and parent != FIRST:
-                    before = self._run_of(parent)
-                if before is not None and self._grows(before, holder) and (at or before.blocks[-1] == parent):
-                    run = before
-                else:
-                    run = Run(now)
-                    made.append(run)
-                    known = parent is not None and (at or parent == FIRST or before)
-                    self._follow(run, before if known else self._unknown)
-                first = len(run.blocks)
-                row = self._add(run, blocks[at : at + self._run_blocks - first], loose)
-                end = first + len(row)
-            at += end - first
-            before = run
-            yield run, (1 << end) - (1 << first)
-        for run in reversed(made):  # a tail is colder than its head
-            self._runs[run] = None
-
-    def _follow(self, run: Run, before: Run | None) -> None:
-        """`run` comes after the end of `before`; None: after nothing."""
-        if run.follows:
-            run.follows.followed -= 1
-            self._adrift -= run.follows.cut
-        run.follows = before
-        if before:
-            before.followed += 1
-            self._adrift += before.cut
-
-    def _add(self, run: Run, row: Sequence[int], loose: bool) -> Sequence[int]:
-        """Put `row`, of which the first block is not known, at the end of `run`, up to the first block that
-        is in another run. Of a prompt that is another's first, since it does not follow what is in the other
-        run before it; and one of which it is not known what it follows, since else the row would have begun
-        in what that one follows."""
-        if not run.blocks:
-            self._heads.add(row[0])
-            if loose:
-                self._loose[run] = None
-                self._where.put(row[:1], run)
-        if run not in self._loose:
-            row = self._where.enter(row, run)
-        elif self._adrift and not self._heads.isdisjoint(row[1:]):
-            row = row[: next(n for n, block in enumerate(row) if n and block in self._heads)]
-        run.extend(row)
-        self._blocks += len(row)
-        return row
-
-    def _enter(self, run: Run) -> None:
-        """A loose run is so no longer."""
-        kept = self._where.enter(run.blocks, run)
-        if len(kept) < len(run.blocks):  # an event put blocks into a row that do not follow each other
-            self._evict(run, run.every ^ ((1 << len(kept)) - 1))
-        del self._loose[run]
-
-    def _part(self, run: Run, at: int, loose: bool) -> Run:
-        """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
-        just used is the head: it becomes the newest, the rest stays as cold as it is.) `loose`: all of its
-        blocks but the first may be entered later."""
-        self.changes += 1
-        head = run.cut_off(at)
-        self._heads.add(run.blocks[0])
-        if run in self._loose:
-            self._loose[head] = None
-        elif loose:
-            self._parted.append(head)
-        if loose or run in self._loose:
-            self._where.put(head.blocks[:1], head)
-            self._where.put(run.blocks[:1], run)
-        else:
-            self._where.put(head.blocks, head)
-        self._runs[head] = None
-        return head
-
-    def _grows(self, run: Run, holder: Holder) -> bool:
-        alone = not (run.full | run.some) & ~(holder.device | holder.host)
-        return alone and len(run.blocks) < self._run_blocks and bool(run.live)
+    # -- what goes ---------------------------------------------------------------------------------
 
     def _prune(self, run: Run) -> None:
         """Something was taken out: forget what nobody holds any more."""
-        self.changes += 1
+        self._changes += 1
         self._claimed.clear()
         before = run.live.bit_count()
         dead = run.prune()
         self._live += run.live.bit_count() - before
-        if dead:
-            self._forget(run, dead)
-
-    def _forget(self, run: Run, dead: Sequence[int]) -> None:
-        """These were at its end."""
-        uses = self._uses
-        self._blocks -= len(dead)
-        if run.followed and not run.cut:
-            run.cut = True
-            self._adrift += run.followed
-        if run not in self._loose:
-            self._where.drop(dead)
-        elif not run.blocks:
-            self._where.drop(dead[:1])
-            del self._loose[run]
-        if not run.blocks:
-            self._heads.remove(dead[0])
-            self._runs.pop(run, None)
-            self._follow(run, None)
-        if uses:
+        if not dead:
+            return
+        self._runs.forget(run, dead)
+        if uses := self._uses:
             for block in filter(uses.__contains__, dead):
                 del uses[block]
         if self._edges:
@@ -628,11 +408,11 @@ class PrefixIndex:
 
     def _make_room(self) -> None:
         """Evict the coldest. In batches: skipping a dict's deleted front costs each time anew."""
-        surplus = self._blocks - self._max_blocks
+        surplus = self._runs.blocks - self._max_blocks
         if surplus <= 0:
             return
         want = max(surplus, self._max_blocks // 256)
-        for run in list(islice(self._runs, want)):
+        for run in self._runs.coldest(want):
             size = len(run.blocks)
             keep = max(0, size - want)
             self._evict(run, run.every ^ ((1 << keep) - 1))
@@ -643,11 +423,11 @@ class PrefixIndex:
     def _evict(self, run: Run, positions: int) -> None:
         before = len(run.blocks)
         for bit in [*bits(run.full), *run.part]:
-            holder = self._by_bit(bit)
+            holder = self._holders.by_bit(bit)
             tier = Tier.DEVICE if bit == holder.device else Tier.HOST
             holder.count(tier, -run.take(bit, positions))
         for bit in list(run.claims):
-            holder = self._store if bit == STORE else self._by_bit(bit)
+            holder = self._store if bit == STORE else self._holders.by_bit(bit)
             holder.claimed -= run.unclaim(bit, positions)
         self._prune(run)
         self._evicted += before - len(run.blocks)
@@ -668,7 +448,7 @@ class PrefixIndex:
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
-        laid = list(self._lay(blocks, now, holder, parent, loose))
+        laid = list(self._runs.lay(blocks, now, holder.both, parent, loose))
         wanted = [
             (run, missing)
             for run, positions in laid
@@ -678,7 +458,7 @@ class PrefixIndex:
         anew = not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted)
         if anew:
             if not all(run.whole & bit for run, _ in wanted):
-                self.changes += 1
+                self._changes += 1
             for run, missing in wanted:
                 live = run.live
                 holder.claimed += run.claim(bit, claim, missing)
@@ -688,28 +468,21 @@ class PrefixIndex:
             heappush(self._due, (claim.expiry_s, self._made, holder, claim))
             if len(self._due) > self._most_due:
                 self._forget_renewed()
-        self._renew(laid)
-        return anew or not wanted
-
-    def _renew(self, laid: Sequence[tuple[Run, int]]) -> None:
-        """They were just used: the last to go, the tail before the head. Where there is room, nobody looks at
-        who goes first."""
         if not self._roomy:
-            for run, _ in reversed(laid):
-                self._runs.pop(run, None)
-                self._runs[run] = None
+            self._runs.renew(laid)
+        return anew or not wanted
 
     @property
     def _roomy(self) -> bool:
-        """Nothing is about to go for want of room."""
-        return 2 * self._blocks <= self._max_blocks
+        """Nothing is about to go for want of room, so nobody looks at who goes first."""
+        return 2 * self._runs.blocks <= self._max_blocks
 
     def _forget_renewed(self) -> None:
         """Claims of which nothing is left: they were confirmed, or their prompt was claimed anew. As often as
         the others have doubled."""
         self._due = [entry for entry in self._due if entry[-1].runs]
         heapify(self._due)
-        for holder in (self._store, *self._holders.values()):
+        for holder in (self._store, *self._holders.named.values()):
             holder.claims = deque(claim for claim in holder.claims if claim.runs)
         self._most_due = max(_MOST_DUE, 2 * len(self._due))
 
@@ -737,9 +510,10 @@ class PrefixIndex:
     # -- more questions ----------------------------------------------------------------------------
 
     def _early_end(self, blocks: Sequence[int], now: float) -> int:
-        left = self._everyone
+        left = self._holders.everyone
+        run_of = self._runs.run_of
         for at, block in enumerate(blocks):
-            run = self._run_of(block)
+            run = run_of(block)
             if run is None:
                 return at
             position = run.position(block)

@@ -136,7 +136,7 @@ class Recorder:
 
 
 def announced(index: PrefixIndex) -> set[int]:
-    return {block for block in index._where if index.announced(ENGINE, block)}
+    return {block for block in index._runs.where if index.announced(ENGINE, block)}
 
 
 def at(ts: float) -> bytes:

@@ -1,5 +1,6 @@
 import json
 import random
+import weakref
 from collections import Counter
 from math import sqrt
 
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from perilune_gateway import blocks
 from perilune_gateway.model import Tier
 from perilune_gateway.state.prefix_index import FIRST, Matches, PrefixIndex
+from perilune_gateway.state.run_map import RunMap
 from perilune_gateway.state.runs import last
 
 DEVICE, HOST, STORE = Tier
@@ -295,7 +297,7 @@ def test_claims_that_were_confirmed_take_no_memory():
         it.removed(endpoint, DEVICE, [A, B])
     check_books(it)
     assert len(it._due) <= 1024
-    assert sum(len(holder.claims) for holder in it._holders.values()) <= 1024
+    assert sum(len(holder.claims) for holder in it._holders.named.values()) <= 1024
     it.expire(610)
     assert (len(it), it._due) == (0, [])
 
@@ -416,19 +418,10 @@ def test_prompts_that_part_twice():
 
 def check_books(it: PrefixIndex) -> None:
     """What the index keeps beside its runs says the same as they do."""
+    check_map(it._runs)
     runs = list(it._runs)
-    assert it._blocks == sum(len(run.blocks) for run in runs)
     assert len(it) == sum(run.live.bit_count() for run in runs)
-    assert it._heads == {run.blocks[0] for run in runs}
-    assert set(it._loose) <= set(runs)
-    entered = {block: run for run in runs for block in (run.blocks[:1] if run in it._loose else run.blocks)}
-    found = {block: it._where.get(block) for block in it._where}
-    assert all(found[run.blocks[0]] is run for run in runs)
-    assert found | {block: run for run in it._parted for block in run.blocks} == entered
-    everything = [block for run in runs for block in run.blocks]
-    assert len(everything) == len(set(everything)), "a block is in one run"
     assert all(set(run.hits or ()) <= set(run.blocks) for run in runs)
-    assert it._adrift == sum(run.follows.cut for run in runs if run.follows)
     parts = Counter((claim, run) for run in runs for claims in run.claims.values() for claim, _ in claims)
     live = {claim for claim, _ in parts}
     assert parts == Counter((claim, run) for claim in live for run in claim.runs)
@@ -437,6 +430,21 @@ def check_books(it: PrefixIndex) -> None:
         assert run.whole == sum(
             bit for bit, claims in run.claims.items() if bit & run.whole and claims[0][1] == run.every
         )
+
+
+def check_map(it: RunMap) -> None:
+    """What the map of runs keeps beside them says the same as they do."""
+    runs = list(it)
+    assert it.blocks == sum(len(run.blocks) for run in runs)
+    assert it._heads == {run.blocks[0] for run in runs}
+    assert set(it._loose) <= set(runs)
+    entered = {block: run for run in runs for block in (run.blocks[:1] if run in it._loose else run.blocks)}
+    found = {block: it.where.get(block) for block in it.where}
+    assert all(found[run.blocks[0]] is run for run in runs)
+    assert found | {block: run for run in it._parted for block in run.blocks} == entered
+    everything = [block for run in runs for block in run.blocks]
+    assert len(everything) == len(set(everything)), "a block is in one run"
+    assert it._adrift == sum(run.follows.cut for run in runs if run.follows)
     followed = Counter(run.follows for run in runs if run.follows)
     assert all(run.followed == followed[run] for run in runs)
 
@@ -456,12 +464,20 @@ def test_memory_is_bounded_whatever_comes(options):
                 it.removed(str(dice.randrange(5)), DEVICE, prompt)
             case 3:
                 it.record_match(prompt, it.find_matches(prompt, step), step)
-        assert len(it) <= it._blocks <= 500
+        assert len(it) <= it._runs.blocks <= 500
     check_books(it)
     assert len(it._uses) <= len(it)
     if it._edges:
         assert len(it._edges._next) <= 2 * len(it) + 1024 + 40
     assert it.stats(2_000).evicted > 0
+
+
+def test_an_index_that_nobody_has_any_more_is_freed_at_once():
+    """Not when the garbage collector comes by."""
+    it = index()
+    it.stored("1", DEVICE, PROMPT, 0, parent=FIRST)
+    it = weakref.ref(it)
+    assert it() is None
 
 
 # -- Dynamo's answers -----------------------------------------------------------------------------------
