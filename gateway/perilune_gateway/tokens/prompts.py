@@ -42,14 +42,15 @@ def brackets(chat: ChatPrompt) -> int:
 
 def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | None:
     """Why nobody should tokenize it: it does not fit the context by far, and to decode or to encode it would
-    keep others waiting. (Pictures may be of any size.) Some 0.5 ms a megabyte."""
-    most_bytes = MOST_BYTES * context_tokens
+    keep others waiting. (Pictures may be of any size.) Costs nothing below `MOST_BRACKETS` bytes a token,
+    then 0.5 ms a megabyte."""
+    most_bytes, most_brackets = MOST_BYTES * context_tokens, MOST_BRACKETS * context_tokens
     match request.prompt:
         case TextPrompt(texts=texts):
             if (chars := sum(map(len, texts))) > most_bytes:
                 return CannotTellError(Cause.TOO_MUCH, f"{chars} characters")
-        case ChatPrompt() as chat if (size := size_bytes(request)) > _LONG:
-            if (found := brackets(chat)) > MOST_BRACKETS * context_tokens:
+        case ChatPrompt() as chat if (size := size_bytes(request)) > most_brackets:
+            if (found := brackets(chat)) > most_brackets:
                 return CannotTellError(Cause.TOO_MUCH, f"{found} objects and lists")
             if size > most_bytes and not has_base64(bytes(chat.messages)):
                 return CannotTellError(Cause.TOO_MUCH, f"{size} bytes")
