@@ -14,7 +14,7 @@ MEDIA_TOKENS = 1024
 MOST_BYTES, MOST_BRACKETS = 16, 4
 """A token's at most, on average over a prompt that fills the context: no text comes near."""
 FEW_BRACKETS = 20_000
-"""To look at each takes 10 ms."""
+"""To decode and look at as many takes 10 ms at most."""
 _LONG, _STRIDE = 16_384, 128
 """Bytes. A text that is longer is sampled for base64, one byte of every `_STRIDE`."""
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
@@ -43,7 +43,7 @@ def brackets(chat: ChatPrompt) -> int:
 def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | None:
     """Why nobody should tokenize it: it does not fit the context by far, and to decode or to encode it would
     keep others waiting. (Pictures may be of any size.) Costs nothing below `MOST_BRACKETS` bytes a token,
-    then 0.5 ms a megabyte."""
+    then about 1 ms a megabyte."""
     most_bytes, most_brackets = MOST_BYTES * context_tokens, MOST_BRACKETS * context_tokens
     match request.prompt:
         case TextPrompt(texts=texts):
