@@ -13,7 +13,7 @@ from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 from operator import itemgetter
 from typing import Any, overload
 
@@ -33,8 +33,8 @@ class Rows(Sequence[Candidate]):
     afterwards."""
 
     __slots__ = (
-        "_alike", "_decodes_s", "_elsewhere", "_engines", "_holders", "_links", "_made", "_overlaps",
-        "_positions", "_ready", "_tokens", "_ttft_ratios", "addresses", "views",
+        "_alike", "_at", "_decodes_s", "_elsewhere", "_engines", "_first", "_holders", "_links", "_made",
+        "_others", "_overlaps", "_positions", "_tokens", "_ttft_ratios", "addresses", "views",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +67,11 @@ class Rows(Sequence[Candidate]):
         self._alike = alike
         self._decodes_s = decodes_s
         self._ttft_ratios = ttft_ratios
-        self._ready: dict[int, Candidate] = {}
-        """Those that were asked for one by one: who asks again gets the same."""
+        self._at = -1
+        self._first: Candidate | None = None
+        """The first that was asked for by itself, mostly the only one; and where it is."""
+        self._others: dict[int, Candidate] | None = None
+        """All others that were: who asks again gets the same object."""
         self._made: list[Candidate] | None = None
 
     def __len__(self) -> int:
@@ -86,29 +89,37 @@ class Rows(Sequence[Candidate]):
     def find(self, address: str) -> Candidate | None:
         """None: it is no candidate."""
         at = self._positions.get(address)
-        return None if at is None else self._ready.get(at) or self._row(at)
+        return None if at is None else self._row(at)
 
     def _row(self, at: int) -> Candidate:
         if self._made is not None:
             return self._made[at]
-        row = self._ready.get(at)
-        if row is None:
-            endpoint, load, moved_s, _ = self.views[at]
-            address = endpoint.address
-            overlap = self._overlaps.get(address, self._elsewhere)
-            device, engine = overlap[0], self._engines[at]
-            facts = (
-                endpoint,
-                load,
-                overlap,
-                engine.prefill_s(self._tokens - device, device),
-                moved_s,
-                self._links_of(at),
-                engine,
-                self._decodes_s.get(address, 0.0),
-                self._ttft_ratios[at],
-            )
-            row = self._ready[at] = _new(Candidate, facts)
+        if at == self._at and self._first is not None:
+            return self._first
+        if self._others and at in self._others:
+            return self._others[at]
+        endpoint, load, moved_s, _ = self.views[at]
+        address = endpoint.address
+        overlap = self._overlaps.get(address, self._elsewhere)
+        device, engine = overlap[0], self._engines[at]
+        facts = (
+            endpoint,
+            load,
+            overlap,
+            engine.prefill_s(self._tokens - device, device),
+            moved_s,
+            self._links_of(at),
+            engine,
+            self._decodes_s.get(address, 0.0),
+            self._ttft_ratios[at],
+        )
+        row: Candidate = _new(Candidate, facts)
+        if self._first is None:
+            self._at, self._first = at, row
+        elif self._others is None:
+            self._others = {at: row}
+        else:
+            self._others[at] = row
         return row
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -139,8 +150,10 @@ class Rows(Sequence[Candidate]):
                 strict=True,
             )
             made = list(map(_new, repeat(Candidate), rows))
-            for at, row in self._ready.items():
+            for at, row in (self._others or {}).items():
                 made[at] = row
+            if self._first is not None:
+                made[self._at] = self._first
             self._made = made
         return self._made
 
@@ -164,23 +177,30 @@ class Rows(Sequence[Candidate]):
 class Costs(Sequence[Cost]):
     """Costs of candidates, in their order."""
 
-    __slots__ = ("_each", "_terms", "addresses", "totals")
+    __slots__ = ("_each", "_terms", "_totals", "addresses")
 
     def __init__(
         self,
         addresses: Sequence[str],
-        totals: Sequence[float],
+        totals: Sequence[float] | Callable[[Sequence[Any]], Sequence[float]],
         each: Sequence[Any],
         terms: Callable[[Any], Mapping[str, float]],
     ) -> None:
-        """`terms`: what a cost consists of, by what it was reckoned from, which is one of `each`."""
+        """`each`: what they are reckoned from. `totals`: where a function of it, they are reckoned whenever
+        they are read, so that who keeps these keeps little. `terms`: what a cost consists of, by one of
+        `each`."""
         self.addresses = addresses
-        self.totals = totals
         self._each = each
+        self._totals = totals
         self._terms = terms
 
+    @property
+    def totals(self) -> Sequence[float]:
+        totals = self._totals
+        return totals(self._each) if callable(totals) else totals
+
     def __len__(self) -> int:
-        return len(self.totals)
+        return len(self.addresses)
 
     @overload
     def __getitem__(self, at: int) -> Cost: ...
@@ -189,10 +209,10 @@ class Costs(Sequence[Cost]):
     def __getitem__(self, at: int | slice) -> Cost | list[Cost]:
         if isinstance(at, slice):
             return list(self)[at]
-        return Cost(self.addresses[at], self.totals[at], self._terms(self._each[at]))
+        return next(islice(self, range(len(self))[at], None))
 
     def __iter__(self) -> Iterator[Cost]:
-        return map(self.__getitem__, range(len(self.totals)))
+        return map(Cost, self.addresses, self.totals, map(self._terms, self._each))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -228,6 +248,7 @@ def totals(costs: Sequence[Cost]) -> dict[str, float]:
 def ranked(costs: Sequence[Cost], count: int) -> list[str]:
     """The addresses of the `count` cheapest, cheapest first."""
     if isinstance(costs, Costs):
-        order = sorted(range(len(costs.totals)), key=costs.totals.__getitem__)[:count]
+        totals = costs.totals
+        order = sorted(range(len(totals)), key=totals.__getitem__)[:count]
         return [costs.addresses[at] for at in order]
     return [cost.address for cost in sorted(costs, key=itemgetter(1))[:count]]

@@ -2,12 +2,15 @@
 
     add ─▶ number ┄┄ finish(number, how it ended)      get(request), query(session) ─▶ records
 
-A record keeps its candidates alive, hence the second bound (65,536 rows are about 25 MB). Costs: add, finish
-and get are O(1); a query walks the ring backwards, O(records kept). The decision log is told of all of it.
+A record keeps its candidates alive, hence the second bound (65,536 rows are about 25 MB). Costs: add and
+finish are O(1), most of it memory, which has left the CPU's caches when a record goes; get and query walk the
+ring backwards, 0.2 ms at most. The decision log is told of all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -34,24 +37,26 @@ class Decisions:
         self._capacity = capacity
         self._max_rows = max_rows
         self._log = log
-        self._records: dict[int, DecisionRecord] = {}
-        self._endings: dict[int, Ending] = {}
-        self._numbers: dict[str, int] = {}
+        self._records: list[DecisionRecord | None] = [None] * capacity
+        """Each where its number, modulo the capacity, says. Lists: every entry of a dict would be one more
+        place in memory that has to be fetched when the record goes, long after it came."""
+        self._endings: list[Ending | None] = [None] * capacity
         self._first = 0
         self._next = 0
         self._rows = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._next - self._first
 
     def add(self, record: DecisionRecord) -> int:
         """Keep it; returns its number, for `finish`."""
-        number, records = self._next, self._records
-        records[number] = record
-        self._numbers[record.view.request_id] = number
-        self._next += 1
+        number = self._next
+        if number - self._first == self._capacity:
+            self._drop_oldest()
+        self._records[number % self._capacity] = record
+        self._next = number + 1
         self._rows += len(record.candidates)
-        while len(records) > self._capacity or (self._rows > self._max_rows and len(records) > 1):
+        while self._rows > self._max_rows and number > self._first:
             self._drop_oldest()
         if self._log is not None:
             self._log.decided(number, record)
@@ -68,34 +73,34 @@ class Decisions:
     ) -> None:
         """Fill in how it ended; a record that has left the ring stays away."""
         ending = Ending(outcome, duration_s, served, status, cached_tokens)
-        if number in self._records:
-            self._endings[number] = ending
+        if self._first <= number < self._next:
+            self._endings[number % self._capacity] = ending
         if self._log is not None:
             self._log.ended(number, ending)
 
     def get(self, request_id: str) -> DecisionRecord | None:
-        number = self._numbers.get(request_id)
-        return None if number is None else self._ended(number)
+        """None: it is not kept, or never was."""
+        return next((self._ended(at, r) for at, r in self._newest() if r.view.request_id == request_id), None)
 
     def query(self, session: str = "", n: int = 50) -> list[DecisionRecord]:
         """The newest `n` records, newest first; of one session where given."""
-        found: list[DecisionRecord] = []
-        for number in range(self._next - 1, self._first - 1, -1):
-            if len(found) >= n:
-                break
-            if not session or self._records[number].session_id == session:
-                found.append(self._ended(number))
-        return found
+        wanted = (self._ended(at, r) for at, r in self._newest() if not session or r.session_id == session)
+        return list(islice(wanted, max(0, n)))
 
-    def _ended(self, number: int) -> DecisionRecord:
-        record, ending = self._records[number], self._endings.get(number)
+    def _newest(self) -> Iterator[tuple[int, DecisionRecord]]:
+        """Places and records, newest first."""
+        for number in range(self._next - 1, self._first - 1, -1):
+            at = number % self._capacity
+            if (record := self._records[at]) is not None:
+                yield at, record
+
+    def _ended(self, at: int, record: DecisionRecord) -> DecisionRecord:
+        ending = self._endings[at]
         return record if ending is None else replace(record, ending=ending)
 
     def _drop_oldest(self) -> None:
-        oldest = self._records.pop(self._first)
-        self._endings.pop(self._first, None)
-        request_id = oldest.view.request_id
-        if self._numbers[request_id] == self._first:
-            del self._numbers[request_id]
+        at = self._first % self._capacity
+        oldest, self._records[at], self._endings[at] = self._records[at], None, None
         self._first += 1
-        self._rows -= len(oldest.candidates)
+        if oldest is not None:
+            self._rows -= len(oldest.candidates)

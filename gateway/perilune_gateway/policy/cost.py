@@ -138,8 +138,11 @@ def blocks(tokens: float, request: RequestView) -> float:
 
 def pending_costs(candidates: Sequence[Candidate]) -> Costs:
     """Cost = pending prefill tokens; the terms are what `least_pending` compares."""
-    totals = [float(load[0]) for load in loads(candidates)]  # a third of what the name would cost
-    return Costs(addresses(candidates), totals, candidates, _pending_terms)
+    return Costs(addresses(candidates), _pending, candidates, _pending_terms)
+
+
+def _pending(candidates: Sequence[Candidate]) -> list[float]:
+    return [float(load[0]) for load in loads(candidates)]  # a third of what the name would cost
 
 
 def _pending_terms(candidate: Candidate) -> dict[str, float]:
