@@ -1,9 +1,9 @@
 """The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
 
-Decisions and ends are counted in dicts that are emptied into the counters when a scrape begins: about 3 µs
-for a request decided from its headers. Refusals and moves, which are rare, are counted at once. What *is*
-(load, index, feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what
-the tokenizer did (tokens/metrics.py): requests pay nothing.
+Decisions and refusals are counted some together, in dicts; the dicts, and that of ends, are emptied into the
+counters when a scrape begins: about 3 µs for a request decided from its headers. What *is* (load, index,
+feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what the tokenizer
+did (tokens/metrics.py): requests pay nothing.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
@@ -39,8 +39,8 @@ SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
 )
-
-
+AT_ONCE = 16
+"""Decisions that wait to be counted, at most."""
 LEFT = "left"
 """Stands for all endpoints that have left the pool."""
 
@@ -107,9 +107,10 @@ class Distribution:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+    def observe(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self.sum += value
 
     def cumulated(self) -> list[tuple[str, float]]:
         """(upper end, how many are not above it)."""
@@ -147,6 +148,8 @@ class Metrics:
         self.registry = registry
         registry.register(_Emptied(self))  # the first, so that all others are up to date
         self._clock = clock
+        self._uncounted: list[tuple[DecisionRecord, float]] = []
+        """And when they were taken."""
         self._alike: dict[_Kind, _Alike] = {}
         self._ended: Counter[tuple[str, Outcome]] = Counter()
         """Decisions by kind, and requests that ended by endpoint and outcome, since the last scrape."""
@@ -187,10 +190,20 @@ class Metrics:
     # What happens
 
     def decided(self, record: DecisionRecord) -> None:
-        """Count one decision or refusal."""
-        seconds = self._seconds
-        for step, us in record.timings_us.items():
-            seconds[step].observe(us * 1e-6)  # type: ignore[index]  # a StrEnum's values are its keys
+        """Count one decision or refusal, soon."""
+        self._uncounted.append((record, self._clock()))
+        if len(self._uncounted) >= AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        """Many at once, which the CPU's caches make cheaper than each when it comes."""
+        uncounted, self._uncounted = self._uncounted, []
+        for step, seconds in self._seconds.items():
+            seconds.observe([r.timings_us[step] * 1e-6 for r, _ in uncounted if step in r.timings_us])
+        for record, now in uncounted:
+            self._counted(record, now)
+
+    def _counted(self, record: DecisionRecord, now: float) -> None:
         verdict, view = record.verdict, record.view
         if not isinstance(verdict, Decision):
             self.refused(verdict.reason)
@@ -202,7 +215,7 @@ class Metrics:
         alike.prompt_tokens += view.prompt_tokens
         alike.cached_tokens += record.cached_tokens
         if verdict.reason is not Reason.PASS_THROUGH:
-            self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
+            self._window.add(record.cached_tokens, view.prompt_tokens, now)
         if verdict.moved_from:
             self._migrations.inc()
 
@@ -219,6 +232,7 @@ class Metrics:
 
     def empty(self) -> None:
         """The counters get what was counted since the last time."""
+        self._count()
         decisions, self._alike = self._alike, {}
         for (policy, reason, phase, target, source, affinity), alike in decisions.items():
             self._left.discard(target)
@@ -249,6 +263,7 @@ class Metrics:
 
     def hit_ratio(self) -> float | None:
         """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
+        self._count()
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:

@@ -11,7 +11,7 @@ from routing_objects import candidate, request, session
 from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import Limits, Role
 from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.metrics import LEFT, Affinity, Metrics, Step, Window, affinity_of
+from perilune_gateway.metrics import AT_ONCE, LEFT, Affinity, Metrics, Step, Window, affinity_of
 from perilune_gateway.model import (
     Decision,
     Endpoint,
@@ -66,6 +66,26 @@ class TestDecided:
         metrics.decided(record(view=request(phase=Phase.HEADERS, of=session("a"))))
         assert value(metrics, "decisions_total", policy="ear", reason="host", phase="body") == 1
         assert value(metrics, "decisions_total", policy="ear", reason="host", phase="headers") == 1
+
+    @pytest.mark.parametrize("taken", [1, AT_ONCE - 1, AT_ONCE, 2 * AT_ONCE + 3])
+    def test_a_scrape_counts_those_that_wait_to_be_counted_too(self, metrics, taken):
+        for _ in range(taken):
+            metrics.decided(record())
+        for _ in range(2):
+            assert value(metrics, "decisions_total", policy="ear", reason="host", phase="body") == taken
+            assert value(metrics, "scheduling_seconds_count", step="total") == taken
+            assert value(metrics, "cache_hit_ratio") == pytest.approx(0.8)
+
+    def test_the_ratio_is_of_when_decisions_were_taken_not_of_when_they_are_counted(self, metrics, clock):
+        metrics.decided(record())
+        clock.now += 50
+        assert metrics.hit_ratio() == pytest.approx(0.8)
+        metrics.decided(record())
+        clock.now += 50
+        metrics.decided(record(cached_tokens=0))
+        assert metrics.hit_ratio() == pytest.approx(0.4)
+        clock.now += 50
+        assert metrics.hit_ratio() == 0.0
 
     def test_time_is_observed_by_step(self, metrics):
         metrics.decided(record())
