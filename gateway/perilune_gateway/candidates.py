@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from perilune_api.topology import Link
 from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.model import Endpoint, Overlap, Prefix
+from perilune_gateway.model import Endpoint, Overlap
 from perilune_gateway.rows import Rows
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import EndpointView
@@ -66,10 +66,11 @@ class Candidates:
         tokens: int,
         overlaps: Mapping[str, Overlap],
         elsewhere: Overlap,
-        prefix: Prefix,
+        holders: tuple[str, ...],
         now: float,
     ) -> Rows:
-        """`elsewhere`: of the endpoints that are not in `overlaps`."""
+        """`elsewhere`: of the endpoints that are not in `overlaps`. `holders`: of the prefix, links to whom
+        are wanted."""
         endpoints = tuple(map(_endpoint, views))
         if endpoints != self._endpoints:
             self._endpoints, self._addresses = endpoints, [endpoint.address for endpoint in endpoints]
@@ -82,7 +83,6 @@ class Candidates:
             self._speeds = ([engine for engine, _ in speeds], [ratio for _, ratio in speeds])
             self._alike = all(engine is speeds[0][0] for engine, _ in speeds)
         engines, ttft_ratios = self._speeds
-        holders = tuple([holder for holder, _ in prefix.locations])
         return Rows(
             views,
             self._addresses,
@@ -106,6 +106,8 @@ class Candidates:
         calibration = self._calibration
         ratio = round(calibration.prefill_ratio(address, now), 2)
         store_ratio = round(calibration.store_ratio(address, now), 1)
+        if ratio == store_ratio == 1.0:
+            return self._engine, calibration.ttft_ratio(address, now)
         engine = self._engines.get((ratio, store_ratio))
         if engine is None:
             slower = self._engine.store_bytes_per_s / store_ratio

@@ -169,6 +169,12 @@ ASK_BODY = Send(Continue(Kind.REQUEST_HEADERS, override=SEND_BODY))
 class Exchange:
     """One stream. Feed it with `receive` and `tokens`, carry out the effects in order, end with `closed`."""
 
+    __slots__ = (
+        "_body_bytes", "_conformance", "_duplex", "_encode", "_head", "_max_body_bytes", "_parts",
+        "_response_body_seen", "_response_ended", "_response_mode", "_response_status", "_routed", "_router",
+        "_trailers", "state",
+    )  # fmt: skip
+
     def __init__(self, router: Router, *, max_body_bytes: int, conformance: bool = False) -> None:
         self.state = State.START
         self._router = router
@@ -233,8 +239,6 @@ class Exchange:
             return self._conclude(verdict)
         if not head.has_body:
             return self._conclude(self._router.on_body(head, b""))
-        if head.content_length > self._max_body_bytes:
-            return self._conclude(self._too_large(head.content_length))
         if self._duplex:
             return State.BODY, []
         return State.BODY, [ASK_BODY]

@@ -55,9 +55,10 @@ class Laps:
 
     __slots__ = ("_clock", "_last", "_started", "us")
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], started: float | None = None) -> None:
+        """`started`: by that clock; None: now."""
         self._clock = clock
-        self._started = self._last = clock()
+        self._started = self._last = clock() if started is None else started
         self.us: dict[str, float] = {}
 
     def lap(self, step: Step) -> None:
@@ -119,6 +120,8 @@ class Held(Struct, frozen=True, gc=False):
     elsewhere: Overlap
     """Of all others."""
     locations: tuple[Location, ...]
+    holders: tuple[str, ...]
+    """Of the locations."""
 
 
 class Gatherer:
@@ -174,8 +177,8 @@ class Gatherer:
         rewritten = 0 < size_bytes < session.body_bytes  # where it differs from the last one is not known
         held = 0 if rewritten else min(self.held(session, asked.now), self.whole_blocks(tokens))
         asked.prefix = Prefix((Location(session.host, held),)) if held else NO_PREFIX
-        overlaps = {session.host: Overlap(held, held, held)}
-        asked.candidates = self._rows.rows(asked.eligible, tokens, overlaps, NOTHING, asked.prefix, asked.now)
+        overlaps, holders = {session.host: Overlap(held, held, held)}, (session.host,) if held else ()
+        asked.candidates = self._rows.rows(asked.eligible, tokens, overlaps, NOTHING, holders, asked.now)
 
     def exact(self, asked: Asked) -> Matches:
         """The prompt's blocks are known: what everybody holds of them."""
@@ -184,7 +187,7 @@ class Gatherer:
         hits, _, score = self._index.statistics(prompt.blocks, held.matches, now)
         asked.prefix = Prefix(held.locations, hits, score)
         asked.candidates = self._rows.rows(
-            asked.eligible, prompt.tokens, held.overlaps, held.elsewhere, asked.prefix, now
+            asked.eligible, prompt.tokens, held.overlaps, held.elsewhere, held.holders, now
         )
         return held.matches
 
@@ -216,11 +219,13 @@ class Gatherer:
             matches = index.find_matches(prompt.blocks, now)
             limit = self.whole_blocks(prompt.tokens)
             stored = min(matches.store * self._block_size, limit)
+            locations = self._locations(matches, limit)
             held = self._held[key] = Held(
                 matches,
                 self._overlaps(matches, limit),
                 _new(Overlap, (0, 0, stored)),
-                self._locations(matches, limit),
+                locations,
+                tuple([location[0] for location in locations]),
             )
         return held
 

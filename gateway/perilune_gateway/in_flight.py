@@ -68,6 +68,7 @@ class Running(Struct, gc=False):
     peer: str = ""
     """Whom it pulls from; empty: it loads from the shared store, if anything."""
     overhead_s: float = 0.0
+    """Beside prefill and decode, predicted; known where something is fetched."""
     ttft_s: float = 0.0
     """Queue and prefill, predicted."""
     prefilled_at: float = 0.0
@@ -141,7 +142,8 @@ class InFlight:
             self._served_elsewhere(ticket, running, served, now)
         if not streamed:
             self._fleet.prefill_done(ticket)
-            self._moved(running, now, arrived=status < 400)
+            if running.move >= 0:
+                self._moved(running, now, arrived=status < 400)
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         self._fleet.suspect(running.target, now)
@@ -157,7 +159,8 @@ class InFlight:
         """The request ended. Raises KeyError when it already had."""
         running, now = self._running.pop(ticket), self._clock()
         self._fleet.finish(ticket)
-        self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
+        if running.move >= 0:
+            self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             self._fleet.suspect(running.target, now)
         if running.prefilled_at and outcome is Outcome.COMPLETED and self._fleet.get(running.target):

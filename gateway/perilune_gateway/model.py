@@ -27,6 +27,7 @@ from perilune_api.topology import Link, Place
 from perilune_gateway.engine_model import H20_30B, EngineModel
 
 if TYPE_CHECKING:
+    from perilune_gateway.identity import Identity
     from perilune_gateway.migration import Move
     from perilune_gateway.openai import ParsedRequest
 
@@ -145,8 +146,8 @@ class Outcome(StrEnum):
     """The endpoint answered 5xx, or broke off."""
 
 
-class RequestHead(Struct, frozen=True, gc=False):
-    """What request headers say. Header names are lower case."""
+class RequestHead(Struct, gc=False):
+    """What request headers say. Header names are lower case. Frozen but for `identity`."""
 
     method: str
     path: str
@@ -154,6 +155,8 @@ class RequestHead(Struct, frozen=True, gc=False):
     subset: frozenset[str] | None = None
     """Endpoints to choose from; None: all; empty: none is allowed."""
     has_body: bool = True
+    identity: Identity | None = None
+    """Whose request that makes it; the router fills it in, once."""
 
     @property
     def content_length(self) -> int:

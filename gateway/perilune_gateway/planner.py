@@ -147,6 +147,8 @@ class Planner:
         self._stays: Counter[MoveReason] = Counter()
         self._params = PolicyParams()
         self.triggers: tuple[MoveTrigger, ...] = ()
+        self.copies = False
+        """Prefixes that are used much are copied."""
         self.last = Plan()
         self.planned_at = float("-inf")
         self.ended: deque[Ended] = deque(maxlen=KEPT)
@@ -155,6 +157,7 @@ class Planner:
         """What it acts on; sessions on hot hosts are left to a policy that moves them itself."""
         left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
         self.triggers = tuple(t for t in migration.triggers if t not in left_out)
+        self.copies = MoveTrigger.REPLICATE in self.triggers
         self._params = params
 
     # -- plan --------------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ class Planner:
         ]
 
     def _hot_prefixes(self, now: float) -> list[PrefixFacts]:
-        if MoveTrigger.REPLICATE not in self.triggers:
+        if not self.copies:
             return []
         hot = []
         for name, tokens in list(self._prefixes.items()):
@@ -227,7 +230,7 @@ class Planner:
 
     def saw(self, prefix: Subject, tokens: int) -> None:
         """A new session began with a prefix that is known, `tokens` of it."""
-        if MoveTrigger.REPLICATE not in self.triggers:
+        if not self.copies:
             return
         self._prefixes[prefix] = tokens
         self._prefixes.move_to_end(prefix)

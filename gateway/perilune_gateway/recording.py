@@ -22,7 +22,6 @@ from perilune_gateway.explain import DecisionRecord, Decisions, sentence
 from perilune_gateway.gather import Asked, Gatherer, Laps
 from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
-from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -87,7 +86,7 @@ class Recorder:
         session = self._bind(asked, chosen.endpoint)
         last = prompt.blocks[-1] if len(prompt.blocks) * self._block_size > cached else 0
         awaited = last if chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE else 0
-        as_rowed = cached == chosen.overlap.device_tokens
+        as_rowed, engine = cached == chosen.overlap.device_tokens, self._gatherer.engine
         prefill_s = chosen.prefill_s if as_rowed else chosen.engine.prefill_s(new, cached)
         running = Running(
             view.request_id,
@@ -97,13 +96,15 @@ class Recorder:
             identity.final,
             prompt.blocks,
             awaited,
-            self._gatherer.engine.prefill_s(new, cached),
+            prefill_s if chosen.engine is engine else engine.prefill_s(new, cached),
             fetch_s,
             decision.replicate_from,
-            self._gatherer.engine.request_overhead_s(prompt.tokens),
+            engine.request_overhead_s(prompt.tokens) if fetch_s else 0.0,
             chosen.load.pending_prefill_s + fetch_s + prefill_s,
         )
-        ticket = self._start(running, decision.move)
+        ticket = self.ordinal
+        self.ordinal += 1
+        self._in_flight.started(ticket, running, decision.move)
         self._fleet.start(
             ticket,
             target,
@@ -145,7 +146,9 @@ class Recorder:
         target = order[0].endpoint.address
         request_id = self.request_id(asked.head)
         running = Running(request_id, target, asked.now, None, False, (), 0)
-        ticket = self._start(running)
+        ticket = self.ordinal
+        self.ordinal += 1
+        self._in_flight.started(ticket, running)
         self._fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
         record = DecisionRecord(
             RequestView(request_id, ticket, 0, Phase.HEADERS),
@@ -220,12 +223,6 @@ class Recorder:
         elif not target.events:
             sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
         return session
-
-    def _start(self, running: Running, move: Move | None = None) -> int:
-        ticket = self.ordinal
-        self._in_flight.started(ticket, running, move)
-        self.ordinal += 1
-        return ticket
 
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """The target, then the candidates by cost."""

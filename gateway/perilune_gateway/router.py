@@ -183,19 +183,21 @@ class Router:
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody:
         """Decide from the headers, where they suffice."""
-        laps, now = Laps(self._stopwatch), self._clock()
-        identity = from_headers(head.headers, self._routing.session)
-        session = self.sessions.find(identity.key, now)
+        started, now = self._stopwatch(), self._clock()
+        identity = head.identity = from_headers(head.headers, self._routing.session)
+        session = self.sessions.find(identity.key, now) if identity.session_id else None
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
         if for_model and not forced:
             size_bytes = head.content_length
             if size_bytes > self._routing.limits.max_body_bytes:
+                laps = Laps(self._stopwatch, started)
                 return self._recorder.refused(head, self._too_large(size_bytes), laps)
             if session is None or not session.host or not size_bytes:
                 return NEED_BODY  # a body of no told length may be too long
             if self._routing.params.ageing_weight:
                 return NEED_BODY  # where the engine is told a priority, every body is rewritten
+        laps = Laps(self._stopwatch, started)
         asked = Asked(head, now, laps, identity, session)
         self._gatherer.eligible(asked)
         if not asked.eligible:
@@ -269,9 +271,12 @@ class Router:
 
     def _on_prompt(self, head: RequestHead, known: KnownPrompt, laps: Laps) -> Routed | Refusal:
         now, keys, prompt = self._clock(), self._routing.session, known.prompt
-        identity = with_body(from_headers(head.headers, keys), known.session_id, known.user, keys)
-        session = self.sessions.find(identity.key, now)
-        if not identity.session_id and keys.infer and prompt.blocks:
+        identity = head.identity or from_headers(head.headers, keys)
+        identity = with_body(identity, known.session_id, known.user, keys)
+        session = None
+        if identity.session_id:
+            session = self.sessions.find(identity.key, now)
+        elif keys.infer and prompt.blocks:
             session = self.sessions.infer(identity.tenant, prompt.blocks, prompt.tokens, now)
             name = self._inferred(session, identity.tenant, prompt.blocks[-1])
             identity = named(identity, name, inferred=True)
@@ -296,19 +301,22 @@ class Router:
     # -- decide ------------------------------------------------------------------------------------
 
     def _decide(self, asked: Asked) -> Routed | Refusal | NeedBody:
-        policy = self._policy_name(asked.head)
-        if isinstance(policy, Refusal):
-            return self._recorder.refused(asked.head, policy, asked.laps, asked)
-        if problem := _wrong_slo(asked.head.headers):
+        head, policy = asked.head, self._routing.policy
+        if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
+            if problem := _unusable(wanted):
+                refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
+                return self._recorder.refused(head, refusal, asked.laps, asked)
+            policy = wanted
+        if not _OBJECTIVES.isdisjoint(head.headers) and (problem := _wrong_slo(head.headers)):
             refusal = Refusal(RefuseReason.BAD_REQUEST, problem)
-            return self._recorder.refused(asked.head, refusal, asked.laps, asked)
+            return self._recorder.refused(head, refusal, asked.laps, asked)
         asked.dice = self._rng.getrandbits(SEED_BITS)
         view, verdict = self._choose(asked, policy)
         if isinstance(verdict, NeedBody):
             return verdict
         asked.laps.lap(Step.POLICY)
         if isinstance(verdict, Refusal):
-            return self._recorder.refused(asked.head, verdict, asked.laps, asked, view, policy)
+            return self._recorder.refused(head, verdict, asked.laps, asked, view, policy)
         return self._recorder.routed(asked, view, verdict, policy)
 
     def weigh(
@@ -388,14 +396,6 @@ class Router:
             _milliseconds(headers.get(names.SLO_TPOT_HEADER, "")) or limits.tpot_slo_seconds,
         )
 
-    def _policy_name(self, head: RequestHead) -> str | Refusal:
-        routing = self._routing
-        if not routing.allow_policy_header or not (asked := head.headers.get(names.POLICY_HEADER)):
-            return routing.policy
-        if problem := _unusable(asked):
-            return Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
-        return asked
-
     # -- without a policy --------------------------------------------------------------------------
 
     def _nobody(self, asked: Asked) -> Refusal:
@@ -441,8 +441,6 @@ def _unusable(policy: str) -> str:
 def _wrong_slo(headers: Mapping[str, str]) -> str:
     """Why a request's SLO cannot be told; empty: it can, or there is none. A typing error must not pass for a
     promise."""
-    if _OBJECTIVES.isdisjoint(headers):
-        return ""
     for name in (names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER):
         if name in headers and (text := headers[name]):
             try:

@@ -109,9 +109,6 @@ SEND_BODY = Continue(Kind.REQUEST_HEADERS, override=Override(BodyMode.BUFFERED))
             id="refused on tokens",
         ),
         pytest.param(
-            {}, [request(content_length="1001")], [["413 body_too_large"]], id="said to be too large"
-        ),
-        pytest.param(
             ON_HEADERS,
             [request(content_length="1001")],
             [[PICK_HEADERS]],

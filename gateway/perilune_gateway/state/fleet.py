@@ -55,11 +55,7 @@ class _InFlight(Struct, gc=False):
     total_s: float
     context_tokens: int
     awaited: int
-    """The block whose store ends the prefill; 0: none is known."""
-
-    @property
-    def seconds(self) -> float:
-        return self.total_s * self.tokens / self.total_tokens if self.total_tokens else 0.0
+    """The block whose store ends the prefill; 0: none is known, or it has ended."""
 
 
 @dataclass(slots=True)
@@ -190,20 +186,28 @@ class Fleet:
         return view
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
-        said, age_s, context_tokens = state.metrics, now - state.metrics_at, state.context_tokens
+        # comparisons instead of min and max: several are looked at for every decision
+        said, context_tokens = state.metrics, state.context_tokens
+        age_s = now - state.metrics_at if said else inf  # no object of its own for who was never scraped
         pool = (said.gpu_blocks * said.block_size if said else 0) or self.kv_pool_tokens
+        uncommitted = pool - context_tokens
         if said and age_s <= FRESH_S:
             running, waiting, usage = said.running, said.waiting, said.kv_usage
+            free = int(pool * (1.0 - usage))
         else:
-            running, waiting, usage = 0, 0, min(1.0, context_tokens / pool)
+            running, waiting, free = 0, 0, uncommitted
+            usage = context_tokens / pool if uncommitted > 0 else 1.0
+        if free > uncommitted:
+            free = uncommitted
+        pending_s = state.pending_s
         load = (
             state.pending_tokens,
-            max(0.0, state.pending_s),
+            pending_s if pending_s > 0.0 else 0.0,
             len(state.in_flight),
             running,
             waiting,
             usage,
-            max(0, min(int(pool * (1.0 - usage)), pool - context_tokens)),
+            free if free > 0 else 0,
             sessions,
             age_s,
             state.prefilling,
@@ -213,7 +217,8 @@ class Fleet:
         endpoint = state.endpoint
         if state.suspect_at > -inf and endpoint.ready and self._is_suspect(state, now):
             endpoint = replace(endpoint, ready=False)
-        return _new(EndpointView, (endpoint, _new(Load, load), now - state.moved_at, state.links))
+        moved_s = now - state.moved_at if state.moved_at > -inf else inf
+        return _new(EndpointView, (endpoint, _new(Load, load), moved_s, state.links))
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -237,9 +242,10 @@ class Fleet:
             self._changed.add(address)
             state.in_flight.add(ticket)
             state.context_tokens += context_tokens
-            state.prefilling += request.tokens > 0
-            state.pending_tokens += request.tokens
-            state.pending_s += request.seconds
+            if uncached_tokens:
+                state.prefilling += 1
+                state.pending_tokens += uncached_tokens
+                state.pending_s += prefill_s
 
     def blocks_stored(self, address: str, blocks: Sequence[int]) -> list[int]:
         """KV event: a prefill whose last block is among them is done. Returns the tickets of those."""
@@ -255,28 +261,34 @@ class Fleet:
         """`tokens` more of the request's prompt are cached; an ended request is ignored, and so is the load
         of an endpoint that was out of the pool meanwhile."""
         request = self._requests.get(ticket)
-        if request is None:
+        if request is not None:
+            self._progress(ticket, request, min(tokens, request.tokens))
+
+    def _progress(self, ticket: int, request: _InFlight, done: int) -> None:
+        """`done`: of its tokens that are left."""
+        if not done:
             return
-        before_s, done = request.seconds, min(tokens, request.tokens)
         request.tokens -= done
         if (state := self._states.get(request.address)) and ticket in state.in_flight:
             self._changed.add(request.address)
-            state.prefilling -= done > 0 and not request.tokens
+            state.prefilling -= not request.tokens
             state.pending_tokens -= done
-            state.pending_s += request.seconds - before_s
+            state.pending_s -= request.total_s * done / request.total_tokens
 
     def prefill_done(self, ticket: int) -> None:
         """Nothing of the request's prefill is pending any more; an ended request is ignored."""
         request = self._requests.get(ticket)
-        if request is None:
-            return
-        if request.tokens:
-            self.progress(ticket, request.tokens)
+        if request is not None:
+            self._prefilled(ticket, request)
+
+    def _prefilled(self, ticket: int, request: _InFlight) -> None:
+        self._progress(ticket, request, request.tokens)
         if request.awaited and (tickets := self._awaited.get((request.address, request.awaited))):
             if ticket in tickets:
                 tickets.remove(ticket)
             if not tickets:
                 del self._awaited[request.address, request.awaited]
+        request.awaited = 0
 
     def served_by(self, ticket: int, address: str) -> None:
         """Envoy took another endpoint than the first: the load goes there."""
@@ -293,8 +305,9 @@ class Fleet:
 
     def finish(self, ticket: int) -> None:
         """The request ended. Raises KeyError when it already had."""
-        self.prefill_done(ticket)
         request = self._requests.pop(ticket)
+        if request.tokens or request.awaited:
+            self._prefilled(ticket, request)
         state = self._states.get(request.address)
         if state is None:
             return

@@ -37,7 +37,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from math import inf
 
 from msgspec import Struct, field
 
@@ -234,12 +233,14 @@ class PrefixIndex:
         recently claimed go. Nothing is done where an equal prompt came just before (_RENEW)."""
         if not blocks:
             return
-        self.expire(now)
+        if self._due and self._due[0][0] <= now:
+            self.expire(now)
         if self._edges:
             self._edges.grow(None, blocks, self)
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         prompt = endpoint, blocks[-1], ttl_s
-        if self._roomy and now - self._claimed.get(prompt, -inf) <= _renewed_s(ttl_s):
+        claimed_at = self._claimed.get(prompt)
+        if claimed_at is not None and self._roomy and now - claimed_at <= _renewed_s(ttl_s):
             return
         holder = self._holders.made(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block

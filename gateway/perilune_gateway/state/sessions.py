@@ -125,6 +125,8 @@ class Sessions:
         """Idle for too long, or for want of room."""
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         """Least recently used first."""
+        self._oldest_at = -inf
+        """No session was last used before that."""
         self._by_tail: dict[int, Session] = {}
         self._prompts: dict[str, _Prompts] = {}
         """By tenant."""
@@ -215,7 +217,8 @@ class Sessions:
         if session.host:
             at = self._at[session.host]
             at[session.key] = at.pop(session.key)
-        self._expire(now)
+        if now - self._oldest_at > self.idle_s or len(self._sessions) > self.max_sessions:
+            self._expire(now)
 
     def bind(self, session: Session, host: str, now: float) -> None:
         """Bind to `host`; leaving another one is a move, and what that one held is forgotten."""
@@ -224,13 +227,15 @@ class Sessions:
             session.moves += 1
             self._set_tail(session, 0, 0, fork=True)
         if session.host != host:
-            self._leave(session)
+            if session.host:
+                self._leave(session)
             session.host = host
             self._arrive(session)
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
-        self.unread(session, tokens, body_bytes)
+        session.context_tokens, session.body_bytes = tokens, body_bytes
+        session.unconfirmed = True
         if tokens and body_bytes:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:
@@ -333,6 +338,7 @@ class Sessions:
         while self._sessions:
             oldest = next(iter(self._sessions.values()))
             if len(self._sessions) <= self.max_sessions and now - oldest.seen_at <= self.idle_s:
+                self._oldest_at = oldest.seen_at
                 return
             self.free(oldest.key)
             self.evicted += 1

@@ -40,6 +40,28 @@ def test_the_least_recently_used_goes_first(sessions: Sessions) -> None:
     assert sessions.evicted == 1
 
 
+def test_what_idles_for_too_long_goes_when_another_is_used() -> None:
+    sessions = Sessions(max_sessions=10, idle_s=100.0)
+    c = SessionKey("t", "c")
+    for at, key in enumerate((A, B, c)):
+        bound(sessions, key, now=float(at))
+    sessions.touch(c, 100.5)
+    assert (len(sessions), sessions.evicted) == (2, 1)
+    sessions.touch(c, 101.0)
+    assert (len(sessions), sessions.evicted) == (2, 1)
+    sessions.touch(c, 101.1)
+    assert (len(sessions), sessions.evicted) == (1, 2)
+
+
+def test_a_shorter_time_to_idle_counts_at_once() -> None:
+    sessions = Sessions(max_sessions=10, idle_s=100.0)
+    bound(sessions, A, now=0.0)
+    bound(sessions, B, now=20.0)
+    sessions.idle_s = 10.0
+    sessions.touch(B, 21.0)
+    assert (len(sessions), sessions.evicted) == (1, 1)
+
+
 def test_a_move_is_timed_and_forgets_the_old_cache(sessions: Sessions) -> None:
     session = bound(sessions)
     assert sessions.view(session, 5.0).seconds_since_move == float("inf")
