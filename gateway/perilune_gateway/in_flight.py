@@ -142,8 +142,7 @@ class InFlight:
             self._served_elsewhere(ticket, running, served, now)
         if not streamed:
             self._fleet.prefill_done(ticket)
-            if running.move >= 0:
-                self._moved(running, now, arrived=status < 400)
+            self._moved(running, now, arrived=status < 400)
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         self._fleet.suspect(running.target, now)
@@ -159,8 +158,7 @@ class InFlight:
         """The request ended. Raises KeyError when it already had."""
         running, now = self._running.pop(ticket), self._clock()
         self._fleet.finish(ticket)
-        if running.move >= 0:
-            self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
+        self._moved(running, now, arrived=outcome is Outcome.COMPLETED and running.status < 400)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             self._fleet.suspect(running.target, now)
         if running.prefilled_at and outcome is Outcome.COMPLETED and self._fleet.get(running.target):

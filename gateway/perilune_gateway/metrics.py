@@ -1,7 +1,7 @@
 """The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
 
-Decisions and refusals are counted some together, in dicts; the dicts, and that of ends, are emptied into the
-counters when a scrape begins: about 3 µs for a request decided from its headers. What *is* (load, index,
+Decisions are counted some together, into dicts; these, and that of ends, are emptied into the counters when a
+scrape begins: about 3 µs for a request decided from its headers. What *is* (load, index,
 feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what the tokenizer
 did (tokens/metrics.py): requests pay nothing.
 
@@ -277,6 +277,7 @@ class Metrics:
             self._requests.remove(endpoint, outcome)
 
     def scheduling(self) -> HistogramMetricFamily:
+        self._count()
         found = HistogramMetricFamily(
             "perilune_scheduling_seconds",
             "Time spent deciding one request, by step; total is all of it without waiting for the body.",

@@ -156,7 +156,7 @@ class RequestHead(Struct, gc=False):
     """Endpoints to choose from; None: all; empty: none is allowed."""
     has_body: bool = True
     identity: Identity | None = None
-    """Whose request that makes it; the router fills it in, once."""
+    """Whose request that makes it; the router fills it in, by the keys that its pool then has."""
 
     @property
     def content_length(self) -> int:

@@ -147,8 +147,7 @@ class Planner:
         self._stays: Counter[MoveReason] = Counter()
         self._params = PolicyParams()
         self.triggers: tuple[MoveTrigger, ...] = ()
-        self.copies = False
-        """Prefixes that are used much are copied."""
+        self._copies_prefixes = False
         self.last = Plan()
         self.planned_at = float("-inf")
         self.ended: deque[Ended] = deque(maxlen=KEPT)
@@ -157,7 +156,7 @@ class Planner:
         """What it acts on; sessions on hot hosts are left to a policy that moves them itself."""
         left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
         self.triggers = tuple(t for t in migration.triggers if t not in left_out)
-        self.copies = MoveTrigger.REPLICATE in self.triggers
+        self._copies_prefixes = MoveTrigger.REPLICATE in self.triggers
         self._params = params
 
     # -- plan --------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ class Planner:
         ]
 
     def _hot_prefixes(self, now: float) -> list[PrefixFacts]:
-        if not self.copies:
+        if not self._copies_prefixes:
             return []
         hot = []
         for name, tokens in list(self._prefixes.items()):
@@ -230,7 +229,7 @@ class Planner:
 
     def saw(self, prefix: Subject, tokens: int) -> None:
         """A new session began with a prefix that is known, `tokens` of it."""
-        if not self.copies:
+        if not self._copies_prefixes:
             return
         self._prefixes[prefix] = tokens
         self._prefixes.move_to_end(prefix)

@@ -13,7 +13,7 @@ from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from operator import itemgetter
 from typing import Any, overload
 
@@ -187,8 +187,8 @@ class Costs(Sequence[Cost]):
         terms: Callable[[Any], Mapping[str, float]],
     ) -> None:
         """`each`: what they are reckoned from. `totals`: where a function of it, they are reckoned whenever
-        they are read, so that who keeps these keeps little. `terms`: what a cost consists of, by one of
-        `each`."""
+        they are read, so that who keeps these keeps little; nothing given here may change afterwards.
+        `terms`: what a cost consists of, by one of `each`."""
         self.addresses = addresses
         self._each = each
         self._totals = totals
@@ -209,10 +209,11 @@ class Costs(Sequence[Cost]):
     def __getitem__(self, at: int | slice) -> Cost | list[Cost]:
         if isinstance(at, slice):
             return list(self)[at]
-        return next(islice(self, range(len(self))[at], None))
+        return Cost(self.addresses[at], self.totals[at], self._terms(self._each[at]))
 
     def __iter__(self) -> Iterator[Cost]:
-        return map(Cost, self.addresses, self.totals, map(self._terms, self._each))
+        each = zip(self.addresses, self.totals, self._each, strict=True)
+        return (Cost(address, total, self._terms(of)) for address, total, of in each)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -79,6 +79,15 @@ class TestDecisions:
         decisions.finish(number, Outcome.FAILED, 1.0)
         assert decisions.query() == [record(2)]
 
+    def test_a_new_record_does_not_inherit_the_end_of_the_one_whose_place_it_takes(self):
+        decisions = Decisions(capacity=2)
+        numbers = [decisions.add(record(i)) for i in range(2)]
+        for number in numbers:
+            decisions.finish(number, Outcome.COMPLETED, 1.0)
+        decisions.add(record(2))
+        decisions.finish(numbers[0], Outcome.FAILED, 9.0)
+        assert [r.ending and r.ending.outcome for r in decisions.query()] == [None, Outcome.COMPLETED]
+
     def test_a_reused_id_means_the_newer_and_survives_the_older_one_leaving(self):
         decisions = Decisions(capacity=2)
         older, newer = record(1), record(1, cached_tokens=5)
@@ -97,6 +106,7 @@ class TestDecisions:
         assert [r.request_id for r in decisions.query(n=3)] == ["r9", "r8", "r7"]
         assert [r.request_id for r in decisions.query("even", n=2)] == ["r8", "r6"]
         assert decisions.query("nobody") == []
+        assert decisions.query(n=0) == decisions.query(n=-1) == []
 
 
 class TestCounterfactual:

@@ -273,7 +273,10 @@ class Fleet:
             self._changed.add(request.address)
             state.prefilling -= not request.tokens
             state.pending_tokens -= done
-            state.pending_s -= request.total_s * done / request.total_tokens
+            if state.prefilling:
+                state.pending_s -= request.total_s * done / request.total_tokens
+            else:
+                state.pending_s = 0.0  # and not what rounding leaves
 
     def prefill_done(self, ticket: int) -> None:
         """Nothing of the request's prefill is pending any more; an ended request is ignored."""
@@ -315,8 +318,6 @@ class Fleet:
         if ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
-        if not state.in_flight:
-            state.pending_s = 0.0  # what rounding left
 
     @property
     def in_flight(self) -> int:

@@ -227,15 +227,13 @@ class Sessions:
             session.moves += 1
             self._set_tail(session, 0, 0, fork=True)
         if session.host != host:
-            if session.host:
-                self._leave(session)
+            self._leave(session)
             session.host = host
             self._arrive(session)
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
-        session.context_tokens, session.body_bytes = tokens, body_bytes
-        session.unconfirmed = True
+        self.unread(session, tokens, body_bytes)
         if tokens and body_bytes:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:

@@ -111,6 +111,18 @@ def test_prefill_ends_with_a_whole_answers_head(fleet: Fleet) -> None:
     fleet.prefill_done(1)
 
 
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=4))
+def test_nothing_is_pending_once_all_prefills_have_ended(lengths: list[int]) -> None:
+    fleet = fleet_of(endpoint("a"))
+    for ticket, tokens in enumerate(lengths):
+        start(fleet, ticket, tokens=tokens)
+    for ticket in range(len(lengths)):
+        fleet.prefill_done(ticket)
+    found = load(fleet)
+    assert (found.pending_prefill_tokens, found.pending_prefill_s, found.prefilling) == (0, 0.0, 0)
+    assert found.in_flight == len(lengths)
+
+
 def test_progress_step_by_step_and_never_below_zero(fleet: Fleet) -> None:
     start(fleet)
     fleet.progress(1, 60)
