@@ -37,6 +37,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from math import inf
 
 from msgspec import Struct, field
 
@@ -244,10 +245,11 @@ class PrefixIndex:
             return
         holder = self._holders.made(endpoint, 0)
         loose = self._edges is None and not self._window_s  # these two look at every block
-        if self._claim(holder, blocks, now, ttl_s, FIRST, loose) and self._roomy:
+        since = self._claim(holder, blocks, now, ttl_s, FIRST, loose)
+        if self._roomy:
             if len(self._claimed) >= _MAX_CLAIMED:
                 self._claimed.clear()
-            self._claimed[prompt] = now
+            self._claimed[prompt] = since
         limit = self._claims_per_endpoint if limit is None else limit
         if (surplus := holder.claimed - limit) > 0:
             self._drop_oldest(holder, surplus)
@@ -443,9 +445,9 @@ class PrefixIndex:
         ttl_s: float,
         parent: int | None,
         loose: bool = False,
-    ) -> bool:
+    ) -> float:
         """What the holder does not have on its device is claimed, unless all of that was just now (_RENEW):
-        of equal prompts that come together one claims it. True: nothing has to be claimed for as long."""
+        of equal prompts that come together one claims it. Returns when: now, or when that one did."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
@@ -456,8 +458,9 @@ class PrefixIndex:
             if not run.full & bit and (missing := positions & ~run.part.get(bit, 0))
         ]
         just_now = claim.expiry_s - _renewed_s(ttl_s)
-        anew = not all(run.claimed_since(bit, missing, just_now) for run, missing in wanted)
-        if anew:
+        expiry_s = min((run.claimed_until(bit, missing) for run, missing in wanted), default=inf)
+        if expiry_s < just_now:
+            expiry_s = claim.expiry_s
             if not all(run.whole & bit for run, _ in wanted):
                 self._changes += 1
             for run, missing in wanted:
@@ -471,7 +474,7 @@ class PrefixIndex:
                 self._forget_renewed()
         if not self._roomy:
             self._runs.renew(laid)
-        return anew or not wanted
+        return now - max(0.0, claim.expiry_s - expiry_s)
 
     @property
     def _roomy(self) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from math import sqrt
+from math import inf, sqrt
 
 MAX_BLOCKS = 2048
 STORE = 1
@@ -112,13 +112,13 @@ class Run:
                 found |= positions
         return found
 
-    def claimed_since(self, bit: int, positions: int, expiry_s: float) -> bool:
-        """Its latest claim covers these positions, and ends no earlier than that."""
+    def claimed_until(self, bit: int, positions: int) -> float:
+        """When its latest claim ends; -inf where that does not cover these positions."""
         claims = self.claims.get(bit)
         if not claims:
-            return False
+            return -inf
         claim, had = claims[-1]
-        return claim.expiry_s >= expiry_s and not positions & ~had
+        return -inf if positions & ~had else claim.expiry_s
 
     def holders(self, position: int) -> Iterator[int]:
         """Bits of those that hold this position, claims apart."""

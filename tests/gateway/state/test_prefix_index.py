@@ -192,6 +192,21 @@ def test_what_was_claimed_just_now_is_not_claimed_anew(again, prompt, until):
     check_books(it)
 
 
+def test_what_was_claimed_just_now_is_looked_at_once_and_renewed_in_time(monkeypatch):
+    it, looked = index(ttl_s=16), []
+    lay = RunMap.lay
+    monkeypatch.setattr(RunMap, "lay", lambda *args: looked.append(args) or lay(*args))
+    it.speculate("1", [A, B], 0)
+    it.speculate("2", [C], 0)
+    it.cleared("2")  # something was taken out: what was claimed has to be looked at again
+    for now in (0.7, 0.8, 0.9):
+        it.speculate("1", [A, B], now)
+    assert len(looked) == 3
+    it.speculate("1", [A, B], 1.1)
+    assert it.find_matches([A, B], 17.0).device == {"1": 2}
+    check_books(it)
+
+
 @pytest.mark.parametrize(
     "take_out",
     [
