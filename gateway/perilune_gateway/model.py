@@ -1,4 +1,5 @@
-"""The values that pass between the gateway's parts. Frozen, no behaviour beyond derived numbers.
+"""The values that pass between the gateway's parts. Frozen but for one field, no behaviour beyond
+derived numbers.
 
     RequestHead ──▶ RequestView ──┐
                                   ├─▶ policy ─▶ Decision │ Refusal │ NeedBody ─▶ Routed

@@ -147,7 +147,6 @@ class Planner:
         self._stays: Counter[MoveReason] = Counter()
         self._params = PolicyParams()
         self.triggers: tuple[MoveTrigger, ...] = ()
-        self._copies_prefixes = False
         self.last = Plan()
         self.planned_at = float("-inf")
         self.ended: deque[Ended] = deque(maxlen=KEPT)
@@ -156,7 +155,6 @@ class Planner:
         """What it acts on; sessions on hot hosts are left to a policy that moves them itself."""
         left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
         self.triggers = tuple(t for t in migration.triggers if t not in left_out)
-        self._copies_prefixes = MoveTrigger.REPLICATE in self.triggers
         self._params = params
 
     # -- plan --------------------------------------------------------------------------------------
@@ -194,7 +192,7 @@ class Planner:
         ]
 
     def _hot_prefixes(self, now: float) -> list[PrefixFacts]:
-        if not self._copies_prefixes:
+        if MoveTrigger.REPLICATE not in self.triggers:
             return []
         hot = []
         for name, tokens in list(self._prefixes.items()):
@@ -229,7 +227,7 @@ class Planner:
 
     def saw(self, prefix: Subject, tokens: int) -> None:
         """A new session began with a prefix that is known, `tokens` of it."""
-        if not self._copies_prefixes:
+        if MoveTrigger.REPLICATE not in self.triggers:
             return
         self._prefixes[prefix] = tokens
         self._prefixes.move_to_end(prefix)

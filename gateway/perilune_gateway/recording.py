@@ -22,6 +22,7 @@ from perilune_gateway.explain import DecisionRecord, Decisions, sentence
 from perilune_gateway.gather import Asked, Gatherer, Laps
 from perilune_gateway.in_flight import InFlight, Running
 from perilune_gateway.metrics import Metrics
+from perilune_gateway.migration import Move
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -102,9 +103,7 @@ class Recorder:
             engine.request_overhead_s(prompt.tokens) if fetch_s else 0.0,
             chosen.load.pending_prefill_s + fetch_s + prefill_s,
         )
-        ticket = self.ordinal
-        self.ordinal += 1
-        self._in_flight.started(ticket, running, decision.move)
+        ticket = self._start(running, decision.move)
         self._fleet.start(
             ticket,
             target,
@@ -146,9 +145,7 @@ class Recorder:
         target = order[0].endpoint.address
         request_id = self.request_id(asked.head)
         running = Running(request_id, target, asked.now, None, False, (), 0)
-        ticket = self.ordinal
-        self.ordinal += 1
-        self._in_flight.started(ticket, running)
+        ticket = self._start(running)
         self._fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
         record = DecisionRecord(
             RequestView(request_id, ticket, 0, Phase.HEADERS),
@@ -223,6 +220,12 @@ class Recorder:
         elif not target.events:
             sessions.cached(session, 0, self._gatherer.whole_blocks(prompt.tokens))
         return session
+
+    def _start(self, running: Running, move: Move | None = None) -> int:
+        ticket = self.ordinal
+        self._in_flight.started(ticket, running, move)
+        self.ordinal += 1
+        return ticket
 
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """The target, then the candidates by cost."""
