@@ -24,7 +24,7 @@ REFUSED = {
         {"model": {"name": "other"}},
         "spec.model.name: Invalid value: the model's name cannot",
     ),
-    "no such policy": ({"routing": {"policy": "nonsense"}}, "spec.routing.policy"),
+    "no such policy": ({"routing": {"policy": {"name": "nonsense"}}}, "spec.routing.policy.name"),
     "block of nothing": ({"engine": {"blockSize": 0}}, "spec.engine.blockSize"),
     "another block size": ({"engine": {"blockSize": 32}}, "spec.engine.blockSize"),
     "another kind of engine": ({"engine": {"kind": "vllm"}}, "spec.engine.kind"),

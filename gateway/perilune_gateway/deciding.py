@@ -18,7 +18,7 @@ def decide(
     request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, dice: Random
 ) -> Verdict:
     """`policy`: a name in POLICIES, not always the one that `routing` names."""
-    verdict = POLICIES[policy](request, candidates, routing.params, dice)
+    verdict = POLICIES[policy](request, candidates, routing.policy, dice)
     if not isinstance(verdict, Decision):
         return verdict
     if refusal := admission.not_overloaded(candidates, routing.limits, request.level):

@@ -37,7 +37,7 @@ from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.parity import ParityCheck
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.router import Router
 from perilune_gateway.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -135,13 +135,13 @@ class Gateway:
         snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
-        self.metrics.describe(version("perilune"), spec.routing.policy)
+        self.metrics.describe(version("perilune"), spec.routing.policy.name)
         self.admin = Admin(
             Sources(
                 registry,
                 self.decisions,
-                LIVE,
-                lambda: self.router.pool.spec.routing.params,
+                POLICIES,
+                lambda: self.router.pool.spec.routing.policy,
                 snapshots.endpoints,
                 snapshots.sessions,
                 lambda: self.index.stats(clock()),
@@ -228,7 +228,7 @@ class Gateway:
         self.sessions.idle_s = new.routing.session.idle_seconds
         self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
         self.service.limits = new.routing.limits
-        self.metrics.describe(version("perilune"), new.routing.policy)
+        self.metrics.describe(version("perilune"), new.routing.policy.name)
         self.events.follow(self.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:

@@ -10,7 +10,7 @@
    None: stay, migration is opportunistic.
 3. *Cost*: the context's KV by the cheapest way: pulled over the link with its learned slowdown, from the
    store, or recomputed. *Benefit*: the difference of the queues over the turns that the session is expected
-   to meet it. A move needs benefit > `migration_worth` × cost and a session that did not move within
+   to meet it. A move needs benefit > `worth` × cost and a session that did not move within
    `cooldown_seconds`. From a draining host every session must go: only room and budget count.
 4. *Budget*: moves per minute of the pool, bytes on their way per link. A plan never exceeds it.
 5. Each planned move shifts the session's share of the host's queue, so one target is not flooded and a host
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import nsmallest
 
-from perilune_api.pool import MoveTrigger, PolicyParams, Role
+from perilune_api.pool import Migration, MoveTrigger, Role
 from perilune_gateway.model import Candidate, Location
 from perilune_gateway.policy.cost import lasting_turns
 
@@ -150,7 +150,7 @@ def plan_migration(
     sessions: Sequence[SessionFacts],
     endpoints: Sequence[Candidate],
     budget: Budget,
-    params: PolicyParams,
+    params: Migration,
     prefixes: Sequence[PrefixFacts] = (),
     *,
     pullable: bool = True,
@@ -168,7 +168,7 @@ def plan_migration(
 
 
 def pressed(
-    endpoints: Sequence[Candidate], params: PolicyParams, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
+    endpoints: Sequence[Candidate], params: Migration, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
 ) -> list[str]:
     """The endpoints whose sessions a plan looks at: draining ones first, then the longest queues."""
     draft = _Draft(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
@@ -184,7 +184,7 @@ class _Draft:
         self,
         endpoints: Sequence[Candidate],
         budget: Budget,
-        params: PolicyParams,
+        params: Migration,
         pullable: bool,
         triggers: Collection[MoveTrigger],
     ) -> None:
@@ -248,7 +248,7 @@ class _Draft:
     def replicate(self, prefix: PrefixFacts) -> Move:
         """Step 6."""
         source = prefix.locations[0].address
-        if prefix.frequency_score < self._params.hot_cache_threshold:
+        if prefix.frequency_score < self._params.replicate_score:
             return Move(prefix.name, MoveReason.NOT_HOT, source)
         holders = {location.address for location in prefix.locations}
         free = [c for c in self._shortlist if c.address not in holders and self._takes(c, prefix.tokens)]
@@ -267,7 +267,7 @@ class _Draft:
             target.engine.kv_bytes(pulled),
             cost_s,
             requests * without_s,
-            self._params.migration_worth,
+            self._params.worth,
         )
         if move.value_s <= 0:
             return _because(move, MoveReason.NOT_WORTH)
@@ -313,7 +313,7 @@ class _Draft:
             target.engine.kv_bytes(pulled),
             cost_s,
             benefit_s,
-            self._params.migration_worth,
+            self._params.worth,
             turns,
             release=True,
         )

@@ -26,7 +26,7 @@ from random import Random
 from typing import Protocol
 
 from perilune_api import names
-from perilune_api.pool import Pool, SpecError
+from perilune_api.pool import Pool
 from perilune_gateway import admission, in_flight, openai
 from perilune_gateway.deciding import decide
 from perilune_gateway.dice import SEED_BITS, Dice
@@ -59,7 +59,7 @@ from perilune_gateway.model import (
 from perilune_gateway.move_facts import MoveFacts
 from perilune_gateway.openai import ParsedRequest
 from perilune_gateway.planner import Planner
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.recording import Recorder
 from perilune_gateway.state.calibration import Calibration
 from perilune_gateway.state.fleet import Fleet
@@ -138,11 +138,8 @@ class Router:
         self.configure(pool)
 
     def configure(self, pool: Pool) -> None:
-        """Take over a (changed) pool document; requests in flight go on. Raises SpecError for a policy
-        that does not exist, or only in the simulator."""
+        """Take over a (changed) pool document; requests in flight go on."""
         spec = pool.spec
-        if problem := _unusable(spec.routing.policy):
-            raise SpecError(f"{problem} - at `$.spec.routing.policy`")
         self.pool = pool
         self._routing = spec.routing
         self._block_size = spec.engine.block_size
@@ -150,9 +147,9 @@ class Router:
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
         self.prompts.clear()
         self._gatherer.configure(pool)
-        self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
+        self.planner.configure(self._routing.migration, self._routing.policy.name)
         self._recorder.configure(
-            spec.engine.block_size, spec.routing.fallbacks, spec.routing.params.ageing_weight
+            spec.engine.block_size, spec.routing.fallbacks, spec.routing.engine_priority.ageing_weight
         )
         self.in_flight.configure(spec.engine.block_size)
         gone = self.fleet.set_endpoints(
@@ -195,7 +192,7 @@ class Router:
                 return self._recorder.refused(head, self._too_large(size_bytes), laps)
             if session is None or not session.host or not size_bytes:
                 return NEED_BODY  # a body of no told length may be too long
-            if self._routing.params.ageing_weight:
+            if self._routing.engine_priority.ageing_weight:
                 return NEED_BODY  # where the engine is told a priority, every body is rewritten
         laps = Laps(self._stopwatch, started)
         asked = Asked(head, now, laps, identity, session)
@@ -301,9 +298,10 @@ class Router:
     # -- decide ------------------------------------------------------------------------------------
 
     def _decide(self, asked: Asked) -> Routed | Refusal | NeedBody:
-        head, policy = asked.head, self._routing.policy
+        head, policy = asked.head, str(self._routing.policy.name)
         if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
-            if problem := _unusable(wanted):
+            if wanted not in POLICIES:
+                problem = f"Unknown policy {wanted!r}, known are {', '.join(POLICIES)}"
                 refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
                 return self._recorder.refused(head, refusal, asked.laps, asked)
             policy = wanted
@@ -336,7 +334,7 @@ class Router:
         else:
             asked.prompt = prompt
             self._gatherer.exact(asked)
-        return asked, *self._choose(asked, self._routing.policy)
+        return asked, *self._choose(asked, self._routing.policy.name)
 
     def _choose(self, asked: Asked, policy: str) -> tuple[RequestView, Verdict]:
         view = self._view(asked)
@@ -427,15 +425,6 @@ class Router:
     def plan_moves(self) -> None:
         """Once per `migration.interval_seconds`: which sessions and prefixes should move."""
         self.planner.plan(self._clock())
-
-
-def _unusable(policy: str) -> str:
-    """Why a gateway cannot route by it; empty: it can."""
-    if policy in SIMULATED_ONLY:
-        return f"Policy {policy!r} runs in the simulator only: {SIMULATED_ONLY[policy]}"
-    if policy not in LIVE:
-        return f"Unknown policy {policy!r}, known are {', '.join(LIVE)}"
-    return ""
 
 
 def _wrong_slo(headers: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from perilune_api.inference_pool.engine import EngineSpec, Roles
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
+from perilune_api.policies import PolicyChoice
 
 PLURAL = "inferencepools"
 KIND = "InferencePool"
@@ -158,3 +159,6 @@ NAME_RULE = Rule(
 
 DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store"})}
 """Fields that the operator fills in: not part of what users write."""
+
+SHOWN = frozenset({PolicyChoice})
+"""Groups deep in `spec` whose defaults stored objects show: `kubectl get` prints the policy's name."""

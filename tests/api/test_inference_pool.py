@@ -9,9 +9,9 @@ from perilune_api import pool
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.mooncake import Transfer
-from perilune_api.inference_pool.routing import Policy
+from perilune_api.policies import PolicyName
 from perilune_api.pool import SpecError
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ["smallest", "prefill-decode", "store", "topology"]
@@ -48,14 +48,14 @@ def test_the_example_of_a_pool_without_kubernetes_is_one(hidden: bool) -> None:
 
 
 def test_every_policy_that_a_gateway_can_carry_out_may_be_named() -> None:
-    assert sorted(Policy) == sorted(LIVE)
+    assert sorted(PolicyName) == sorted(POLICIES)
 
 
 def test_the_gateways_document_says_what_the_spec_says() -> None:
     made = convert(
         spec(
             engine={"blockSize": 32, "tensorParallel": 2},
-            routing={"policy": "sticky"},
+            routing={"policy": {"name": "sticky"}},
             mooncake={"store": {"enabled": True}},
         )
     )
@@ -63,7 +63,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
     assert pool.parse(pool.dump(document)) == document
     assert document.metadata == pool.Metadata("p", "ns")
     assert (document.spec.engine.block_size, document.spec.engine.store) == (32, True)
-    assert document.spec.routing.policy == "sticky"
+    assert document.spec.routing.policy.name == "sticky"
     assert document.spec.topology.nodes == {"a": pool.NodePlace("r1")}
 
 

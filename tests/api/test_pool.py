@@ -24,7 +24,7 @@ def test_the_example_loads_and_is_short() -> None:
 
 
 def test_the_smallest_document() -> None:
-    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy == "ear"
+    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy.name == "ear"
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,26 @@ def test_the_smallest_document() -> None:
             id="bandwidth grows with distance",
         ),
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
+        pytest.param(
+            document(routing={"policy": {"name": "static_pd"}}),
+            "Invalid enum value 'static_pd' - at `$.spec.routing.policy.name`",
+            id="a policy of the simulator",
+        ),
+        pytest.param(
+            document(routing={"policy": "ear"}),
+            "Write `policy: {name: ear}`: a policy is an object now - at `$.spec.routing.policy`",
+            id="a policy as it was written before",
+        ),
+        pytest.param(
+            document(routing={"params": {"leastGainSeconds": 1, "migrationLinkBytes": 1}}),
+            "leastGainSeconds is now policy.perilune.leastGainSeconds; migrationLinkBytes is gone, since no"
+            " gateway acted on it - at `$.spec.routing.params`",
+            id="parameters as they were written before",
+        ),
         *(
             pytest.param(
-                document(routing={"params": {"interferenceWeight": weight}}),
-                "at `$.spec.routing.params.interferenceWeight`",
+                document(routing={"policy": {"perilune": {"interferenceWeight": weight}}}),
+                "at `$.spec.routing.policy.perilune.interferenceWeight`",
                 id=f"weight {weight}",
             )
             for weight in (-1.0, float("inf"), float("nan"), 1e308)

@@ -17,12 +17,12 @@ from time import process_time
 import bars
 import pytest
 
-from perilune_gateway.policy import POLICIES
 from perilune_lab.simulator import large_fleet, measure
 from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import H20
 from perilune_lab.simulator.harness import Comparison, OfferedLoad, piece
+from perilune_lab.simulator.policies import POLICIES
 from perilune_lab.traces.model import Mode
 
 REAL_TIME = 2000.0

@@ -9,7 +9,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.admin import PAGES, Admin, Sources
 from perilune_gateway.explain import DecisionRecord, Decisions, tenant_hash
 from perilune_gateway.health import Health, report

@@ -4,7 +4,7 @@ import pytest
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing, SpecError
+from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead
 
 
@@ -91,8 +91,3 @@ def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message
     assert A not in refusal.message
-
-
-def test_an_unknown_policy_is_the_documents_fault() -> None:
-    with pytest.raises(SpecError, match=r"known are .*ear.* at `\$.spec.routing.policy`"):
-        Rig(pool(routing=Routing(policy="nearest")))

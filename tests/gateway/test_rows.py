@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_api.topology import Level, Link
 from perilune_gateway.engine_model import H20_30B
 from perilune_gateway.model import Candidate, Cost, Endpoint, Load, Overlap, RequestView, SessionView

@@ -50,7 +50,11 @@ async def test_an_example_is_taken(client: Client, namespace: str, name: str) ->
 async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace: str) -> None:
     made = await create(client, namespace, pool())
     spec = made["spec"]
-    assert (spec["replicas"], spec["engine"]["blockSize"], spec["routing"]["policy"]) == (1, 16, "ear")
+    assert (spec["replicas"], spec["engine"]["blockSize"], spec["routing"]["policy"]["name"]) == (
+        1,
+        16,
+        "ear",
+    )
     assert convert(spec) == convert({"model": {"name": "m"}})
 
 
@@ -60,7 +64,7 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
         pytest.param("spec", "How KV moves between engines", id="spec"),
         pytest.param("spec.routing", "Which endpoint gets a request", id="routing"),
         pytest.param("spec.routing.limits", "Refuse with 429", id="limits"),
-        pytest.param("spec.routing.policy", "sticky: the session's host, always.", id="every policy"),
+        pytest.param("spec.routing.policy.name", "sticky: the session's host, always.", id="every policy"),
         pytest.param("spec.topology.placement", "pack: near each other", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],
@@ -148,7 +152,11 @@ BAD: list[Any] = [
         "simulated engines have no Mooncake",
         id="simulated store",
     ),
-    pytest.param({"routing": {"policy": "fastest"}}, "spec.routing.policy: Unsupported value", id="policy"),
+    pytest.param(
+        {"routing": {"policy": {"name": "fastest"}}},
+        "spec.routing.policy.name: Unsupported value",
+        id="policy",
+    ),
     pytest.param({"mooncake": {"store": {"segmentSize": "80 GB"}}}, "segmentSize", id="quantity"),
     pytest.param(
         {"mooncake": {"store": {"segmentSize": "100m"}}}, "store.segmentSize", id="tenths of a byte"

@@ -98,7 +98,7 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
 
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
     model = {"name": "m", "aliases": ["n"], "loras": [{"name": "a", "path": "/a"}]}
-    spec = {"model": model, "routing": {"params": {"ageingWeight": 1}}}
+    spec = {"model": model, "routing": {"enginePriority": {"ageingWeight": 1}}}
     seed = {"hashing": {"seed": "1"}}
     wide = {"tensorParallel": 8, "pipelineParallel": 2}
     store = {"transfer": "connector", "store": {"enabled": True}}

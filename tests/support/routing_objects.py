@@ -1,7 +1,9 @@
 """Builders for tests: one object a line, only what the test is about."""
 
 from collections.abc import Mapping
+from typing import Any
 
+from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.engine_model import H20_30B, EngineModel
@@ -81,6 +83,11 @@ def prefix(*, score: float = 0.0, pullable: bool = True, **held: int) -> Prefix:
 
 def link(level: Level = Level.RACK, bytes_per_s: float = 9.7e9, slowdown: float = 1.0) -> Link:
     return Link(level, bytes_per_s, slowdown)
+
+
+def chosen(policy: str = "ear", **blocks: Any) -> PolicyChoice:
+    """A pool's `routing.policy`, with the blocks of parameters that it sets."""
+    return PolicyChoice(name=PolicyName(policy), **blocks)
 
 
 def endpoint(address: str = "a", *, role: Role = Role.BOTH, place: Place = Place()) -> Endpoint:  # noqa: B008

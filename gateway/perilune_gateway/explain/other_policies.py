@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.explain.expectation import expected
 from perilune_gateway.explain.record import DecisionRecord
 from perilune_gateway.model import NeedBody, Refusal, Verdict

@@ -26,7 +26,8 @@ from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Migration, Role
 from perilune_gateway.model import Candidate, Cost, Load, RequestView
 from perilune_gateway.rows import Costs, addresses, find, loads, totals
 
@@ -196,12 +197,14 @@ class Seconds(NamedTuple):
         return Cost(address, self.total_s, self.terms)
 
 
-def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
+def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams) -> Seconds:
     """The request's cost there."""
     return all_seconds((candidate,), request, params)[0]
 
 
-def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: PolicyParams) -> list[Seconds]:
+def all_seconds(
+    candidates: Iterable[Candidate], request: RequestView, params: PeriluneParams
+) -> list[Seconds]:
     """The request's cost on each. About 1 µs an idle endpoint: what depends on the engine and on how much it
     holds is computed once for all that are alike."""
     prompt, prefix, interference = request.prompt_tokens, request.prefix, params.interference_weight
@@ -266,7 +269,7 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source
             yield Source.PEER, peer, tokens, pull_s
 
 
-def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
+def _company_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:
     """Seconds that those in flight there add to this request's decoding."""
     load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
     output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)
@@ -292,13 +295,13 @@ def tpot_s(candidate: Candidate, request: RequestView, at_s: float) -> float:
     return candidate.engine.decode_step_s(round(sequences) + 1, round(context) + request.prompt_tokens)
 
 
-def remaining_turns(turns: int, params: PolicyParams) -> float:
+def remaining_turns(turns: int, params: Migration) -> float:
     """Turns that a session is expected to have left after this one: as many as it has had. (Turn counts have
     a Pareto tail of exponent about 1.15, whose median residual life is 0.83 times its age.)"""
     return min(float(max(turns, 1)), params.max_remaining_turns)
 
 
-def lasting_turns(turns: int, params: PolicyParams) -> float:
+def lasting_turns(turns: int, params: Migration) -> float:
     """How many turns' worth of today's load difference a session still meets: this one in full, each
     later one a share `load_persistence` of the one before."""
     share, left = params.load_persistence, remaining_turns(turns, params) + 1.0

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -40,7 +40,7 @@ _terms = attrgetter("terms")
 
 
 def perilune(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: PeriluneParams, rng: Random
 ) -> Decision | NeedBody:
     """Lowest cost, or the host unless leaving it pays."""
     each, named = all_seconds(candidates, request, params), addresses(candidates)

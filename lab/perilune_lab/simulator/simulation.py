@@ -19,7 +19,7 @@ from random import Random
 
 from perilune_api.pool import Role
 from perilune_gateway.model import Decision, Refusal
-from perilune_gateway.policy import POLICIES, Policy
+from perilune_gateway.policy import Policy
 from perilune_lab.simulator.beliefs import Beliefs
 from perilune_lab.simulator.cache import RunCache
 from perilune_lab.simulator.engine import SimulatedEngine
@@ -28,6 +28,7 @@ from perilune_lab.simulator.faults import Faults
 from perilune_lab.simulator.fleet import SimulatedFleet
 from perilune_lab.simulator.h20 import Hardware
 from perilune_lab.simulator.index import RunIndex
+from perilune_lab.simulator.policies import POLICIES
 from perilune_lab.simulator.request import SimulatedRequest
 from perilune_lab.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
 from perilune_lab.simulator.setting import Setting

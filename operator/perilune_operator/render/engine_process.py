@@ -111,7 +111,7 @@ def _simulated_args(pool: Context) -> list[str]:
         f"--context-tokens={model.context_tokens}",
         f"--hash-algorithm={engine.hashing.algorithm}",
         *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
-        *(["--scheduling=priority"] if pool.spec.routing.params.ageing_weight else []),
+        *(["--scheduling=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
         f"--events=tcp://*:{EVENTS_PORT}",
         f"--replay=tcp://*:{REPLAY_PORT}",
     ]
@@ -142,7 +142,7 @@ def _vllm_args(pool: Context, role: Role) -> list[str]:
         *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
         *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
         *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
-        *(["--scheduling-policy=priority"] if pool.spec.routing.params.ageing_weight else []),
+        *(["--scheduling-policy=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         *(["--enable-lora"] if model.loras else []),

@@ -11,7 +11,7 @@ operator asks one (`perilune_operator.apply`).
 
 import msgspec
 
-from perilune_api import names, pool, quantities
+from perilune_api import moved_fields, names, pool, quantities
 from perilune_api.inference_pool import arguments
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind, RoleSpec
@@ -29,7 +29,7 @@ def convert(spec: object) -> InferencePoolSpec:
     try:
         made = msgspec.convert(spec, InferencePoolSpec)
     except msgspec.ValidationError as error:
-        raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
+        raise SpecError(moved_fields.explain(spec) or str(error).replace("`$", "`$.spec", 1)) from None
     check(made)
     return made
 

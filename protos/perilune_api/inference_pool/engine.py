@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from perilune_api import pool
+from perilune_api.fields import Struct
 from perilune_api.inference_pool.types import (
     Arguments,
     Count,
@@ -17,7 +18,6 @@ from perilune_api.inference_pool.types import (
     PullPolicy,
     Raw,
     Resources,
-    Struct,
 )
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Resources, Struct
+from perilune_api.fields import Struct
+from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Resources
 
 
 class Transfer(StrEnum):

@@ -4,13 +4,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from perilune_api.fields import Name, Struct
 from perilune_api.inference_pool.engine import EngineSpec, ModelSpec, Roles
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.mooncake import Mooncake
-from perilune_api.inference_pool.routing import RoutingSpec
 from perilune_api.inference_pool.topology import TopologySpec
-from perilune_api.inference_pool.types import Count, Quantity, Share, Struct
-from perilune_api.pool import Name
+from perilune_api.inference_pool.types import Count, Quantity, Share
+from perilune_api.pool import Routing
 
 
 class Rollout(Struct, frozen=True):
@@ -52,7 +52,7 @@ class InferencePoolSpec(Struct, frozen=True):
     roles: Roles | None = None
     mooncake: Mooncake = Mooncake()
     topology: TopologySpec = TopologySpec()
-    routing: RoutingSpec = RoutingSpec()
+    routing: Routing = Routing()
     gateway: GatewaySpec = GatewaySpec()
     rollout: Rollout = Rollout()
     scaling: Scaling | None = None

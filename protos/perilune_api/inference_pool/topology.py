@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from perilune_api.inference_pool.types import LabelKey, Struct
-from perilune_api.pool import Bandwidth, Weight
+from perilune_api.fields import Struct, Weight
+from perilune_api.inference_pool.types import LabelKey
+from perilune_api.pool import Bandwidth
 
 
 class LevelName(StrEnum):

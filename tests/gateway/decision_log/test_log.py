@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from routing_objects import candidate, request
+from routing_objects import candidate, chosen, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
@@ -100,7 +100,7 @@ class TestDecisionLog:
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
-        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing("sticky")))
+        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing(chosen("sticky"))))
         async with running(log):
             log.decided(0, record(0))
             log.configure(changed)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from perilune_gateway.policy import POLICIES
 from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.cells import Cell, Scenario
 from perilune_lab.evaluate.evaluation import studies_of
 from perilune_lab.evaluate.figures import FIGURES
+from perilune_lab.simulator.policies import POLICIES
 
 AT_R = Scenario(rate=1.0)
 SIZE = plan.size(quick=False, seeds=4, first=11)

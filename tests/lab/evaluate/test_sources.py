@@ -8,11 +8,11 @@ from types import FrameType
 import pytest
 
 from perilune_gateway.in_flight import TELLING_PREFILL_S
-from perilune_gateway.policy import POLICIES
 from perilune_lab.evaluate.cells import Arm, Cell, Scenario, compute
 from perilune_lab.evaluate.search import Search, find
 from perilune_lab.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_lab.evaluate.work import COMPUTES
+from perilune_lab.simulator.policies import POLICIES
 from perilune_lab.simulator.setting import PLANNER
 
 SCENARIO = Scenario(

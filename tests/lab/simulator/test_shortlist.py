@@ -3,7 +3,8 @@ from random import Random
 
 import pytest
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Role
 from perilune_lab.simulator import routing
 from perilune_lab.simulator.beliefs import Beliefs, KnownSession
 from perilune_lab.simulator.fabric import SimulatedFabric
@@ -61,7 +62,7 @@ def fleet(n: int) -> tuple[Beliefs, Shortlist]:
     beliefs = Beliefs(
         [Idle() for _ in range(n)], H20, faults, SimulatedFabric(H20, faults, Random(0)), [Role.BOTH] * n
     )
-    return beliefs, Shortlist(beliefs, PolicyParams())
+    return beliefs, Shortlist(beliefs, PeriluneParams())
 
 
 def test_holders_hosts_and_the_least_loaded():
