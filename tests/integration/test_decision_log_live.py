@@ -12,7 +12,7 @@ from routing_objects import chosen
 
 from perilune_api import pool as spec
 from perilune_api.policies import EarParams, PeriluneParams
-from perilune_gateway.decision_log import Ended, Logged, read
+from perilune_gateway.observe.decision_log import Ended, Logged, read
 from perilune_gateway.policy import POLICIES
 from perilune_lab.client import Load, run_load
 from perilune_lab.demo.load import demo_load

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration, Role
 from perilune_gateway.model import Candidate, Cost, Load, RequestView
-from perilune_gateway.rows import Costs, addresses, find, loads, totals
+from perilune_gateway.routing.rows import Costs, addresses, find, loads, totals
 
 
 class Source(StrEnum):

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from routing_objects import candidate, chosen, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
-from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
-from perilune_gateway.explain import DecisionRecord, Decisions
-from perilune_gateway.model import Decision, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
+from perilune_gateway.observe.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
+from perilune_gateway.observe.decisions import Decisions
 
 POOL = Pool(Metadata("p"), Spec(Model("m")))
 
@@ -105,7 +105,7 @@ class TestDecisionLog:
             log.decided(0, record(0))
             log.configure(changed)
             log.decided(1, record(1))
-        assert [e.routing.policy for e in entries(tmp_path / "log")] == ["ear", "sticky"]
+        assert [e.routing.policy.name for e in entries(tmp_path / "log")] == ["ear", "sticky"]
 
     async def test_a_full_queue_drops_the_newest_and_counts(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0, max_rows=5)

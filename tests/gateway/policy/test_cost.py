@@ -9,8 +9,7 @@ from routing_objects import PLAIN, candidate, fleet, link, prefix, request
 
 from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.model import Cost
+from perilune_gateway.model import H20_30B, Cost
 from perilune_gateway.policy.cost import (
     Source,
     lasting_turns,

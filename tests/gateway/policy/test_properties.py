@@ -21,9 +21,9 @@ from perilune_api.policies import (
     PolicyParams,
 )
 from perilune_api.topology import Level
-from perilune_gateway.admission import engine_priority
 from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.admission import engine_priority
 
 NAMES = "abcdef"
 links_strategy = st.dictionaries(

@@ -15,9 +15,18 @@ from routing_objects import PLAIN, candidate, fleet, request, session
 
 from perilune_api.policies import PeriluneParams, PolicyParams
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec, SpecError
-from perilune_gateway.decision_log import Logged, Writer
-from perilune_gateway.explain import DecisionRecord, Ending
-from perilune_gateway.model import Candidate, Decision, Outcome, Phase, Reason, Refusal, RefuseReason
+from perilune_gateway.model import (
+    Candidate,
+    Decision,
+    DecisionRecord,
+    Ending,
+    Outcome,
+    Phase,
+    Reason,
+    Refusal,
+    RefuseReason,
+)
+from perilune_gateway.observe.decision_log import Logged, Writer
 from perilune_gateway.policy import POLICIES
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf
