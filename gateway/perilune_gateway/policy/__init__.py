@@ -1,4 +1,5 @@
-"""Routing policies: one file each, one function each, chosen by name.
+"""Routing policies: one file each, one function each, chosen by name. Those of other
+systems are in `others/`.
 
 A policy is pure and synchronous: `(request, candidates, its parameters, rng) -> Decision | Refusal |
 NeedBody`; one without parameters takes none. Candidates are the endpoints that passed every check, at least
@@ -15,16 +16,16 @@ from typing import TypeVar
 
 from perilune_api.policies import PolicyName, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
-from perilune_gateway.policy.conductor import conductor
-from perilune_gateway.policy.dynamo import dynamo
-from perilune_gateway.policy.dynamo_product import dynamo_product
-from perilune_gateway.policy.dynamo_v1 import dynamo_v1
 from perilune_gateway.policy.ear import ear
-from perilune_gateway.policy.kv_linear import kv_linear
 from perilune_gateway.policy.least_loaded import least_loaded
-from perilune_gateway.policy.lmetric import lmetric
-from perilune_gateway.policy.lmetric_plus_one import lmetric_plus_one
-from perilune_gateway.policy.mooncake import mooncake
+from perilune_gateway.policy.others.conductor import conductor
+from perilune_gateway.policy.others.dynamo import dynamo
+from perilune_gateway.policy.others.dynamo_product import dynamo_product
+from perilune_gateway.policy.others.dynamo_v1 import dynamo_v1
+from perilune_gateway.policy.others.kv_linear import kv_linear
+from perilune_gateway.policy.others.lmetric import lmetric
+from perilune_gateway.policy.others.lmetric_plus_one import lmetric_plus_one
+from perilune_gateway.policy.others.mooncake import mooncake
 from perilune_gateway.policy.perilune import perilune
 from perilune_gateway.policy.power_of_two import power_of_two
 from perilune_gateway.policy.random import random

@@ -8,9 +8,9 @@ from routing_objects import PLAIN, candidate, link, prefix, request
 from perilune_api.policies import ConductorArm, ConductorParams
 from perilune_api.topology import Level
 from perilune_gateway.model import Decision, Reason
-from perilune_gateway.policy import near_cache
-from perilune_gateway.policy.conductor import conductor
-from perilune_gateway.policy.near_cache import mean_distance, should_migrate
+from perilune_gateway.policy.others import near_cache
+from perilune_gateway.policy.others.conductor import conductor
+from perilune_gateway.policy.others.near_cache import mean_distance, should_migrate
 
 MAX = ConductorParams().max_queue_length
 TO_A = {level: {"a": link(level, 5e6)} for level in Level}

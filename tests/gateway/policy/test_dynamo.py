@@ -9,7 +9,7 @@ from routing_objects import candidate, request
 from perilune_api.policies import DynamoParams, PolicyParams
 from perilune_gateway.model import Decision, Reason
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.policy.dynamo import softmax
+from perilune_gateway.policy.others.dynamo import softmax
 
 
 def run(name: str, r, candidates, seed: int = 0, **params) -> Decision:

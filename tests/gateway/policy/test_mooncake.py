@@ -13,7 +13,7 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
 )
-from perilune_gateway.policy.mooncake import mooncake
+from perilune_gateway.policy.others.mooncake import mooncake
 
 LINK = link(bytes_per_s=5e6)
 

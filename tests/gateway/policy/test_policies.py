@@ -24,7 +24,7 @@ from perilune_gateway.policy import POLICIES
 
 PARAMS = PolicyParams()
 T_HOT, T_COOL = PARAMS.ear.hot_pending_tokens, PARAMS.ear.cooldown_seconds
-FILES = sorted(Path(policy.__path__[0]).glob("*.py"))
+FILES = sorted(Path(policy.__path__[0]).rglob("*.py"))
 SHARED = {"__init__", "cost"}
 SCREEN_LINES = 90
 

@@ -52,7 +52,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     "name",
     [
         "perilune_api.pool",
-        "perilune_gateway.policy.near_cache",
+        "perilune_gateway.policy.others.near_cache",
         "perilune_gateway.feeds.engine_metrics",
         "perilune_lab.report",
         "perilune_research.simulator.bisection",

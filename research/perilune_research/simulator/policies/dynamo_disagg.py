@@ -24,7 +24,7 @@ from perilune_gateway.model import (
     RequestView,
 )
 from perilune_gateway.policy.cost import cheapest, is_split, with_role
-from perilune_gateway.policy.dynamo import cost
+from perilune_gateway.policy.others.dynamo import cost
 
 MAX_LOCAL_PREFILL_TOKENS = 1_000
 """A prompt with more uncached tokens is prefilled remotely. Dynamo's max_local_prefill_length."""

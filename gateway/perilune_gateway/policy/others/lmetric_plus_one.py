@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_gateway.model import Candidate, Decision, NeedBody, RequestView
-from perilune_gateway.policy.lmetric import lowest_product
+from perilune_gateway.policy.others.lmetric import lowest_product
 
 
 def lmetric_plus_one(

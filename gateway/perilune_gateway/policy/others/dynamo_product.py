@@ -11,7 +11,7 @@ from random import Random
 
 from perilune_api.policies import DynamoProductParams
 from perilune_gateway.model import NEED_BODY, Candidate, Cost, Decision, NeedBody, Phase, RequestView
-from perilune_gateway.policy.dynamo import block_terms, decide
+from perilune_gateway.policy.others.dynamo import block_terms, decide
 
 
 def dynamo_product(

@@ -26,7 +26,12 @@ from perilune_gateway.model import (
     RequestView,
 )
 from perilune_gateway.policy.cost import held_tokens, least_pending
-from perilune_gateway.policy.near_cache import mean_distance, near_score, select_near_cache, should_migrate
+from perilune_gateway.policy.others.near_cache import (
+    mean_distance,
+    near_score,
+    select_near_cache,
+    should_migrate,
+)
 
 
 def conductor(
