@@ -17,8 +17,8 @@
    stops being hot when enough have left (hysteresis within one plan; the cooldown is that between plans).
 6. *Replication* of hot prefixes under the same budget: to the least loaded endpoint without it, if what its
    share of the next minute's requests would spend there without a copy (recomputing, or reading the store) is
-   worth making one. (Conductor's published rule, in policy/others/near_cache.py, collapses to a threshold on the
-   frequency; this one weighs what a copy saves.)
+   worth making one. (Conductor's published rule, in policy/others/near_cache.py, collapses to a threshold on
+   the frequency; this one weighs what a copy saves.)
 
 A plan only offers: a binding switches with the session's next request, the target pulls, a pull that fails is
 a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it.
