@@ -31,10 +31,7 @@ REFUSED = {
     "tensors over one and a half nodes": ({"engine": {"tensorParallel": 12}}, "spec.engine.tensorParallel"),
     "hash without seed": ({"engine": {"hashing": {"algorithm": "xxhash"}}}, "spec.engine.hashing"),
     "a store without Mooncake": ({"mooncake": {"store": {"enabled": True}}}, "spec.mooncake"),
-    "half a pair of roles": (
-        {"roles": {"prefill": {"replicas": 1}}, "mooncake": {"transfer": "connector"}},
-        "spec.roles",
-    ),
+    "roles": ({"roles": {"prefill": {"replicas": 1}}}, "spec.roles"),
     "levels in disorder": (
         {"topology": {"levels": [{"name": "spine", "labels": ["a"]}, {"name": "rack", "labels": ["b"]}]}},
         "levels go from narrow to wide",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_api import names
-from perilune_api.inference_pool.engine import EngineSpec, Roles
+from perilune_api.inference_pool.engine import EngineSpec
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
@@ -34,21 +34,6 @@ class Rule(NamedTuple):
 RULES: Mapping[type, Sequence[Rule]] = {
     InferencePoolSpec: (
         Rule(
-            "!has(self.roles) || self.mooncake.transfer == 'connector'",
-            "roles need mooncake.transfer: connector, by which decode endpoints get the prefill's KV",
-            ".mooncake.transfer",
-        ),
-        Rule(
-            "!has(self.roles) || !has(self.scaling)",
-            "scaling sets replicas, which a pool with roles does not use: scale each role by its own",
-            ".scaling",
-        ),
-        Rule(
-            "!has(self.roles) || self.replicas == 1",
-            "a pool with roles has a number for each: set roles.prefill.replicas or roles.decode.replicas",
-            ".replicas",
-        ),
-        Rule(
             "!has(self.scaling) || self.engine.kind != 'simulated' || self.scaling.maxReplicas <= 1000",
             "at most 1000 simulated endpoints",
             ".scaling.maxReplicas",
@@ -64,10 +49,6 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
         ),
-    ),
-    Roles: (
-        Rule("has(self.prefill)", "roles: decode needs prefill endpoints beside it", ".prefill"),
-        Rule("has(self.decode)", "roles: prefill needs decode endpoints beside it", ".decode"),
     ),
     EngineSpec: (
         Rule(

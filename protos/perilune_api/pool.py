@@ -52,12 +52,6 @@ class ExtraKeys(StrEnum):
     BARE = "bare"
 
 
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-
 class Lora(Struct, frozen=True):
     """An adapter that the engines serve beside the model."""
 
@@ -275,7 +269,6 @@ class EndpointSpec(Struct, frozen=True):
     """One vLLM server."""
 
     address: Address
-    role: Role = Role.BOTH
     node: str = ""
     events: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""

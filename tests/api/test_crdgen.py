@@ -91,7 +91,6 @@ def test_a_spec_is_all_that_a_gateway_knows_but_what_the_operator_finds_out() ->
 
 
 def test_an_absent_group_of_options_stays_absent() -> None:
-    assert "default" not in field("spec.roles")
     assert "default" not in field("spec.scaling")
     assert "default" not in field("spec.routing.migration")
 

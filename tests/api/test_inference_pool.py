@@ -14,7 +14,7 @@ from perilune_api.pool import SpecError
 from perilune_gateway.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ["smallest", "prefill-decode", "store", "topology"]
+EXAMPLES = ["smallest", "store", "topology"]
 
 
 def spec(**fields: object) -> dict[str, Any]:
@@ -87,11 +87,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="an argument that the spec already says",
         ),
         pytest.param(
-            spec(roles={"prefill": {"args": ["-tp", "2"]}, "decode": {}}, mooncake={"transfer": "connector"}),
-            "-tp itself, from the spec - at `$.spec.roles.prefill.args[0]`",
-            id="the same of a role",
-        ),
-        pytest.param(
             spec(engine={"args": ["--kv_events_config.topic=x"]}),
             "The operator sets --kv-events-config itself",
             id="an argument as vLLM also spells it",
@@ -141,14 +136,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "--ssl-keyfile is not possible: Envoy, gateways and probes speak plain HTTP to engines:"
             " end TLS at the Gateway - at `$.spec.engine.args[0]`",
             id="TLS",
-        ),
-        pytest.param(
-            spec(
-                roles={"prefill": {}, "decode": {"args": ["--ssl-certfile", "/c"]}},
-                mooncake={"transfer": "connector"},
-            ),
-            "--ssl-certfile is not possible",
-            id="TLS of a role",
         ),
         pytest.param(
             spec(engine={"args": ["-pcp", "2"]}),
@@ -254,14 +241,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="no resource",
         ),
         pytest.param(
-            spec(
-                roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": "many"}}}},
-                mooncake={"transfer": "connector"},
-            ),
-            "at `$.spec.roles.decode.resources.limits.cpu`",
-            id="a role's",
-        ),
-        pytest.param(
             spec(engine={"podTemplate": {"metadata": {"labels": {"team": "a b"}}}}),
             "'a b' is no label's value: at most 63 of letters, digits, - _ . - at "
             "`$.spec.engine.podTemplate.metadata.labels.team`",
@@ -297,7 +276,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "at `$.spec.engine.podTemplate.spec.containers[0].resources.limits.cpu`",
             id="a container of no size",
         ),
-        pytest.param(spec(roles={"decode": {}}), "at `$.spec.roles.prefill`", id="half a pair of roles"),
+        pytest.param(spec(roles={"decode": {}}), "unknown field `roles`", id="roles"),
         pytest.param(spec(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(
             spec(gateway={"mode": "envoyGateway"}), "at `$.spec.gateway.parent`", id="route to nowhere"

@@ -171,8 +171,8 @@ _TABLE = (
 _DIFFERENCES = """\
 Taking turns, both find the same share of the prompts in a cache. With the router that looks at caches the
 shares differ by a point: ours is the formula of Dynamo's documentation (`policy/others/dynamo.py`) over an
-index that counts a routed prompt as held until an engine's event says otherwise, theirs is the product's router
-with its default weights; and ours evicts the tail of a prompt by tokens where they drop blocks. An
+index that counts a routed prompt as held until an engine's event says otherwise, theirs is the product's
+router with its default weights; and ours evicts the tail of a prompt by tokens where they drop blocks. An
 infinite cache would reuse 37.4 %: pools of this size keep a few minutes of this trace, and its sessions
 pause longer. Theirs keeps every token's time (it can report them); ours takes a run of decode steps in one
 formula, and has no events per token.

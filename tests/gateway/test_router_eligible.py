@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from router_rig import Rig, pool
 from routing_objects import chosen
 
-from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Role, Routing
+from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
 from perilune_gateway.policy import POLICIES
 
@@ -16,7 +16,6 @@ endpoints_strategy = st.lists(
     st.builds(
         EndpointSpec,
         address=st.sampled_from(ADDRESSES),
-        role=st.sampled_from([Role.BOTH, Role.BOTH, Role.DECODE, Role.PREFILL]),
         events=st.sampled_from([(), ("tcp://x:1",)]),
         draining=st.booleans(),
     ),
@@ -67,7 +66,6 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
             ready = {v.endpoint.address for v in router.fleet.view(rig.now) if v.endpoint.ready}
             for address in verdict.destinations:
                 assert address in ready
-                assert by_address[address].role is not Role.PREFILL
                 assert not by_address[address].draining or address == host
                 assert subset is None or address in subset
             if ends:

@@ -15,7 +15,6 @@ from perilune_api.kube import MERGE, ApiError, Client
 
 Object = dict[str, Any]
 ROOT = Path(__file__).parents[2]
-PD: Object = {"roles": {"prefill": {}, "decode": {}}, "mooncake": {"transfer": "connector"}}
 RACK, SPINE, ZONE = ({"name": name, "labels": ["l"]} for name in ("rack", "spine", "zone"))
 
 
@@ -104,13 +103,7 @@ BAD: list[Any] = [
     pytest.param(
         {"engine": {"hashing": {"algorithm": "xxhash"}}}, "seed is needed with xxhash", id="random hashes"
     ),
-    pytest.param({**PD, "roles": {"prefill": {}}}, "prefill needs decode endpoints", id="no decode"),
-    pytest.param({**PD, "roles": {"decode": {}}}, "decode needs prefill endpoints", id="no prefill"),
-    pytest.param({**PD, "replicas": 3}, "set roles.prefill.replicas or roles.decode.replicas", id="of whom?"),
-    pytest.param({"roles": PD["roles"]}, "roles need mooncake.transfer: connector", id="roles, no transfer"),
-    pytest.param(
-        {**PD, "scaling": {"minReplicas": 1, "maxReplicas": 2}}, "scale each role by its own", id="two scales"
-    ),
+    pytest.param({"roles": {"prefill": {}}}, 'unknown field "spec.roles"', id="roles"),
     pytest.param(
         {"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not be above", id="min > max"
     ),
@@ -212,14 +205,6 @@ async def test_what_cannot_change(client: Client, namespace: str, change: Object
     with pytest.raises(ApiError) as error:
         await client.request("PATCH", path(namespace, "/p"), {"spec": change}, content_type=MERGE)
     assert message in error.value.message
-
-
-async def test_a_pool_with_roles_is_not_scaled_as_one(client: Client, namespace: str) -> None:
-    """kubectl scale is told by whom it has to ask."""
-    await create(client, namespace, pool(**PD))
-    scale = {"spec": {"replicas": 3}}
-    with pytest.raises(ApiError, match=r"spec.replicas: .* set roles.prefill.replicas or roles.decode"):
-        await client.request("PATCH", path(namespace, "/p/scale"), scale, content_type=MERGE)
 
 
 async def test_scale_and_status_are_apart_from_the_spec(client: Client, namespace: str) -> None:

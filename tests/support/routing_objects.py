@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from perilune_api.policies import PolicyChoice, PolicyName
-from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.model import (
     H20_30B,
@@ -91,14 +90,13 @@ def chosen(policy: str = "ear", **blocks: Any) -> PolicyChoice:
     return PolicyChoice(name=PolicyName(policy), **blocks)
 
 
-def endpoint(address: str = "a", *, role: Role = Role.BOTH, place: Place = Place()) -> Endpoint:  # noqa: B008
-    return Endpoint(address, role, place)
+def endpoint(address: str = "a", *, place: Place = Place()) -> Endpoint:  # noqa: B008
+    return Endpoint(address, place)
 
 
 def candidate(
     address: str = "a",
     *,
-    role: Role = Role.BOTH,
     pending: int = 0,
     pending_s: float = 0.0,
     in_flight: int = 0,
@@ -131,7 +129,7 @@ def candidate(
     )
     host = max(host, cached)
     return Candidate(
-        Endpoint(address, role, place, draining=draining),
+        Endpoint(address, place, draining=draining),
         load,
         Overlap(cached, host, max(stored, host)),
         links=links or {},

@@ -5,7 +5,7 @@
 1. *Trigger*, by a session's host: it drains; it is hot (`hot_pending_seconds` of prefill queued); its rack is
    (mean queue hot and `rack_pressure` times the fleet's). Sessions of other hosts are not looked at
    (`pressed` says whose will be).
-2. *Target*: ready, not draining, serves whole requests, KV room for the context, for a hot host strictly less
+2. *Target*: ready, not draining, KV room for the context, for a hot host strictly less
    queued, for a rack another rack; of the `TARGETS` least queued the best benefit − worth × cost.
    None: stay, migration is opportunistic.
 3. *Cost*: the context's KV by the cheapest way: pulled over the link with its learned slowdown, from the
@@ -31,7 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
-from perilune_api.pool import Migration, MoveTrigger, Role
+from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Location, Move, MoveReason, Subject
 from perilune_gateway.policy.cost import lasting_turns
 
@@ -239,7 +239,7 @@ class _Draft:
 
     def _takes(self, candidate: Candidate, tokens: int) -> bool:
         endpoint = candidate.endpoint
-        serves = endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL
+        serves = endpoint.ready and not endpoint.draining
         return serves and self._room[candidate.address] >= tokens
 
     def _move(self, session: SessionFacts, target: Candidate, trigger: MoveReason) -> Move:

@@ -196,7 +196,6 @@ def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
     endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
-        "role": endpoint.role,
         "place": endpoint.place._asdict(),
         "ready": endpoint.ready,
         "draining": endpoint.draining,

@@ -27,7 +27,7 @@ from random import Random
 from typing import NamedTuple
 
 from perilune_api.policies import PeriluneParams
-from perilune_api.pool import Migration, Role
+from perilune_api.pool import Migration
 from perilune_gateway.model import Candidate, Cost, Load, RequestView
 from perilune_gateway.routing.rows import Costs, addresses, find, loads, totals
 
@@ -107,17 +107,6 @@ def near(request: RequestView) -> str:
 
 
 # -- facts ---------------------------------------------------------------------------------------------
-
-
-def is_split(candidates: Iterable[Candidate]) -> bool:
-    """Whether prefill and decode have endpoints of their own. Live they do not: prefill-only endpoints are no
-    candidates."""
-    return any(c.endpoint.role is Role.PREFILL for c in candidates)
-
-
-def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Those that do that part of the work; all where none is made for it."""
-    return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates
 
 
 def held_tokens(candidate: Candidate) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from perilune_api.pool import Limits, Role
+from perilune_api.pool import Limits
 from perilune_gateway.model import (
     Candidate,
     Refusal,
@@ -56,16 +56,10 @@ def takes_sessions(endpoint: EndpointView, wanted: Wanted) -> bool:
     return not endpoint.endpoint.draining or endpoint.endpoint.address == wanted.host
 
 
-def serves_whole_requests(endpoint: EndpointView, wanted: Wanted) -> bool:
-    """A prefill-only endpoint cannot answer by itself."""
-    return endpoint.endpoint.role is not Role.PREFILL
-
-
 BEFORE: Mapping[str, Callable[[EndpointView, Wanted], bool]] = {
     "subset": in_subset,
     "not_ready": is_ready,
     "draining": takes_sessions,
-    "role": serves_whole_requests,
 }
 """By the name that an exclusion gets."""
 

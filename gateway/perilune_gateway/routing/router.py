@@ -167,7 +167,6 @@ class Router:
             [
                 Endpoint(
                     e.address,
-                    e.role,
                     spec.topology.place(e.node),
                     e.events,
                     e.replay,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perilune_api.pool import Role, Topology
+from perilune_api.pool import Topology
 from perilune_api.topology import Link
 from perilune_gateway.model import Endpoint, EngineMetrics, Load
 
@@ -178,7 +178,7 @@ class Fleet:
         if self._recent_until > (turn := state.suspect_at + SUSPECT_S) > now:
             self._recent_until = turn
         endpoint = view[0]
-        if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
+        if endpoint.ready and not endpoint.draining:
             self._excluded.discard(endpoint.address)
         else:
             self._excluded.add(endpoint.address)

@@ -11,10 +11,9 @@ from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Res
 
 
 class Transfer(StrEnum):
-    """How an engine gets a prefix's KV from another one."""
+    """Where KV goes that leaves the device."""
 
     NONE = "none"
-    CONNECTOR = "connector"
     OFFLOAD = "offload"
 
 
@@ -64,10 +63,8 @@ class Mooncake(Struct, frozen=True):
     """How KV moves between engines."""
 
     transfer: Transfer = Transfer.NONE
-    """connector: engine to engine (MooncakeConnector), what prefill and decode roles need. offload: a tier in
-    host memory that other engines may pull from (OffloadingConnector with its peer tier), if a request asks
-    for it: the gateway writes no such wish yet. none: a moved session's prefix comes from the store or is
-    computed again."""
+    """offload: KV that leaves the device goes to a tier in the host's memory, from which its engine loads it
+    again (OffloadingConnector). none: there is no such tier."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""

@@ -236,9 +236,9 @@ class TestBrokenFiles:
             pytest.param(lambda i, line: b"[]" if i == 1 else line, "line 2: it is no object", id="a list"),
             pytest.param(lambda i, line: b"{}" if i == 0 else line, f"line 1: no {SCHEMA}", id="other JSON"),
             pytest.param(
-                lambda i, line: line.replace(SCHEMA.encode(), b"perilune.decisions/v2"),
-                "line 1: its schema is 'perilune.decisions/v2', only perilune.decisions/v1 can be read",
-                id="later schema",
+                lambda i, line: line.replace(SCHEMA.encode(), b"perilune.decisions/v1"),
+                "line 1: its schema is 'perilune.decisions/v1', only perilune.decisions/v2 can be read",
+                id="another schema",
             ),
             pytest.param(
                 lambda i, line: line.replace(b'"prompt_tokens":500', b'"prompt_tokens":"x"'),

@@ -17,7 +17,6 @@ from perilune_api.pool import (
     Model,
     NodePlace,
     Pool,
-    Role,
     Routing,
     Spec,
     SpecError,
@@ -65,9 +64,7 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
         pytest.param(pod(ip=""), None, id="no address yet"),
         pytest.param(
             pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
-            EndpointSpec(
-                "10.0.0.1:8000", Role.DECODE, "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)
-            ),
+            EndpointSpec("10.0.0.1:8000", "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)),
             id="role and events",
         ),
         pytest.param(

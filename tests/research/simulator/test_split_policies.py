@@ -3,13 +3,20 @@
 from random import Random
 
 import pytest
+import routing_objects
 from msgspec.structs import replace
-from routing_objects import candidate, request, session
+from routing_objects import request, session
 
 from perilune_api.policies import PolicyParams
-from perilune_api.pool import Role
-from perilune_gateway.model import Decision, Reason
+from perilune_gateway.model import Candidate, Decision, Reason
 from perilune_research.simulator.policies import POLICIES, SPLIT
+from perilune_research.simulator.roles import Role, SimulatedEndpoint
+
+
+def candidate(address: str, *, role: Role = Role.BOTH, **facts) -> Candidate:
+    return routing_objects.candidate(address, **facts)._replace(
+        endpoint=SimulatedEndpoint(address, role=role)
+    )
 
 
 def run(name: str, candidates, r=None) -> Decision:

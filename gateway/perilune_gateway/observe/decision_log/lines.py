@@ -40,7 +40,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 
-SCHEMA: Literal["perilune.decisions/v1"] = "perilune.decisions/v1"
+SCHEMA: Literal["perilune.decisions/v2"] = "perilune.decisions/v2"
 CANDIDATE = (
     "endpoint",
     "load",

@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class _PoolLine(msgspec.Struct):
-    schema: Literal["perilune.decisions/v1"]
+    schema: Literal["perilune.decisions/v2"]
     routing: Routing
     columns: dict[str, tuple[str, ...]]
 
