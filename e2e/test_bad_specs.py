@@ -36,10 +36,6 @@ REFUSED = {
         {"topology": {"levels": [{"name": "spine", "labels": ["a"]}, {"name": "rack", "labels": ["b"]}]}},
         "levels go from narrow to wide",
     ),
-    "faster when farther": (
-        {"topology": {"bandwidth": {"node": 1, "rack": 2, "spine": 3, "fabric": 4}}},
-        "spec.topology.bandwidth",
-    ),
     "fewest above most": ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.scaling.minReplicas"),
     "a rollout that cannot move": (
         {"rollout": {"maxUnavailable": 0, "maxSurge": 0}},

@@ -85,12 +85,6 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".levels",
         ),
         Rule(
-            "!has(self.bandwidth) || (self.bandwidth.node >= self.bandwidth.rack && "
-            "self.bandwidth.rack >= self.bandwidth.spine && self.bandwidth.spine >= self.bandwidth.fabric)",
-            "bandwidth must not grow with distance: node >= rack >= spine >= fabric",
-            ".bandwidth",
-        ),
-        Rule(
             "!has(self.placement) || "
             "self.placement.all(a, self.placement.filter(b, b.level == a.level).size() == 1)",
             "a level may be placed by once",

@@ -8,7 +8,7 @@ with their path:
     SpecError: Expected `int` >= 1 - at `$.spec.engine.blockSize`
 
 Steps of `load`: parse YAML → convert to frozen structs (types, ranges) → `check` (what one field alone
-cannot know: duplicate addresses, unknown nodes, bandwidths that grow with distance).
+cannot know: duplicate addresses, unknown nodes).
 """
 
 from enum import StrEnum
@@ -22,7 +22,7 @@ from msgspec import Meta
 from perilune_api import moved_fields
 from perilune_api.fields import Name, Positive, Seconds, Share, Struct, Weight
 from perilune_api.policies import PolicyChoice
-from perilune_api.topology import Level, Link, Place, distance
+from perilune_api.topology import NIC_GBITS, Bandwidth, Level, Link, Place, distance
 
 
 class SpecError(ValueError):
@@ -221,48 +221,26 @@ class NodePlace(Struct, frozen=True):
     """Speed of each, in Gbit/s; 0: unknown."""
 
 
-class Bandwidth(Struct, frozen=True):
-    """Bytes per second of one transfer, by the narrowest level that holds both ends."""
-
-    node: Annotated[float, Meta(gt=0)] = 200e9
-    """Within a node, in bytes per second."""
-    rack: Annotated[float, Meta(gt=0)] = 9.7e9
-    """Within a rack, in bytes per second."""
-    spine: Annotated[float, Meta(gt=0)] = 9.7e9
-    """Between racks under one spine, in bytes per second."""
-    fabric: Annotated[float, Meta(gt=0)] = 4.0e9
-    """Between spines, in bytes per second."""
-
-
 class Topology(Struct, frozen=True):
-    """The fabric: nodes, and how fast they are joined."""
+    """The fabric: where the nodes stand."""
 
     nodes: dict[str, NodePlace] = msgspec.field(default_factory=dict)
     """By name."""
-    bandwidth: Bandwidth = Bandwidth()
-    nic_gbits: Weight = 0.0
-    """Speed of the network cards that `bandwidth` is for, in Gbit/s: a link between two nodes is scaled by
-    the slower one's cards, where they tell; 0: none is scaled."""
 
     def place(self, node: str) -> Place:
         where = self.nodes.get(node, NodePlace())
         return Place(node, where.rack, where.spine)
 
     def link(self, a: Place, b: Place, slowdown: float = 1.0) -> Link:
+        """Two nodes are joined as fast as the slower one's network cards, where they tell their speed."""
         level = distance(a, b)
-        by_level = {
-            Level.NODE: self.bandwidth.node,
-            Level.RACK: self.bandwidth.rack,
-            Level.SPINE: self.bandwidth.spine,
-            Level.FABRIC: self.bandwidth.fabric,
-        }
-        return Link(level, by_level[level] * self._scale(level, a, b), slowdown)
+        return Link(level, Bandwidth().at(level) * self._scale(level, a, b), slowdown)
 
     def _scale(self, level: Level, a: Place, b: Place) -> float:
-        if not self.nic_gbits or level is Level.NODE:
+        if level is Level.NODE:
             return 1.0
         told = (self.nodes.get(place.node, NodePlace()).nic_gbits for place in (a, b))
-        return min(gbits or self.nic_gbits for gbits in told) / self.nic_gbits
+        return min(gbits or NIC_GBITS for gbits in told) / NIC_GBITS
 
 
 class EndpointSpec(Struct, frozen=True):
@@ -356,12 +334,6 @@ def check(pool: Pool) -> None:
             )
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
             raise SpecError(f"As many replay as event addresses are needed - {at}.replay`")
-    band = spec.topology.bandwidth
-    if not band.node >= band.rack >= band.spine >= band.fabric:
-        raise SpecError(
-            "Bandwidth must not grow with distance (node >= rack >= spine >= fabric)"
-            " - at `$.spec.topology.bandwidth`"
-        )
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
     for model in models:
         if models.count(model) > 1:

@@ -57,7 +57,7 @@ def test_the_committed_file_is_current(file: str) -> None:
             "spec.engine.podTemplate", {"x-kubernetes-preserve-unknown-fields": True}, id="passed on as it is"
         ),
         pytest.param(
-            "spec.topology.bandwidth.rack", {"minimum": 0, "exclusiveMinimum": True, "type": "number"}, id=">"
+            "spec.model.bytesPerToken", {"minimum": 0, "exclusiveMinimum": True, "type": "number"}, id=">"
         ),
         pytest.param("spec.model.aliases", {"type": "array"}, id="list"),
         pytest.param("spec.engine.args", {"maxItems": 64}, id="bounded list"),

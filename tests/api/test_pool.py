@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune_api import pool
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
-from perilune_api.topology import Level, Place
+from perilune_api.topology import Bandwidth, Level, Place
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
 
@@ -71,11 +71,6 @@ def test_the_smallest_document() -> None:
             "at `$.spec.endpoints[0].replay`",
             id="replay without events",
         ),
-        pytest.param(
-            document(topology={"bandwidth": {"rack": 1.0, "spine": 2.0}}),
-            "at `$.spec.topology.bandwidth`",
-            id="bandwidth grows with distance",
-        ),
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(
             document(routing={"policy": {"name": "static_pd"}}),
@@ -119,4 +114,4 @@ def test_dump_reads_back(model: Model, port: int) -> None:
 def test_link_speed_follows_the_narrowest_common_level() -> None:
     topology = pool.load(EXAMPLE).spec.topology
     link = topology.link(topology.place("node-a"), topology.place("node-b"))
-    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.SPINE, topology.bandwidth.spine)
+    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.SPINE, Bandwidth().spine)

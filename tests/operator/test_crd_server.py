@@ -136,11 +136,6 @@ BAD: list[Any] = [
     pytest.param({"gateway": {"logLevel": "loud"}}, "spec.gateway.logLevel", id="log level"),
     pytest.param({"topology": {"levels": [ZONE, ZONE]}}, "a level may be given once", id="level twice"),
     pytest.param(
-        {"topology": {"bandwidth": {"rack": 1.0, "spine": 2.0}}},
-        "must not grow with distance",
-        id="bandwidth",
-    ),
-    pytest.param(
         {"engine": {"kind": "simulated"}, "mooncake": {"store": {"enabled": True}}},
         "simulated engines have no Mooncake",
         id="simulated store",

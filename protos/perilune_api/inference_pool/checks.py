@@ -47,7 +47,7 @@ def check(spec: InferencePoolSpec) -> None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
     _check_env(spec.engine.env)
     _check_pods(spec)
-    pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+    pool.check(pool_document("check", "default", spec, pool.Topology()))
 
 
 def _check_env(given: tuple[EnvVar, ...]) -> None:
