@@ -118,7 +118,7 @@ class Snapshots:
             self.endpoints(),
             block_size=pool.spec.engine.block_size,
             pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
-            policy=pool.spec.routing.policy,
+            policy=pool.spec.routing.policy.name,
             version=version("perilune"),
             uptime_s=self._clock() - self._started_at,
             pool_error=pool_error,

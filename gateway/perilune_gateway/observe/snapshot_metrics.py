@@ -34,7 +34,7 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("store_time_ratio", "Store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
     ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda e: e.calibration.sends.ratio),
 )  # fmt: skip
-"""perilune_endpoint_<name>{endpoint, role}"""
+"""perilune_endpoint_<name>{endpoint}"""
 
 EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("batches", "KV event batches received."),
@@ -70,9 +70,9 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
     for name, text, value in LOAD_GAUGES:
-        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
+        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint",))
         for stats in endpoints:
-            load.add_metric((stats.endpoint.address, stats.endpoint.role.value), value(stats))
+            load.add_metric((stats.endpoint.address,), value(stats))
         yield load
     blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
     speculative = GaugeMetricFamily(
