@@ -44,8 +44,9 @@ cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
-BENCHES := transport decision index tokens parse
-# ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
+BENCHES := growing decision index tokens parse
+# ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark. ARGS="--against OTHER/.venv/bin/python":
+# growing conversations, beside the gateway of another checkout.
 bench: $(STAMP) ## what the gateway costs, against its bars, into docs/benchmarks.md; minutes (needs wrk)
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
