@@ -36,7 +36,6 @@ from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import from_headers, named, with_body
 from perilune_gateway.in_flight import InFlight
 from perilune_gateway.known_bodies import KnownBodies
-from perilune_gateway.known_prompts import KnownPrompt, KnownPrompts
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
@@ -73,8 +72,6 @@ _OBJECTIVES = frozenset({names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER, *names.OB
 class TokenizesNow(Protocol):
     """tokens.Tokenizer, as far as the router needs it."""
 
-    @property
-    def repeats(self) -> bool: ...
     def now(self, request: ParsedRequest) -> Tokens | None: ...
 
 
@@ -120,7 +117,6 @@ class Router:
         self._rng = rng or Random()
         self._dice = Dice(0)
         self.bodies = KnownBodies()
-        self.prompts = KnownPrompts()
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
@@ -148,7 +144,6 @@ class Router:
         self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
-        self.prompts.clear()
         self._gatherer.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
         self._recorder.configure(
@@ -215,9 +210,6 @@ class Router:
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._recorder.refused(head, self._too_large(len(body)), laps)
-        if known := self.prompts.find(head.path, body):
-            laps.lap(Step.PARSE)
-            return self._on_prompt(head, known, laps)
         request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self._recorder.refused(head, request, laps)
@@ -230,31 +222,24 @@ class Router:
         if tokens is None:
             return Encode(head, request, len(body))
         laps.lap(Step.TOKENIZE)
-        asked_for = self._hashed(request, len(body), tokens, laps)
-        if isinstance(asked_for, Refusal):
-            return self._recorder.refused(head, asked_for, laps)
-        if self.tokenizer.repeats:
-            self.prompts.add(head.path, body, asked_for)
-        return self._on_prompt(head, asked_for, laps)
+        return self._on_prompt(head, request, len(body), tokens, laps)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
         """Tokenization has answered after `waited_s`."""
         laps = Laps(self._stopwatch)
         laps.us[Step.TOKENIZE] = waited_s * 1e6
-        asked_for = self._hashed(encode.request, encode.body_bytes, tokens, laps)
-        if isinstance(asked_for, Refusal):
-            return self._recorder.refused(encode.head, asked_for, laps)
-        return self._on_prompt(encode.head, asked_for, laps)
+        return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, laps)
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
         """The exchange refused by itself; keep it with the others."""
         self._recorder.refused(head, refusal)
 
-    def _hashed(
-        self, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: Laps
-    ) -> KnownPrompt | Refusal:
+    def _on_prompt(
+        self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, laps: Laps
+    ) -> Routed | Refusal:
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
-            return refusal  # before the cost of a prompt grows with its length
+            # Here, before the work that grows with a prompt's length.
+            return self._recorder.refused(head, refusal, laps)
         lora = request.model if request.model in self._loras else ""
         prompt = Prompt(
             tokens.count,
@@ -267,12 +252,9 @@ class Router:
             request.prompt_cache_key,
         )
         laps.lap(Step.HASH)
-        return KnownPrompt(prompt, request.session_id, request.user)
-
-    def _on_prompt(self, head: RequestHead, known: KnownPrompt, laps: Laps) -> Routed | Refusal:
-        now, keys, prompt = self._clock(), self._routing.session, known.prompt
+        now, keys = self._clock(), self._routing.session
         identity = head.identity or from_headers(head.headers, keys)
-        identity = with_body(identity, known.session_id, known.user, keys)
+        identity = with_body(identity, request.session_id, request.user, keys)
         session = None
         if identity.session_id:
             session = self.sessions.find(identity.key, now)

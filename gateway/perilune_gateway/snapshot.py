@@ -50,7 +50,6 @@ class Snapshots:
             len(self._router.sessions),
             self._router.sessions.evicted,
             self._router.bodies.parsed_in_part,
-            self._router.prompts.found,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),

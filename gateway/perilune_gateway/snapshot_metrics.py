@@ -62,8 +62,6 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
     in_part = "Bodies of which only what is new was parsed: the rest was known."
     yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
-    known = "Short bodies that came before, byte for byte: neither parsed nor tokenized again."
-    yield _counter("bodies_known", known, snapshot.bodies_known)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
         yield from move_rows.families(snapshot.moves)

@@ -161,8 +161,6 @@ class Snapshot:
     sessions_evicted: int = 0
     bodies_parsed_in_part: int = 0
     """Requests' bodies that begin as an earlier one did, see `known_bodies`."""
-    bodies_known: int = 0
-    """Those that came before, byte for byte, see `known_prompts`."""
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None

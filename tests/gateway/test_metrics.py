@@ -221,7 +221,6 @@ class TestMirror:
             sessions_bound=3,
             sessions_evicted=8,
             bodies_parsed_in_part=9,
-            bodies_known=10,
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -277,7 +276,6 @@ class TestMirror:
             ("index_evicted_blocks_total", {}, 1),
             ("sessions_evicted_total", {}, 8),
             ("bodies_parsed_in_part_total", {}, 9),
-            ("bodies_known_total", {}, 10),
         ],
     )
     def test_series(self, metrics, name, labels, expected):

@@ -86,8 +86,6 @@ class Tokenizer:
         self._context_tokens = model.context_tokens
         self.local, self._templates = _load(model)
         """The local encoder, if the pool names one."""
-        self.repeats = self._templates is None or "strftime_now" not in self._templates.source
-        """Equal requests have equal tokens, whenever they come."""
         library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
         self.us_per_char = _FIRST_US_PER_CHAR[library]
         """Moving mean of local encoding, per character that the encoder had to read."""
