@@ -23,9 +23,9 @@ from typing import Protocol
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import allocator, logs
+from perilune_gateway import logs
 from perilune_gateway.admin import Admin, Sources
 from perilune_gateway.arguments import arguments
 from perilune_gateway.decision_log import DecisionLog, RotatedFile
@@ -167,8 +167,6 @@ class Gateway:
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.fleet.endpoints())
                 await self.server.set_ready(True)
-                collector.calm(collector.UNASKED)
-                feeds.append(tasks.create_task(collector.between_turns()))
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()
@@ -295,7 +293,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
-        allocator.tune()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))
