@@ -35,7 +35,6 @@ from perilune_gateway.explain import Decisions
 from perilune_gateway.gather import Asked, Gatherer, Laps, Prompt
 from perilune_gateway.identity import from_headers, named, with_body
 from perilune_gateway.in_flight import InFlight
-from perilune_gateway.known_bodies import KnownBodies
 from perilune_gateway.metrics import Metrics, Step
 from perilune_gateway.migration import Move
 from perilune_gateway.model import (
@@ -116,7 +115,6 @@ class Router:
         self._stopwatch = stopwatch
         self._rng = rng or Random()
         self._dice = Dice(0)
-        self.bodies = KnownBodies()
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
@@ -210,7 +208,7 @@ class Router:
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._recorder.refused(head, self._too_large(len(body)), laps)
-        request = self.bodies.parse(head.path, body)
+        request = openai.parse(head.path, body)
         if isinstance(request, Refusal):
             return self._recorder.refused(head, request, laps)
         if request.model not in self._models:

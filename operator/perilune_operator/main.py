@@ -133,8 +133,8 @@ async def serve(args: argparse.Namespace) -> None:
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
     scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
-    # With Python's own settings its garbage collector takes a third of the CPU while 1,000 pods start: it looks
-    # through all copies of them again and again (docs/benchmarks.md, Operator).
+    # With Python's own settings the garbage collector looks through all copies of pods again and again, which
+    # takes a third of the CPU while 1,000 pods start (docs/benchmarks.md, Operator).
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
