@@ -1,16 +1,18 @@
-"""Envoy's ext_proc messages ↔ the values of `messages`. Only this file and the servers know protobuf.
+"""Converts between Envoy's ext_proc messages and the values in `messages`. Only this file and the servers
+know protobuf.
 
-`decode` (bytes → inbound) reads what routing needs and skips the rest:
+`decode` turns bytes into an inbound value. It reads what routing needs and skips the rest:
 
-- The body modes of both directions come in `protocol_config` of a stream's first message. Envoy 1.40 always
-  sends it there, also when both are NONE (then as an empty message). An Envoy that does not is believed to
-  send what `default_mode` says, full duplex then both ways.
-- The endpoints to choose from are `envoy.lb.subset_hint` metadata: a list, or one comma-separated string
-  (what a header-to-metadata filter makes of it).
-- The endpoint that served is `envoy.lb` metadata of the response, else attribute `upstream.address`.
+- The body modes of both directions are in `protocol_config` of a stream's first message. Envoy 1.40 always
+  sends it there, as an empty message when both are NONE. When it is missing, `default_mode` is assumed for
+  the request; if that is full duplex, it is assumed for the response too.
+- The endpoints to choose from are in the metadata `envoy.lb.subset_hint`: a list, or one comma-separated
+  string, as a header-to-metadata filter writes it.
+- The endpoint that served the request is in the response's `envoy.lb` metadata, else in the attribute
+  `upstream.address`.
 
-`encode` (outbound → bytes): a pick is a request header and `envoy.lb` metadata with the same value. Header
-values travel as `raw_value`, which Envoy's current versions read exclusively.
+`encode` turns an outbound value into bytes. A pick sets a request header and `envoy.lb` metadata to the same
+value. Header values are sent as `raw_value`, the only field that current versions of Envoy read.
 
 Costs about 10 µs for a message with a request's headers, a little less for one with a response's, and two
 copies of a body. Raises ProtocolError for what is no such message.
@@ -109,7 +111,7 @@ def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
 
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
-    """Lower-case names; values of equal names are joined as HTTP says."""
+    """Headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
     headers: dict[str, str] = {}
     for header in found.headers:
         name = header.key.lower()
@@ -147,7 +149,7 @@ def _served(message: pb.ProcessingRequest) -> str:
 
 
 def encode(outbound: Outbound) -> bytes:
-    """One ProcessingResponse. Answers without a body are few, and remembered."""
+    """One ProcessingResponse. Answers without a body are cached, since there are few different ones."""
     match outbound:
         case Continue() | Pick(body=None):
             return _encode_again(outbound)
@@ -189,7 +191,8 @@ def _encode(outbound: Outbound) -> bytes:
 def _answer(
     message: pb.ProcessingResponse, to: Kind, headers: Iterable[tuple[str, str]] = ()
 ) -> pb.CommonResponse:
-    """Make `message` an answer to `to`. Trailers have no common part: theirs is dropped."""
+    """Makes `message` an answer to a message of kind `to`, and returns the part that all answers have in
+    common. Answers to trailers have none, so what is written into theirs is dropped."""
     answer = getattr(message, to)
     answer.SetInParent()
     if to in (Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS):
@@ -207,8 +210,8 @@ def _set_headers(mutation: pb.HeaderMutation, headers: Iterable[tuple[str, str]]
 
 
 def _override(message: pb.ProcessingResponse, override: Override | None) -> None:
-    """Response headers tell status and served endpoint. Response trailers keep the stream open until the
-    response ends; without them Envoy ends it at once when no body is sent."""
+    """Asks Envoy for the response's headers, which have the status and the endpoint that served it, and for
+    its trailers, without which Envoy ends the stream at once when no body is sent."""
     if override is None:
         return
     mode = message.mode_override
