@@ -112,10 +112,15 @@ def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
 
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
     """Headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
+    entries = found.headers
+    headers = {e.key.lower(): e.raw_value.decode("utf-8", "replace") or e.value for e in entries}
+    return headers if len(headers) == len(entries) else _joined(entries)
+
+
+def _joined(entries: Iterable[pb.HeaderValue]) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for header in found.headers:
-        name = header.key.lower()
-        value = str(header.raw_value, "utf-8", "replace") or header.value
+    for entry in entries:
+        name, value = entry.key.lower(), entry.raw_value.decode("utf-8", "replace") or entry.value
         if name in headers:
             value = f"{headers[name]}{'; ' if name == 'cookie' else ', '}{value}"
         headers[name] = value

@@ -3,8 +3,8 @@
 vLLM converts every API to chat-completion messages and normalises those before it renders them. The same has
 to be done here for the tokens to be right (source: renderers and API layers of vLLM 0.32):
 
-- text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones
-  are dropped, `null` is empty; a `tool` message's content is always one text;
+- text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones are
+  dropped, `null` is empty; a `tool` message's content is always one text;
 - tool calls' `arguments` become objects; what is no JSON object becomes `{}`;
 - tools are written as type, name, description, parameters, absent ones `null`;
 - Anthropic: `system` blocks and system messages become the first message, `tool_result`s `tool` messages,

@@ -1,11 +1,11 @@
-"""Loads a folder's tokenizer.json as an `Encoder` from text to token ids; uses fastokens if its ids are
-equal.
+"""Loads a folder's tokenizer.json as an `Encoder`; uses the faster library, fastokens, if its ids are equal.
 
 1. Load the file with `tokenizers`, which the engines use too. It is the reference.
 2. Load it with fastokens, and encode a fixed corpus with both: prose, code, runs of white space, scripts and
    emoji, bytes read as text, the model's own added tokens and look-alikes of them.
 3. If all ids are equal, use fastokens and drop the reference. After any difference or error use the
-reference. 4. Find out which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
+   reference.
+4. Find out which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
 
 Loading takes 20–60 ms besides the two loads, since fastokens compiles its patterns at the first call.
 Encoding takes fastokens 2 ns a byte for words that it has seen and 40 for others, and tokenizers 250–350 ns.
