@@ -14,13 +14,19 @@ know protobuf.
 `encode` turns an outbound value into bytes. A pick sets a request header and `envoy.lb` metadata to the same
 value. Header values are sent as `raw_value`, the only field that current versions of Envoy read.
 
-Costs about 10 µs for a message with a request's headers, a little less for one with a response's, and two
-copies of a body. Raises ProtocolError for what is no such message.
+`envelope` reads headers and bodies, without protobuf. Protobuf reads the fields after them, the context,
+which are the same in most messages, so that the result is cached by their bytes. Messages that are not
+written as Envoy writes them are read by protobuf alone. Both ways give the same values.
+
+A message with headers takes about 4 µs instead of 10, a body 1 µs and one copy instead of two. Of all CPU for
+a request in the benchmark of growing conversations that is 9 to 18 % for requests decided by their headers,
+and 7 to 11 % for others (docs/benchmarks.md).
 """
 
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -33,6 +39,7 @@ from perilune_api.names import (
     SUBSET_KEY,
     SUBSET_NAMESPACE,
 )
+from perilune_gateway import envelope
 from perilune_gateway.messages import (
     Body,
     BodyMode,
@@ -56,19 +63,50 @@ _MODE_NUMBERS: dict[BodyMode, pb.ProcessingMode.BodySendMode] = {
     for mode in BodyMode
 }
 _MODES: dict[int, BodyMode] = {number: mode for mode, number in _MODE_NUMBERS.items()}
+MEMO_BYTES = 4096
+"""Contexts of at most this many bytes are cached."""
+
+
+class _Context(NamedTuple):
+    """The fields of a ProcessingRequest that come after the headers or the body."""
+
+    subset: frozenset[str] | None
+    modes: tuple[int, int] | None
+    """Body modes of request and response, as protobuf numbers; None when the message does not say them."""
+    served: str
 
 
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
     """One ProcessingRequest. Raises ProtocolError."""
+    found = envelope.read(raw)
+    if found is None:
+        return by_protobuf(raw, default_mode)
+    remembered = len(found.rest) <= MEMO_BYTES
+    context = (_context_of_bytes if remembered else _context_of_bytes.__wrapped__)(found.rest)
+    if context is None:
+        return by_protobuf(raw, default_mode)
+    kind = found.kind
+    if kind is Kind.REQUEST_HEADERS:
+        return _request_headers(found.headers, found.end_of_stream, context, default_mode)
+    if kind is Kind.RESPONSE_HEADERS:
+        return _response_headers(found.headers, found.end_of_stream, context)
+    return Body(kind, found.body, found.end_of_stream)
+
+
+def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
+    """As `decode`, by protobuf alone, which is slower. Raises ProtocolError."""
     try:
         message = pb.ProcessingRequest.FromString(raw)
     except DecodeError as error:
         raise ProtocolError(f"not a ProcessingRequest: {error}") from None
     match message.WhichOneof("request"):
         case "request_headers":
-            return _request_headers(message, default_mode)
+            told = message.request_headers
+            context = _context_of(message)
+            return _request_headers(_headers(told.headers), told.end_of_stream, context, default_mode)
         case "response_headers":
-            return _response_headers(message)
+            told = message.response_headers
+            return _response_headers(_headers(told.headers), told.end_of_stream, _context_of(message))
         case "request_body":
             return Body(Kind.REQUEST_BODY, message.request_body.body, message.request_body.end_of_stream)
         case "response_body":
@@ -79,48 +117,60 @@ def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
             raise ProtocolError("a ProcessingRequest without a message that is known here")
 
 
-def _request_headers(message: pb.ProcessingRequest, default_mode: BodyMode) -> RequestHeaders:
-    headers = _headers(message.request_headers.headers)
+def _request_headers(
+    headers: dict[str, str], end_of_stream: bool, context: _Context, default_mode: BodyMode
+) -> RequestHeaders:
     method, path = headers.get(":method", ""), headers.get(":path", "")
-    subset = _subset(message.metadata_context) if message.HasField("metadata_context") else None
-    head = RequestHead(method, path, headers, subset, not message.request_headers.end_of_stream)
+    head = RequestHead(method, path, headers, context.subset, not end_of_stream)
     duplex = BodyMode.FULL_DUPLEX_STREAMED
     default = (default_mode, duplex if default_mode is duplex else BodyMode.NONE)
-    return RequestHeaders(head, *(_modes(message) or default))
+    return RequestHeaders(head, *(_modes(context.modes) or default))
 
 
-def _response_headers(message: pb.ProcessingRequest) -> ResponseHeaders:
-    headers = _headers(message.response_headers.headers)
+def _response_headers(headers: dict[str, str], end_of_stream: bool, context: _Context) -> ResponseHeaders:
     status, content_type = headers.get(":status", ""), headers.get("content-type", "")
     if not (status.isascii() and status.isdigit()):
         raise ProtocolError(f"response status {status!r}")
-    modes = _modes(message)
-    ended = message.response_headers.end_of_stream
-    return ResponseHeaders(int(status), content_type, _served(message), ended, modes[1] if modes else None)
+    modes = _modes(context.modes)
+    return ResponseHeaders(
+        int(status), content_type, context.served, end_of_stream, modes[1] if modes else None
+    )
 
 
-def _modes(message: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode] | None:
-    """Body modes of request and response; None when the message does not say them. Raises ProtocolError."""
-    if not message.HasField("protocol_config"):
+@lru_cache
+def _modes(numbers: tuple[int, int] | None) -> tuple[BodyMode, BodyMode] | None:
+    if numbers is None:
         return None
-    config = message.protocol_config
+    request, response = numbers
     try:
-        return _MODES[config.request_body_mode], _MODES[config.response_body_mode]
+        return _MODES[request], _MODES[response]
     except KeyError as mode:
         raise ProtocolError(f"unknown body mode {mode}") from None
 
 
+@lru_cache(maxsize=256)
+def _context_of_bytes(rest: bytes) -> _Context | None:
+    """The context in the bytes after the headers or the body; None when they are not protobuf, or contain
+    another such message."""
+    try:
+        message = pb.ProcessingRequest.FromString(rest)
+    except DecodeError:
+        return None
+    return _context_of(message) if message.WhichOneof("request") is None else None
+
+
+def _context_of(message: pb.ProcessingRequest) -> _Context:
+    told = message.protocol_config
+    modes = (told.request_body_mode, told.response_body_mode) if message.HasField("protocol_config") else None
+    return _Context(_subset(message.metadata_context), modes, _served(message))
+
+
 def _headers(found: pb.HeaderMap) -> dict[str, str]:
     """Headers by lower-case name. The values of repeated names are joined as HTTP prescribes."""
-    entries = found.headers
-    headers = {e.key.lower(): e.raw_value.decode("utf-8", "replace") or e.value for e in entries}
-    return headers if len(headers) == len(entries) else _joined(entries)
-
-
-def _joined(entries: Iterable[pb.HeaderValue]) -> dict[str, str]:
     headers: dict[str, str] = {}
-    for entry in entries:
-        name, value = entry.key.lower(), entry.raw_value.decode("utf-8", "replace") or entry.value
+    for header in found.headers:
+        name = header.key.lower()
+        value = str(header.raw_value, "utf-8", "replace") or header.value
         if name in headers:
             value = f"{headers[name]}{'; ' if name == 'cookie' else ', '}{value}"
         headers[name] = value

@@ -12,7 +12,6 @@ the working folder.
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import atheris
@@ -23,7 +22,7 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
 
     from perilune_api import extproc_pb2 as pb
     from perilune_api.pool import Hashing, Limits, Model, SpecError
-    from perilune_gateway import decision_log, wire
+    from perilune_gateway import decision_log, envelope, wire
     from perilune_gateway.feeds import engine_metrics, kv_events
     from perilune_gateway.feeds.pool_events import EventSink
     from perilune_gateway.messages import BodyMode, ProtocolError
@@ -70,9 +69,14 @@ def bodies(data: bytes) -> None:
 
 
 def messages(data: bytes) -> None:
-    """Any bytes are a message or a ProtocolError."""
-    with suppress(ProtocolError):
-        wire.decode(data, BodyMode.BUFFERED)
+    """What is read without protobuf is what protobuf reads."""
+    try:
+        told = wire.decode(data, BodyMode.BUFFERED)
+    except ProtocolError:
+        return
+    if envelope.read(data) is not None:
+        message = pb.ProcessingRequest.FromString(data)
+        assert told.kind == message.WhichOneof("request")
 
 
 def streams(data: bytes) -> None:

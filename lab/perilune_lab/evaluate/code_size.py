@@ -27,7 +27,7 @@ _ROUTER: Mapping[str, tuple[str, ...]] = {
     ),
     "index, sessions, load": ("state",),
     "tokens": ("tokens", "blocks.py"),
-    "transport, Envoy's protocol": ("transport", "wire.py", "messages.py", "exchange.py"),
+    "transport, Envoy's protocol": ("transport", "wire.py", "envelope.py", "messages.py", "exchange.py"),
     "the whole gateway": (".",),
 }
 
