@@ -16,6 +16,7 @@ from pathlib import Path
 
 import atheris
 import msgspec
+from msgspec.structs import replace
 
 with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from envoy_doubles import PHASE, ROUTE, ScriptedRouter
@@ -40,7 +41,8 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from perilune_gateway.feeds.pool_events import EventSink
     from perilune_gateway.model import ProtocolError, Refusal
     from perilune_gateway.observe import decision_log
-    from perilune_gateway.request.openai import PATHS, ParsedRequest, parse
+    from perilune_gateway.request.known_bodies import KnownBodies
+    from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
     from perilune_gateway.request.tokens import Tokenizer
     from perilune_gateway.state.engine_blocks import EngineBlocks
     from perilune_gateway.state.parity import ParityCheck
@@ -67,6 +69,21 @@ def bodies(data: bytes) -> None:
     if isinstance(request, ParsedRequest):
         request.prefix_text()
         TOKENIZER.now(request)
+
+
+def grown(data: bytes) -> None:
+    """Bodies that begin alike, their parts between zeros: remembered or not, they are read the same."""
+    known, parts = KnownBodies(chunk_bytes=8), data.split(b"\0")
+    bodies = [parts[0] + part for part in parts[1:]]
+    for path in APIS:
+        for body in bodies + bodies:
+            found, whole = known.parse(path, body), parse(path, body)
+            if isinstance(whole, Refusal) or isinstance(found, Refusal):
+                assert found == whole
+                continue
+            assert replace(found, prompt=None) == replace(whole, prompt=None)
+            if isinstance(whole.prompt, ChatPrompt):
+                assert bytes(found.prompt.messages) == bytes(whole.prompt.messages)
 
 
 def messages(data: bytes) -> None:
@@ -139,7 +156,7 @@ def log(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
-    f.__name__: f for f in (bodies, messages, streams, frames, headers, events, metrics, log)
+    f.__name__: f for f in (bodies, grown, messages, streams, frames, headers, events, metrics, log)
 }
 
 # What is read well, to begin with.
@@ -170,6 +187,18 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'\x03{"model":"m","system":"s","messages":['
         + SAID
         + b'],"max_tokens":5,"metadata":{"user_id":"u"}}',
+    ),
+    "grown": (
+        b'{"model":"m","messages":['
+        + SAID
+        + b',0],"user":"u"}\0'
+        + SAID
+        + b",7]}\0"
+        + SAID
+        + b",1.5,"
+        + SAID
+        + b"]}",
+        b'{"messages":[[[],"a\\u00e9"],{"a":[1]}\0],"model":"m"}\0,true,null],"model":"m","tools":[]}',
     ),
     "messages": (HEAD, BODY),
     "streams": (b"".join(len(raw).to_bytes(2, "big") + raw for raw in (HEAD, BODY)),),

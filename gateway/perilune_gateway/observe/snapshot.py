@@ -44,6 +44,7 @@ class Snapshots:
             index,
             len(self._router.sessions),
             self._router.sessions.evicted,
+            self._router.bodies.parsed_in_part,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),

@@ -55,6 +55,7 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.request import openai
 from perilune_gateway.request.identity import from_headers, named, with_body
+from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission, in_flight
 from perilune_gateway.routing.decide import decide
@@ -126,6 +127,7 @@ class Router:
         self._stopwatch = stopwatch
         self._rng = rng or Random()
         self._dice = Dice(0)
+        self.bodies = KnownBodies()
         self._conformance = conformance
         self._gatherer = Gatherer(fleet, sessions, index, self.calibration, engine or EngineModel())
         facts = MoveFacts(fleet, sessions, index, self.calibration, self._gatherer)
@@ -219,7 +221,7 @@ class Router:
         laps = Laps(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self._recorder.refused(head, self._too_large(len(body)), laps)
-        request = openai.parse(head.path, body)
+        request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self._recorder.refused(head, request, laps)
         if request.model not in self._models:
