@@ -18,9 +18,9 @@ value. Header values are sent as `raw_value`, the only field that current versio
 which are the same in most messages, so that the result is cached by their bytes. Messages that are not
 written as Envoy writes them are read by protobuf alone. Both ways give the same values.
 
-A message with headers takes about 4 µs instead of 10, a body 1 µs and one copy instead of two. Of all CPU for
-a request in the benchmark of growing conversations that is 9 to 18 % for requests decided by their headers,
-and 7 to 11 % for others (docs/benchmarks.md).
+A message with headers takes about 4 µs instead of 10, a body 1 µs and one copy instead of two. In the
+benchmark of growing conversations that is 9 to 20 % of all CPU for requests decided by their headers, and up
+to 11 % for others (docs/benchmarks.md). Raises ProtocolError for what is no such message.
 """
 
 import math
