@@ -112,11 +112,6 @@ class IncrementalEncoder:
         self._parts: OrderedDict[int, _Part] = OrderedDict()
         """By name, in the order in which they are dropped. Every part comes after its children."""
 
-    @property
-    def parts(self) -> int:
-        """Number of parts that are stored now."""
-        return len(self._parts)
-
     def encode(self, text: str, special: bool = False) -> Encoded:
         """The ids that the encoder has for `text`; with `special`, also those that `add_special_tokens` puts
         around it. Raises what the encoder raises."""
