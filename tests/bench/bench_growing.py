@@ -126,7 +126,9 @@ async def measure(folder: Path, rounds: int, transport: str, other: str) -> Foun
                 *("--transport", transport, "--log-level", "warning"),
                 *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
             )
-            _, client = await fronted(envoy.config(endpoints, [facts["ext_proc"]], fail_open=False))
+            # A request that the gateway did not decide in time would cost nothing: it fails instead.
+            config = envoy.config(endpoints, [facts["ext_proc"]], fail_open=False, message_timeout_s=30.0)
+            _, client = await fronted(config)
             return Subject(client, gateway.pid)
 
         _, facts = await child("endpoint", sys.executable, str(ENDPOINTS_PROGRAM), str(ENDPOINTS))
