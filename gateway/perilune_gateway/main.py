@@ -23,7 +23,7 @@ from typing import Protocol
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
@@ -153,8 +153,6 @@ class Gateway:
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.state.fleet.endpoints())
                 await self.server.set_ready(True)
-                collector.calm(collector.UNASKED)
-                feeds.append(tasks.create_task(collector.between_turns()))
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()

@@ -200,6 +200,7 @@ class TestMirror:
             IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
             sessions_bound=3,
             sessions_evicted=8,
+            bodies_parsed_in_part=9,
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -254,6 +255,7 @@ class TestMirror:
             ("index_recent_prompts", {"match": "full"}, 5),
             ("index_evicted_blocks_total", {}, 1),
             ("sessions_evicted_total", {}, 8),
+            ("bodies_parsed_in_part_total", {}, 9),
         ],
     )
     def test_series(self, metrics, name, labels, expected):

@@ -48,6 +48,7 @@ class Snapshots:
             index,
             len(self._state.sessions),
             self._state.sessions.evicted,
+            self._router.bodies.parsed_in_part,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),

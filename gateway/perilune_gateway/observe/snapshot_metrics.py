@@ -61,6 +61,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
     evicted = "Sessions forgotten: idle for too long, or for want of room."
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
+    in_part = "Bodies of which only what is new was parsed: the rest was known."
+    yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)

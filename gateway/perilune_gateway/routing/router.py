@@ -49,6 +49,7 @@ from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import openai
 from perilune_gateway.request.identity import from_headers, named, with_body
+from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
@@ -104,6 +105,7 @@ class Router:
         self._stopwatch = stopwatch
         self._rng = rng
         self._conformance = conformance
+        self.bodies = KnownBodies()
         self.configure(pool)
 
     def configure(self, pool: Pool) -> Sequence[str]:
@@ -162,7 +164,7 @@ class Router:
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self.lifecycle.refused(head, self._too_large(len(body)), timer)
-        request = openai.parse(head.path, body)
+        request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self.lifecycle.refused(head, request, timer)
         if request.model not in self._models:

@@ -302,7 +302,5 @@ class Rig:
 class _NoTokenizer:
     """Ids are given: nobody asks."""
 
-    repeats = True
-
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("tokens are given")
