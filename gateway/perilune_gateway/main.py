@@ -48,7 +48,7 @@ from perilune_gateway.tokens import Tokenizer
 from perilune_gateway.tokens.metrics import TokenMetrics
 from perilune_gateway.transport import Transport, new_server
 from perilune_gateway.transport.service import Service
-from perilune_gateway.transport.tls import KeyPair
+from perilune_gateway.transport.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +80,12 @@ class Gateway:
         source: Source,
         *,
         transport: Transport = Transport.H2,
-        key_pair: KeyPair | None = None,
+        tls: Tls | None = None,
         conformance: bool = False,
         seed: int | None = None,
         log_file: RotatedFile | None = None,
     ) -> None:
-        """`key_pair`: for TLS. `log_file`: for every decision; None: none is kept there. Raises SpecError
-        for a key pair that the transport cannot use."""
+        """Without `tls`, ext_proc is served in plain text; `log_file`, if given, gets every decision."""
         spec = pool.spec
         clock, rng = time.monotonic, Random(seed)
         registry = CollectorRegistry()
@@ -131,7 +130,7 @@ class Gateway:
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
         )
-        self.server = new_server(transport, self.service, key_pair)
+        self.server = new_server(transport, self.service, tls)
         snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
@@ -281,7 +280,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asy
         pool,
         source,
         transport=args.transport,
-        key_pair=args.key_pair,
+        tls=args.tls,
         conformance=args.conformance,
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,

@@ -14,7 +14,7 @@ import uvloop
 from perilune_api.pool import Limits
 from perilune_gateway import allocator
 from perilune_gateway.model import NEED_BODY, Routed
-from perilune_gateway.transport import SERVERS, Transport
+from perilune_gateway.transport import Transport, new_server
 from perilune_gateway.transport.service import Service
 
 HOST = "127.0.0.1"
@@ -85,7 +85,7 @@ async def endpoints(count: int) -> None:
 
 
 async def gateway(transport: Transport, destination: str) -> None:
-    server = SERVERS[transport](Service(TrivialRouter(destination), None, limits=Limits()))
+    server = new_server(transport, Service(TrivialRouter(destination), None, limits=Limits()))
     port = await server.start(f"{HOST}:0")
     print(f"gateway ready ext_proc={HOST}:{port}", flush=True)
     await asyncio.Event().wait()

@@ -13,7 +13,7 @@ from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
-from perilune_gateway.transport import SERVERS, Server, Transport, grpc_server
+from perilune_gateway.transport import Server, Transport, grpc_server, new_server
 from perilune_gateway.transport.service import Service
 
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
@@ -57,7 +57,7 @@ def serving(request):
         router = router or ScriptedRouter()
         limits = Limits(decision_seconds=decision_seconds)
         service = Service(router, Tokenizer(tokenizer_answer), limits=limits, **options)
-        server = SERVERS[request.param](service)
+        server = new_server(request.param, service)
         port = await server.start("127.0.0.1:0")
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
@@ -284,7 +284,7 @@ async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monk
         return came[-1]
 
     monkeypatch.setattr(grpc_server, "_bystander", noted)
-    server = SERVERS[Transport.GRPC](Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
+    server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
     await server.start(f"{host}:0")
     await server.stop(10)
     assert len(came) == len(grpc_server.BYSTANDERS_S)

@@ -21,7 +21,7 @@ from running_envoy import Envoy
 from perilune_api.pool import Limits
 from perilune_gateway.model import Tokens
 from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.transport import SERVERS, Server, Transport
+from perilune_gateway.transport import Server, Transport, new_server
 from perilune_gateway.transport.service import Service
 from perilune_lab.envoy import Mode, config
 
@@ -62,7 +62,7 @@ class Rig:
     def new_server(self, router: ScriptedRouter, decision_seconds: float) -> tuple[Service, Server]:
         limits = Limits(max_body_bytes=16 * 1024 * 1024, decision_seconds=decision_seconds)
         service = Service(router, SlowTokenizer(), limits=limits, conformance=True)
-        return service, SERVERS[self.transport](service)
+        return service, new_server(self.transport, service)
 
     async def start(self) -> None:
         self.gateway = f"127.0.0.1:{await self.server.start('127.0.0.1:0')}"

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 GATEWAY = """
 import asyncio, signal, sys
 from perilune_api.pool import Limits
-from perilune_gateway.transport import SERVERS
+from perilune_gateway.transport import Transport, new_server
 from perilune_gateway.transport.service import Service
 from envoy_doubles import ScriptedRouter
 
 async def main():
     print("loaded", flush=True)
-    server = SERVERS[sys.argv[1]](Service(ScriptedRouter(), None, limits=Limits()))
+    server = new_server(Transport(sys.argv[1]), Service(ScriptedRouter(), None, limits=Limits()))
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -11,8 +11,8 @@ from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_api.pool import Limits
 from perilune_gateway.model import Outcome
-from perilune_gateway.transport import SERVERS, Transport
-from perilune_gateway.transport.h2 import server as h2_server
+from perilune_gateway.transport import Transport, new_server
+from perilune_gateway.transport.h2 import limits
 from perilune_gateway.transport.h2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -134,7 +134,7 @@ class Rig:
 async def rig(request):
     router = ScriptedRouter()
     service = Service(router, StuckTokenizer(), limits=Limits(max_body_bytes=50_000))
-    server = SERVERS[request.param](service)
+    server = new_server(request.param, service)
     rig = Rig(service, router, await server.start("127.0.0.1:0"))
     try:
         yield rig
@@ -251,9 +251,9 @@ async def test_who_does_not_speak_http2_disturbs_nobody(rig, raw):
 
 
 async def test_peer_that_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(h2_server, "UNTAKEN_BYTES", 1_000_000)
+    monkeypatch.setattr(limits, "UNTAKEN_BYTES", 1_000_000)
     service = Service(ScriptedRouter(), StuckTokenizer(), limits=Limits())
-    server = SERVERS[Transport.H2](service)
+    server = new_server(Transport.H2, service)
     port = await server.start("127.0.0.1:0")
     _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
     writer.write(GREETING + frame(Type.HEADERS, END_HEADERS, 1, BLOCK))
