@@ -14,10 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from perilune_api.pool import Limits, SpecError
 from perilune_gateway import main
-from perilune_gateway.transport import Transport, grpc_server, new_server
-from perilune_gateway.transport.h2 import limits
-from perilune_gateway.transport.service import Closed, Service
-from perilune_gateway.transport.tls import Tls
+from perilune_gateway.extproc import Transport, grpc_server, new_server
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.service import Closed, Service
+from perilune_gateway.extproc.tls import Tls
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 by_both = pytest.mark.parametrize("transport", list(Transport), ids=str)

@@ -1,0 +1,133 @@
+"""gRPC health (grpc.health.v1) for the HTTP/2 server: Check answers once, Watch answers with every change.
+
+The answers are those of gRPC's own servicer: `liveness` is SERVING from `start` to `stop`, and every other
+known service while the gateway is ready. An unknown service is NOT_FOUND to Check and SERVICE_UNKNOWN to
+Watch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+
+from perilune_api.names import HEALTH_SERVICES, LIVENESS
+from perilune_gateway.extproc.h2.replies import Status
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Link(Protocol):
+    """The part of server.Link that these calls need."""
+
+    def send(self, stream: int, raw: bytes) -> None: ...
+    def handled(self, stream: int, size_bytes: int) -> None: ...
+    def finish(self, stream: int, status: Status = ..., reason: str = ...) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Health:
+    """The status of each service, and the watches that are told of changes."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Any] = {}
+        self._watches: set[HealthWatch] = set()
+
+    def start(self) -> None:
+        self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING) | {LIVENESS: SERVING})
+
+    def set_ready(self, ready: bool) -> None:
+        self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
+
+    def stop(self) -> None:
+        """Answer NOT_SERVING from now on, and end the watches, which would hold up a drain."""
+        self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
+        for watch in list(self._watches):
+            watch.finish()
+
+    def says(self, service: str) -> Any:
+        """Return the service's status, or None for an unknown service."""
+        return self._said.get(service)
+
+    def watch(self, watch: HealthWatch) -> None:
+        self._watches.add(watch)
+
+    def forget(self, watch: HealthWatch) -> None:
+        self._watches.discard(watch)
+
+    def _set(self, said: dict[str, Any]) -> None:
+        self._said = said
+        for watch in list(self._watches):
+            watch.tell()
+
+
+class HealthCheck:
+    def __init__(self, health: Health, link: Link, number: int) -> None:
+        self._health, self._link, self._number = health, link, number
+
+    def message(self, raw: bytes) -> None:
+        service = _service(raw)
+        status = None if service is None else self._health.says(service)
+        if service is None:
+            self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
+        elif status is None:
+            self._link.finish(self._number, Status.NOT_FOUND, "unknown service")
+        else:
+            self._link.send(self._number, _response(status))
+            self._link.finish(self._number)
+
+    def ended(self) -> None:
+        self._link.finish(self._number, Status.INTERNAL, "no request")
+
+    def closed(self) -> None:
+        pass
+
+
+class HealthWatch:
+    def __init__(self, health: Health, link: Link, number: int) -> None:
+        self._health, self._link, self._number = health, link, number
+        self._service: str | None = None
+        self._told: Any = None
+
+    def message(self, raw: bytes) -> None:
+        self._link.handled(self._number, len(raw))
+        self._service = _service(raw)
+        if self._service is None:
+            self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
+        else:
+            self._health.watch(self)
+            self.tell()
+
+    def tell(self) -> None:
+        """Send the status if it has changed."""
+        assert self._service is not None
+        status = self._health.says(self._service)
+        status = SERVICE_UNKNOWN if status is None else status
+        if status != self._told:
+            self._told = status
+            self._link.send(self._number, _response(status))
+            self._link.flush()
+
+    def finish(self) -> None:
+        self._link.finish(self._number)
+        self._link.flush()
+
+    def ended(self) -> None:
+        """A watch has one request, so nothing follows from its end."""
+
+    def closed(self) -> None:
+        self._health.forget(self)
+
+
+def _service(raw: bytes) -> str | None:
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(raw).service)
+    except DecodeError:
+        return None
+
+
+def _response(status: Any) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())

@@ -1,0 +1,354 @@
+"""The HTTP/2 server: sockets around `connection.Connection`, streams around `service.Stream`.
+
+    socket ─▶ TLS, if any ─▶ Link.data_received ─▶ Connection.receive ─▶ events ─▶ a Call per stream
+    socket ◀───────────────── Link.flush ◀──────── Connection.take ◀──── send, finish ◀──┘
+
+`METHODS` maps each path to its call; other paths are UNIMPLEMENTED. A call is synchronous: it answers a
+message before it returns. When tokens have to be awaited, it starts a task and keeps what comes meanwhile;
+the peer gets no credit for that, and other streams go on.
+
+This server answers gRPC health too, so that both transports are reached, probed and deployed alike.
+
+Answers are written once per read. `limits` bounds what a connection may cost; a connection that is closed for
+going beyond a limit is counted by cause (`service.Closed`) and logged with the cause and the peer's address.
+
+A request with headers only costs about 50 µs without the decision, system calls included. On a stream that is
+half-closed and reset at once, as Envoy ends every stream, nothing is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
+
+from perilune_api.names import EXT_PROC_SERVICE
+from perilune_gateway.extproc.exchange import Abort, Wait
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2.connection import Connection
+from perilune_gateway.extproc.h2.events import Message, Opened, Reset
+from perilune_gateway.extproc.h2.health import Health, HealthCheck, HealthWatch
+from perilune_gateway.extproc.h2.replies import Status
+from perilune_gateway.extproc.service import Closed, Service, Step
+from perilune_gateway.extproc.tls import Tls
+from perilune_gateway.routing.router import Encode
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+CHECK_S = 1.0
+"""How often the time limits of all connections are checked."""
+
+
+class Call(Protocol):
+    """One stream, from `opened` to `closed`."""
+
+    def message(self, raw: bytes) -> None: ...
+    def ended(self) -> None:
+        """The peer sends no more."""
+        ...
+
+    def closed(self) -> None:
+        """Called exactly once, whichever side ended the stream."""
+        ...
+
+
+class H2Server:
+    """One listening server; see transport.Server."""
+
+    def __init__(self, service: Service, tls: Tls | None = None) -> None:
+        self.service = service
+        self.tls = tls
+        self.health = Health()
+        self.links: set[Link] = set()
+        self.handshakes: set[asyncio.Task[None]] = set()
+        self.changed = asyncio.Event()
+        """Set whenever a link may have become quiet, or is gone."""
+        self.draining = False
+        self._listener: asyncio.Server | None = None
+        self._checking: asyncio.TimerHandle | None = None
+
+    async def start(self, listen: str) -> int:
+        host, _, port = listen.rpartition(":")
+        accepts = Link if self.tls is None else Handshake
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                lambda: accepts(self), host.strip("[]"), int(port), backlog=BACKLOG
+            )
+        except OSError as error:
+            raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
+        self.health.start()
+        self._checking = loop.call_later(CHECK_S, self._check_time)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def set_ready(self, ready: bool) -> None:
+        self.health.set_ready(ready)
+
+    async def stop(self, grace_s: float) -> None:
+        if self._listener is None:
+            return
+        self._listener.close()
+        self.draining = True
+        for handshake in self.handshakes:
+            handshake.cancel()
+        self.health.stop()
+        for link in self.links:
+            link.drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._until(lambda: all(link.quiet for link in self.links))
+        except TimeoutError:
+            log.warning("drain_ended streams=%d", sum(link.calls for link in self.links))
+        for link in list(self.links):
+            link.close()
+        await self._until(lambda: not self.links)
+        if self._checking is not None:
+            self._checking.cancel()
+
+    def closed(self, cause: Closed, peer: object, why: object) -> None:
+        """Count and log a connection that this server closed on its own."""
+        self.service.connections_closed[cause] += 1
+        level = logging.INFO if cause is Closed.IDLE else logging.WARNING
+        log.log(level, "connection_closed cause=%s peer=%s error=%s", cause, _address(peer), why or "none")
+
+    def _check_time(self) -> None:
+        for link in list(self.links):
+            link.check_time()
+        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check_time)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+
+class Handshake(asyncio.Protocol):
+    """A connection that has not done its TLS handshake yet; a Link follows it."""
+
+    def __init__(self, server: H2Server) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        transport.pause_reading()  # the handshake's bytes are for `start_tls`
+        task = asyncio.get_running_loop().create_task(self._run(transport))
+        self._server.handshakes.add(task)
+        task.add_done_callback(self._server.handshakes.discard)
+
+    async def _run(self, transport: asyncio.Transport) -> None:
+        server, peer = self._server, transport.get_extra_info("peername")
+        assert server.tls is not None
+        link = Link(server)
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport,
+                link,
+                server.tls.context(),
+                server_side=True,
+                ssl_handshake_timeout=limits.HANDSHAKE_S,
+                ssl_shutdown_timeout=limits.CLOSE_S,
+            )
+        except ConnectionAbortedError as error:
+            return server.closed(Closed.HANDSHAKE_TIMEOUT, peer, error)
+        except OSError as error:  # ssl.SSLError is one
+            return server.closed(Closed.TLS_FAILED, peer, error)
+        except BaseException:
+            transport.abort()
+            raise
+        if secured is None or secured.is_closing():
+            return
+        tls: ssl.SSLObject = secured.get_extra_info("ssl_object")
+        if tls.selected_alpn_protocol() != "h2":
+            secured.abort()
+            return server.closed(Closed.TLS_FAILED, peer, "the peer does not offer h2 by ALPN")
+        link.connection_made(secured)
+
+
+class Link(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, server: H2Server) -> None:
+        self.server = server
+        self._connection = connection = Connection()
+        self._calls: dict[int, Call] = {}
+        self._transport: asyncio.Transport | None = None
+        self._early: list[bytes] | None = []
+        """What comes after a TLS handshake and before `connection_made`; None from then on."""
+        # For calls; `flush` comes after them.
+        self.send = connection.send
+        self.handled = connection.handled
+
+    @property
+    def calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def quiet(self) -> bool:
+        return self._connection.quiet
+
+    # Called by asyncio.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.server.links.add(self)
+        if self.server.draining:
+            self.drain()
+        early, self._early = self._early, None
+        self.data_received(b"".join(early or ()))
+
+    def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early.append(data)
+            return
+        ended: list[int] = []
+        for event in self._connection.receive(data):
+            if isinstance(event, Message):
+                if call := self._calls.get(event.stream):
+                    call.message(event.payload)
+            elif isinstance(event, Opened):
+                self._open(event.stream, event.path)
+            elif isinstance(event, Reset):
+                self._closed(event.stream)
+            else:
+                ended.append(event.stream)
+        for stream in ended:  # those that were not reset in the same read
+            if call := self._calls.get(stream):
+                call.ended()
+        self.flush()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._close_calls()
+        self.server.links.discard(self)
+        self.server.changed.set()
+
+    # Called by calls.
+
+    def finish(self, stream: int, status: Status = Status.OK, reason: str = "") -> None:
+        """End the stream from our side."""
+        self._connection.finish(stream, status, reason)
+        self._closed(stream)
+
+    def flush(self) -> None:
+        """Write what is to be written. Call it at the end of every turn of the event loop that sends."""
+        transport, connection = self._transport, self._connection
+        if transport is None:
+            return
+        if out := connection.take():
+            transport.write(out)
+        if connection.ended:
+            if connection.cause is not None:
+                self.server.closed(connection.cause, transport.get_extra_info("peername"), connection.error)
+            self._close_calls()
+            self._transport = None
+            transport.close()
+            asyncio.get_running_loop().call_later(limits.CLOSE_S, transport.abort)
+        elif out and transport.get_write_buffer_size() > limits.UNTAKEN_BYTES:
+            untaken = f"{transport.get_write_buffer_size()} bytes are not read"
+            self.server.closed(Closed.NOT_READING, transport.get_extra_info("peername"), untaken)
+            transport.abort()
+        if self.server.draining and connection.quiet:
+            self.server.changed.set()
+
+    # Called by the server.
+
+    def check_time(self) -> None:
+        self._connection.check_time()
+        self.flush()
+
+    def drain(self) -> None:
+        self._connection.drain()
+        self.flush()
+
+    def close(self) -> None:
+        """Reset what still runs and close the connection."""
+        self._connection.close()
+        self.flush()
+
+    def _open(self, stream: int, path: str) -> None:
+        method = METHODS.get(path)
+        if method is None:
+            self._connection.finish(stream, Status.UNIMPLEMENTED, f"unknown method {path}")
+        else:
+            self._calls[stream] = method(self, stream)
+
+    def _closed(self, stream: int) -> None:
+        if call := self._calls.pop(stream, None):
+            call.closed()
+
+    def _close_calls(self) -> None:
+        while self._calls:
+            self._closed(next(iter(self._calls)))
+
+
+class ExtProc:
+    """A call of Envoy's method."""
+
+    __slots__ = ("_closed", "_ended", "_inbox", "_link", "_number", "_stream", "_waiting")
+
+    def __init__(self, link: Link, number: int) -> None:
+        self._link = link
+        self._number = number
+        self._stream = link.server.service.open()
+        self._waiting: asyncio.Task[None] | None = None
+        self._inbox: deque[bytes] | None = None
+        """What comes while tokens are awaited."""
+        self._ended = False
+        self._closed = False
+
+    def message(self, raw: bytes) -> None:
+        if self._waiting is None:
+            self._carry_out(self._stream.receive(raw))
+            self._link.handled(self._number, len(raw))
+        elif self._inbox is None:
+            self._inbox = deque((raw,))
+        else:
+            self._inbox.append(raw)
+
+    def ended(self) -> None:
+        self._ended = True
+        if self._waiting is None:
+            self._link.finish(self._number)
+
+    def closed(self) -> None:
+        self._closed = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._stream.closed()
+
+    def _carry_out(self, step: Step) -> None:
+        for message in step.messages:
+            self._link.send(self._number, message)
+        match step.then:
+            case None:
+                pass
+            case Wait(encode):
+                self._waiting = asyncio.get_running_loop().create_task(self._wait(encode))
+            case Abort(reason):
+                self._link.finish(self._number, Status.INTERNAL, reason)
+
+    async def _wait(self, encode: Encode) -> None:
+        step = await self._stream.tokens(encode)
+        self._waiting = None
+        self._carry_out(step)
+        while self._inbox and self._waiting is None and not self._closed:
+            self.message(self._inbox.popleft())
+        if self._ended and self._waiting is None and not self._closed:
+            self._link.finish(self._number)
+        self._link.flush()
+
+
+METHODS: Mapping[str, Callable[[Link, int], Call]] = {
+    f"/{EXT_PROC_SERVICE}/Process": ExtProc,
+    "/grpc.health.v1.Health/Check": lambda link, number: HealthCheck(link.server.health, link, number),
+    "/grpc.health.v1.Health/Watch": lambda link, number: HealthWatch(link.server.health, link, number),
+}
+
+
+def _address(peer: object) -> str:
+    """`host:port` of a socket's address."""
+    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"
