@@ -1,6 +1,7 @@
 """One event loop for the folder, one Envoy per configuration; the stand-ins around it are in `envoy_doubles`.
 
-Tests that take `rig` run over both transports; those about Envoy alone take `stub_rig`.
+Tests of the exchange take `rig` and run over the default transport. Tests of what differs between transports
+take `each_rig` and run over both. Tests of Envoy alone take `stub_rig`.
 """
 
 import asyncio
@@ -125,14 +126,19 @@ async def rigs(tmp_path_factory: pytest.TempPathFactory):
         assert (rig.service.failures, rig.service.streams_open) == (0, 0)
 
 
+@pytest.fixture
+def rig(rigs: dict[Transport, Rig]) -> Rig:
+    return rigs[Transport.H2]
+
+
 @pytest.fixture(params=list(Transport), ids=str)
-def rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
+def each_rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
     return rigs[request.param]
 
 
 @pytest.fixture
 def stub_rig(rigs: dict[Transport, Rig]) -> Rig:
-    return rigs[Transport.GRPC]
+    return rigs[Transport.H2]
 
 
 @pytest.fixture

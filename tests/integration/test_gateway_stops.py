@@ -93,7 +93,7 @@ async def ask(rig, envoy, body: bytes = b"x" * 1_400) -> int:
 
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
 @pytest.mark.parametrize("grpc_retries", [0, 8])
-async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_retries):
+async def test_gateway_killed_under_load_and_back_after_300_ms(each_rig, mode, grpc_retries):
     """With retries nothing that begins after the kill fails; a stream that was half answered is not retried,
     so each client may lose the request that it had running."""
     statuses, stopping = [], asyncio.Event()
@@ -101,14 +101,14 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
     async def client(envoy) -> None:
         while not stopping.is_set():
             try:
-                statuses.append(await ask(rig, envoy))
+                statuses.append(await ask(each_rig, envoy))
             except aiohttp.ClientPayloadError:  # an answer that was on its way
                 statuses.append(0)
 
-    async with Gateway(rig.transport) as first, Gateway(rig.transport) as second:
+    async with Gateway(each_rig.transport) as first, Gateway(each_rig.transport) as second:
         port = await first.serve(0)
         options = {"fail_open": False, "grpc_retries": grpc_retries}
-        envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
+        envoy = await each_rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         await until(lambda: len(statuses) > 100)
         await first.kill()
@@ -146,34 +146,34 @@ async def until_ready(rig, envoy, gateways: int) -> None:
         pytest.param(Mode.FULL_DUPLEX, 130_000, 0.1, id="full_duplex, 130 KB, health checks"),
     ],
 )
-async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
+async def test_gateway_that_is_stopped_under_load_fails_no_request(each_rig, mode, size, check_s):
     """Two gateways; first one is stopped, then, when it is back, the other."""
     statuses, stopping = [], asyncio.Event()
     body, drains = bytes(size), check_s > 0
 
     async def client(envoy) -> None:
         while not stopping.is_set():
-            statuses.append(await ask(rig, envoy, body))
+            statuses.append(await ask(each_rig, envoy, body))
 
     async with (
-        Gateway(rig.transport, drains) as first,
-        Gateway(rig.transport, drains) as again,
-        Gateway(rig.transport, drains) as other,
+        Gateway(each_rig.transport, drains) as first,
+        Gateway(each_rig.transport, drains) as again,
+        Gateway(each_rig.transport, drains) as other,
     ):
         ports = [await first.serve(0), await other.serve(0)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
+        envoy = await each_rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         for stopped in (first, other):
             seen = len(statuses)
             await until(lambda seen=seen: len(statuses) > seen + 200)
             stopped.begin_stop()
             if drains:
-                await until_ready(rig, envoy, 1)
+                await until_ready(each_rig, envoy, 1)
             assert await stopped.stopped() == 0
             if stopped is first:
                 await again.serve(ports[0])
-                await until_ready(rig, envoy, 2)
+                await until_ready(each_rig, envoy, 2)
         seen = len(statuses)
         await until(lambda seen=seen: len(statuses) > seen + 200)
         stopping.set()
