@@ -11,6 +11,11 @@ import envoy_doubles as doubles
 import pytest
 from envoy_doubles import until
 
+from perilune_api.pool import Limits
+from perilune_gateway.extproc import Transport, new_server
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2 import server as h2_server
+from perilune_gateway.extproc.service import Closed, Service
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -89,6 +94,24 @@ async def ask(rig, envoy, body: bytes = b"x" * 1_400) -> int:
     async with rig.http.post(f"{envoy.url}/v1/x", data=io.BytesIO(body), headers=headers) as reply:
         await reply.read()
         return reply.status
+
+
+async def test_no_request_fails_while_idle_connections_are_closed(rig, monkeypatch):
+    """Requests come about when the h2 server drains a connection for being idle; none is retried."""
+    monkeypatch.setattr(limits, "IDLE_S", 0.05)
+    monkeypatch.setattr(h2_server, "CHECK_S", 0.005)
+    service = Service(rig.router, None, limits=Limits())
+    server = new_server(Transport.H2, service)
+    port = await server.start("127.0.0.1:0")
+    try:
+        envoy = await rig.envoy(f"127.0.0.1:{port}", fail_open=False, grpc_retries=0)
+        for pause_ms in range(40, 80):
+            assert await ask(rig, envoy) == 200
+            await asyncio.sleep(pause_ms / 1000)
+    finally:
+        await server.stop(0)
+    assert service.connections_closed[Closed.IDLE] > 5
+    assert sum(service.connections_closed.values()) == service.connections_closed[Closed.IDLE]
 
 
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])

@@ -51,7 +51,7 @@ GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 
 
 
 class GrpcServer:
-    """One listening server; see transport.Server."""
+    """One listening server; see extproc.Server."""
 
     def __init__(self, service: Service, tls: Tls | None = None) -> None:
         self._service = service

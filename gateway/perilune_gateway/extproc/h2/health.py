@@ -7,26 +7,18 @@ Watch.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from perilune_api.names import HEALTH_SERVICES, LIVENESS
+from perilune_gateway.extproc.h2.call import Link
 from perilune_gateway.extproc.h2.replies import Status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-
-
-class Link(Protocol):
-    """The part of server.Link that these calls need."""
-
-    def send(self, stream: int, raw: bytes) -> None: ...
-    def handled(self, stream: int, size_bytes: int) -> None: ...
-    def finish(self, stream: int, status: Status = ..., reason: str = ...) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Health:

@@ -34,7 +34,7 @@ HEADER_LIST_BYTES = 64 * 1024
 """A decompressed header list as RFC 9113 counts it: names, values and 32 bytes per field."""
 
 HANDSHAKE_S = 10.0
-"""For TLS; and from then on for the HTTP/2 preface and the peer's SETTINGS."""
+"""From the connection to the peer's SETTINGS: TLS handshake, HTTP/2 preface and SETTINGS together."""
 IDLE_S = 300.0
 """Without a stream; then the connection is drained and closed, and Envoy opens another when it needs one."""
 DRAIN_ANSWER_S = 10.0

@@ -3,11 +3,8 @@
     socket ─▶ TLS, if any ─▶ Link.data_received ─▶ Connection.receive ─▶ events ─▶ a Call per stream
     socket ◀───────────────── Link.flush ◀──────── Connection.take ◀──── send, finish ◀──┘
 
-`METHODS` maps each path to its call; other paths are UNIMPLEMENTED. A call is synchronous: it answers a
-message before it returns. When tokens have to be awaited, it starts a task and keeps what comes meanwhile;
-the peer gets no credit for that, and other streams go on.
-
-This server answers gRPC health too, so that both transports are reached, probed and deployed alike.
+`METHODS` maps each path to its call; other paths are UNIMPLEMENTED. This server answers gRPC health too, so
+that both transports are reached, probed and deployed alike.
 
 Answers are written once per read. `limits` bounds what a connection may cost; a connection that is closed for
 going beyond a limit is counted by cause (`service.Closed`) and logged with the cause and the peer's address.
@@ -21,20 +18,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 from perilune_api.names import EXT_PROC_SERVICE
-from perilune_gateway.extproc.exchange import Abort, Wait
 from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2.call import Call
 from perilune_gateway.extproc.h2.connection import Connection
 from perilune_gateway.extproc.h2.events import Message, Opened, Reset
+from perilune_gateway.extproc.h2.ext_proc import ExtProc
 from perilune_gateway.extproc.h2.health import Health, HealthCheck, HealthWatch
 from perilune_gateway.extproc.h2.replies import Status
-from perilune_gateway.extproc.service import Closed, Service, Step
+from perilune_gateway.extproc.service import Closed, Service
 from perilune_gateway.extproc.tls import Tls
-from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +39,8 @@ CHECK_S = 1.0
 """How often the time limits of all connections are checked."""
 
 
-class Call(Protocol):
-    """One stream, from `opened` to `closed`."""
-
-    def message(self, raw: bytes) -> None: ...
-    def ended(self) -> None:
-        """The peer sends no more."""
-        ...
-
-    def closed(self) -> None:
-        """Called exactly once, whichever side ended the stream."""
-        ...
-
-
 class H2Server:
-    """One listening server; see transport.Server."""
+    """One listening server; see extproc.Server."""
 
     def __init__(self, service: Service, tls: Tls | None = None) -> None:
         self.service = service
@@ -152,6 +135,8 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=limits.HANDSHAKE_S,
                 ssl_shutdown_timeout=limits.CLOSE_S,
             )
+        except ConnectionResetError:
+            return  # the peer went away by itself
         except ConnectionAbortedError as error:
             return server.closed(Closed.HANDSHAKE_TIMEOUT, peer, error)
         except OSError as error:  # ssl.SSLError is one
@@ -178,6 +163,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._early: list[bytes] | None = []
         """What comes after a TLS handshake and before `connection_made`; None from then on."""
+        self._counted = False
+        """The reason for the connection's end is counted."""
         # For calls; `flush` comes after them.
         self.send = connection.send
         self.handled = connection.handled
@@ -240,9 +227,10 @@ class Link(asyncio.Protocol):
             return
         if out := connection.take():
             transport.write(out)
+        if connection.cause is not None and not self._counted:
+            self._counted = True
+            self.server.closed(connection.cause, transport.get_extra_info("peername"), connection.error)
         if connection.ended:
-            if connection.cause is not None:
-                self.server.closed(connection.cause, transport.get_extra_info("peername"), connection.error)
             self._close_calls()
             self._transport = None
             transport.close()
@@ -285,65 +273,8 @@ class Link(asyncio.Protocol):
             self._closed(next(iter(self._calls)))
 
 
-class ExtProc:
-    """A call of Envoy's method."""
-
-    __slots__ = ("_closed", "_ended", "_inbox", "_link", "_number", "_stream", "_waiting")
-
-    def __init__(self, link: Link, number: int) -> None:
-        self._link = link
-        self._number = number
-        self._stream = link.server.service.open()
-        self._waiting: asyncio.Task[None] | None = None
-        self._inbox: deque[bytes] | None = None
-        """What comes while tokens are awaited."""
-        self._ended = False
-        self._closed = False
-
-    def message(self, raw: bytes) -> None:
-        if self._waiting is None:
-            self._carry_out(self._stream.receive(raw))
-            self._link.handled(self._number, len(raw))
-        elif self._inbox is None:
-            self._inbox = deque((raw,))
-        else:
-            self._inbox.append(raw)
-
-    def ended(self) -> None:
-        self._ended = True
-        if self._waiting is None:
-            self._link.finish(self._number)
-
-    def closed(self) -> None:
-        self._closed = True
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._stream.closed()
-
-    def _carry_out(self, step: Step) -> None:
-        for message in step.messages:
-            self._link.send(self._number, message)
-        match step.then:
-            case None:
-                pass
-            case Wait(encode):
-                self._waiting = asyncio.get_running_loop().create_task(self._wait(encode))
-            case Abort(reason):
-                self._link.finish(self._number, Status.INTERNAL, reason)
-
-    async def _wait(self, encode: Encode) -> None:
-        step = await self._stream.tokens(encode)
-        self._waiting = None
-        self._carry_out(step)
-        while self._inbox and self._waiting is None and not self._closed:
-            self.message(self._inbox.popleft())
-        if self._ended and self._waiting is None and not self._closed:
-            self._link.finish(self._number)
-        self._link.flush()
-
-
 METHODS: Mapping[str, Callable[[Link, int], Call]] = {
-    f"/{EXT_PROC_SERVICE}/Process": ExtProc,
+    f"/{EXT_PROC_SERVICE}/Process": lambda link, number: ExtProc(link.server.service.open(), link, number),
     "/grpc.health.v1.Health/Check": lambda link, number: HealthCheck(link.server.health, link, number),
     "/grpc.health.v1.Health/Watch": lambda link, number: HealthWatch(link.server.health, link, number),
 }
