@@ -1,7 +1,7 @@
 """The HTTP/2 server: sockets around `connection.Connection`, streams around `service.Stream`.
 
-    socket ─▶ TLS, if any ─▶ Link.data_received ─▶ Connection.receive ─▶ events ─▶ a Call per stream
-    socket ◀───────────────── Link.flush ◀──────── Connection.take ◀──── send, finish ◀──┘
+    socket ─▶ Link.data_received ─▶ TlsChannel, if any ─▶ Connection.receive ─▶ events ─▶ a Call per stream
+    socket ◀─ Link.flush ◀───────── TlsChannel, if any ◀─ Connection.take ◀──── send, finish ◀──┘
 
 `METHODS` maps each path to its call; other paths are UNIMPLEMENTED. This server answers gRPC health too, so
 that both transports are reached, probed and deployed alike.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -29,6 +28,7 @@ from perilune_gateway.extproc.h2.events import Message, Opened, Reset
 from perilune_gateway.extproc.h2.ext_proc import ExtProc
 from perilune_gateway.extproc.h2.health import Health, HealthCheck, HealthWatch
 from perilune_gateway.extproc.h2.replies import Status
+from perilune_gateway.extproc.h2.tls_channel import TlsChannel, TlsError
 from perilune_gateway.extproc.service import Closed, Service
 from perilune_gateway.extproc.tls import Tls
 
@@ -47,7 +47,6 @@ class H2Server:
         self.tls = tls
         self.health = Health()
         self.links: set[Link] = set()
-        self.handshakes: set[asyncio.Task[None]] = set()
         self.changed = asyncio.Event()
         """Set whenever a link may have become quiet, or is gone."""
         self.draining = False
@@ -56,11 +55,10 @@ class H2Server:
 
     async def start(self, listen: str) -> int:
         host, _, port = listen.rpartition(":")
-        accepts = Link if self.tls is None else Handshake
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: accepts(self), host.strip("[]"), int(port), backlog=BACKLOG
+                lambda: Link(self), host.strip("[]"), int(port), backlog=BACKLOG
             )
         except OSError as error:
             raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
@@ -76,8 +74,6 @@ class H2Server:
             return
         self._listener.close()
         self.draining = True
-        for handshake in self.handshakes:
-            handshake.cancel()
         self.health.stop()
         for link in self.links:
             link.drain()
@@ -109,50 +105,6 @@ class H2Server:
             await self.changed.wait()
 
 
-class Handshake(asyncio.Protocol):
-    """A connection that has not done its TLS handshake yet; a Link follows it."""
-
-    def __init__(self, server: H2Server) -> None:
-        self._server = server
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)
-        transport.pause_reading()  # the handshake's bytes are for `start_tls`
-        task = asyncio.get_running_loop().create_task(self._run(transport))
-        self._server.handshakes.add(task)
-        task.add_done_callback(self._server.handshakes.discard)
-
-    async def _run(self, transport: asyncio.Transport) -> None:
-        server, peer = self._server, transport.get_extra_info("peername")
-        assert server.tls is not None
-        link = Link(server)
-        try:
-            secured = await asyncio.get_running_loop().start_tls(
-                transport,
-                link,
-                server.tls.context(),
-                server_side=True,
-                ssl_handshake_timeout=limits.HANDSHAKE_S,
-                ssl_shutdown_timeout=limits.CLOSE_S,
-            )
-        except ConnectionResetError:
-            return  # the peer went away by itself
-        except ConnectionAbortedError as error:
-            return server.closed(Closed.HANDSHAKE_TIMEOUT, peer, error)
-        except OSError as error:  # ssl.SSLError is one
-            return server.closed(Closed.TLS_FAILED, peer, error)
-        except BaseException:
-            transport.abort()
-            raise
-        if secured is None or secured.is_closing():
-            return
-        tls: ssl.SSLObject = secured.get_extra_info("ssl_object")
-        if tls.selected_alpn_protocol() != "h2":
-            secured.abort()
-            return server.closed(Closed.TLS_FAILED, peer, "the peer does not offer h2 by ALPN")
-        link.connection_made(secured)
-
-
 class Link(asyncio.Protocol):
     """One connection."""
 
@@ -161,8 +113,7 @@ class Link(asyncio.Protocol):
         self._connection = connection = Connection()
         self._calls: dict[int, Call] = {}
         self._transport: asyncio.Transport | None = None
-        self._early: list[bytes] | None = []
-        """What comes after a TLS handshake and before `connection_made`; None from then on."""
+        self._tls = TlsChannel(server.tls.context()) if server.tls else None
         self._counted = False
         """The reason for the connection's end is counted."""
         # For calls; `flush` comes after them.
@@ -184,13 +135,14 @@ class Link(asyncio.Protocol):
         self.server.links.add(self)
         if self.server.draining:
             self.drain()
-        early, self._early = self._early, None
-        self.data_received(b"".join(early or ()))
+        self.flush()
 
     def data_received(self, data: bytes) -> None:
-        if self._early is not None:
-            self._early.append(data)
-            return
+        if self._tls is not None:
+            try:
+                data = self._tls.receive(data)
+            except TlsError as error:
+                return self._refuse(error)
         ended: list[int] = []
         for event in self._connection.receive(data):
             if isinstance(event, Message):
@@ -225,16 +177,18 @@ class Link(asyncio.Protocol):
         transport, connection = self._transport, self._connection
         if transport is None:
             return
-        if out := connection.take():
+        out = connection.take()
+        if self._tls is not None:
+            out = self._tls.send(out)
+        if out:
             transport.write(out)
         if connection.cause is not None and not self._counted:
             self._counted = True
             self.server.closed(connection.cause, transport.get_extra_info("peername"), connection.error)
         if connection.ended:
-            self._close_calls()
-            self._transport = None
-            transport.close()
-            asyncio.get_running_loop().call_later(limits.CLOSE_S, transport.abort)
+            if self._tls is not None:
+                transport.write(self._tls.close())
+            self._leave(transport)
         elif out and transport.get_write_buffer_size() > limits.UNTAKEN_BYTES:
             untaken = f"{transport.get_write_buffer_size()} bytes are not read"
             self.server.closed(Closed.NOT_READING, transport.get_extra_info("peername"), untaken)
@@ -256,6 +210,20 @@ class Link(asyncio.Protocol):
         """Reset what still runs and close the connection."""
         self._connection.close()
         self.flush()
+
+    def _refuse(self, error: TlsError) -> None:
+        """End a connection whose TLS has failed."""
+        if (transport := self._transport) is not None and self._tls is not None:
+            self.server.closed(Closed.TLS_FAILED, transport.get_extra_info("peername"), error)
+            transport.write(self._tls.send(b""))
+            self._leave(transport)
+
+    def _leave(self, transport: asyncio.Transport) -> None:
+        """Close the socket when the peer has read what is written, or has had the time for it."""
+        self._close_calls()
+        self._transport = None
+        transport.close()
+        asyncio.get_running_loop().call_later(limits.CLOSE_S, transport.abort)
 
     def _open(self, stream: int, path: str) -> None:
         method = METHODS.get(path)
