@@ -1,5 +1,9 @@
 """A real Envoy that asks gateways over TLS."""
 
+import asyncio
+from contextlib import AsyncExitStack
+
+import aiohttp
 import certificates
 import pytest
 from envoy_doubles import ScriptedRouter
@@ -11,6 +15,7 @@ from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.model import Outcome
 from perilune_lab.envoy import config
+from perilune_lab.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -67,3 +72,33 @@ async def test_envoy_is_served_where_both_sides_trust_each_other_and_nowhere_els
     finally:
         await server.stop(0)
     assert (service.failures, service.streams_open) == (0, 0)
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_the_gateways_own_process_serves_envoy_over_tls(tmp_path):
+    """On the event loop that it runs in production, with bodies of one record and of many."""
+    pair = certificates.make(tmp_path)
+    arguments = (f"--tls-cert={pair[0]}", f"--tls-key={pair[1]}")
+    async with AsyncExitStack() as parts:
+        options = EngineOptions(time_scale=100.0)
+        stack = Stack(engines=1, options=options, with_envoy=False, gateway_arguments=arguments)
+        await parts.enter_async_context(stack)
+        bootstrap = config(
+            stack.endpoints, [stack.ext_proc], processor_ca=pair[0], fail_open=False, message_timeout_s=60
+        )
+        envoy = await parts.enter_async_context(Envoy(bootstrap))
+        http = await parts.enter_async_context(aiohttp.ClientSession())
+
+        async def ask(size: int) -> int:
+            content = "word " * (size // 5)
+            body = {
+                "model": options.model,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": 1,
+            }
+            async with http.post(f"{envoy.url}/v1/chat/completions", json=body) as reply:
+                await reply.read()
+                return reply.status
+
+        sizes = (10, 1_000, 130_000) * 3
+        assert await asyncio.gather(*map(ask, sizes)) == [200] * len(sizes)
