@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from math import inf
@@ -136,7 +136,7 @@ class StreamCounts(Protocol):
     protocol_errors: int
     failures: int
     late_tokens: int
-    connections_closed: Mapping[str, int]
+    connections_closed: dict[str, int]
 
 
 class Metrics:
