@@ -12,6 +12,15 @@ from operator_process import Operator
 
 from perilune_api import kube
 
+API_SERVERS = {"api_server", "own_server", "scheduled_server", "routed_server"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that need a real API server."""
+    for item in items:
+        if API_SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("api_server")
+
 
 @pytest.fixture(scope="session")
 def api_server() -> Iterator[ApiServer]:
