@@ -26,10 +26,8 @@ demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
 	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
 
-# Packages without Envoy and the API server. ARGS='-m "not hypothesis"': without the tests of properties, which take
-# most of the time and say little about dependencies.
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
-	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server and not hypothesis" $(ARGS)
+	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/ruff format --check .
