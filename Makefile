@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-lowest check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo api-server test test-lowest check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -22,6 +22,9 @@ $(STAMP) .venv-lowest/.stamp:
 
 demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load; ends with a comparison
 	$(BIN)/perilune demo $(ARGS)
+
+api-server: $(STAMP) ## etcd, API server and what else the operator's tests need, from Go modules; once, ten minutes
+	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
 	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
