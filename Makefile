@@ -22,7 +22,7 @@ demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load
 	$(BIN)/perilune demo $(ARGS)
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/ruff format --check .

@@ -285,7 +285,7 @@ prefixes_strategy = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,
@@ -319,7 +319,7 @@ def test_a_plan_never_exceeds_its_budget(
     assert len(subjects) == len(set(subjects))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,

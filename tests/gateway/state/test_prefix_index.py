@@ -726,9 +726,9 @@ class AgainstSetsInShortRuns(AgainstSets):
 
 
 TestAgainstSets = AgainstSets.TestCase
-TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstSets.settings = settings(max_examples=30, stateful_step_count=40)
 TestAgainstSetsInShortRuns = AgainstSetsInShortRuns.TestCase
-TestAgainstSetsInShortRuns.settings = settings(max_examples=60, stateful_step_count=40)
+TestAgainstSetsInShortRuns.settings = settings(max_examples=30, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(ENDPOINTS, PROMPTS), max_size=30), st.integers(1, 12))
