@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 from router_rig import USUAL, A, B, C, Rig, completion, pool
 from routing_objects import head
 
@@ -11,7 +10,6 @@ from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecErro
 from perilune_api.topology import Level
 from perilune_gateway.model import (
     H20_30B,
-    Decision,
     DecisionRecord,
     Location,
     Overlap,
@@ -144,37 +142,6 @@ def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill()
     _, record = route(rig, range(10_000_000, 10_032_000))
     faded = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
     assert faded == [1.0] * 3, "also that it gets another chance, though nothing was observed since"
-
-
-def test_a_pull_teaches_the_link_it_came_over() -> None:
-    rig = rig_of(policy="mooncake")
-    rig.stored(A, LONG)
-    pullable(rig)
-    rig.queue(A, 30.0)  # nobody wants to wait there
-    routed, record = route(rig, LONG)
-    decision = record.verdict
-    assert isinstance(decision, Decision)
-    assert decision.replicate_from == A
-    assert record.target != A
-    link = next(c for c in record.candidates if c.address == record.target).links[A]
-    rest_s = H20_30B.prefill_s(16, 31_984) + H20_30B.request_overhead_s(32_000)
-    rig.now += 4 * H20_30B.transfer_s(31_984, link.bandwidth_bytes_per_s) + rest_s
-    rig.stored(record.target, LONG)
-    rig.finish(routed)
-    assert rig.router.calibration.slowdown(A, record.target, rig.now) == pytest.approx(2.5, rel=0.01)
-    assert set(rig.router.calibration.links(rig.now)) == {(A, record.target)}
-
-
-def pullable(rig: Rig) -> None:
-    """As if the engines could pull from each other, which no gateway asks of them yet."""
-    exact = rig.router._gatherer.exact
-
-    def exact_and_pullable(asked):
-        matches = exact(asked)
-        asked.prefix = replace(asked.prefix, pullable=True)
-        return matches
-
-    rig.router._gatherer.exact = exact_and_pullable  # type: ignore[method-assign]
 
 
 def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:

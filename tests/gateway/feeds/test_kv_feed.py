@@ -98,11 +98,27 @@ def bind(socket, port: int) -> int:
     return port
 
 
+class NotingIndex(PrefixIndex):
+    """Knows which blocks it was ever told of."""
+
+    def __init__(self) -> None:
+        super().__init__(100_000, 5.0)
+        self.named: set[int] = set()
+
+    def stored(self, endpoint, tier, blocks, *arguments, **options) -> None:
+        self.named.update(blocks)
+        super().stored(endpoint, tier, blocks, *arguments, **options)
+
+    @property
+    def held(self) -> set[int]:
+        return {block for block in self.named if self.announced(ENGINE, block)}
+
+
 class Recorder:
     """A sink that feeds an index and lets tests wait for what they expect."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(100_000, 5.0)
+        self.index = NotingIndex()
         self.blocks = EngineBlocks(self.index, 32, store=True)
         self.batches: list[Batch] = []
         self.lags: list[float] = []
@@ -132,11 +148,7 @@ class Recorder:
                 await self._changed.wait()
 
     def held(self) -> set[int]:
-        return announced(self.index)
-
-
-def announced(index: PrefixIndex) -> set[int]:
-    return {block for block in index._runs.where if index.announced(ENGINE, block)}
+        return self.index.held
 
 
 def at(ts: float) -> bytes:
@@ -235,12 +247,12 @@ async def test_a_whole_capture(context, captures):
 
 
 def expected(messages) -> set[int]:
-    index = PrefixIndex(100_000, 5.0)
+    index = NotingIndex()
     names = EngineBlocks(index, 32, store=True)
     for frames in messages:
         for event in decode(frames[-1]).events:
             names.apply(ENGINE, event, 0.0)
-    return announced(index)
+    return index.held
 
 
 @pytest.mark.parametrize("topic", [True, False], ids=["with topic", "without topic, until 0.25"])

@@ -179,7 +179,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "_TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(cli, "TELL_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()

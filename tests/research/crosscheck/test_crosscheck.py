@@ -102,7 +102,7 @@ def test_jitter_delays_a_little():
 
 def test_what_is_simulated_has_a_spread():
     small = Crosscheck(Options(("round_robin",), seconds=8.0), Console(quiet=True))
-    found = small._simulated("round_robin")
+    found = small.simulated("round_robin")
     assert 0 < found.ttft_p50_s < found.ttft_p90_s
     assert 0 < found.apc < 1
     assert found.ttft_p90_spread_s > 0

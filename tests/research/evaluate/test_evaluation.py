@@ -38,7 +38,7 @@ BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
 def less_work() -> Iterator[None]:
     """Coarser intervals and a shorter look at the traffic."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_RESAMPLES", 50)
+        patch.setattr(measure, "RESAMPLES", 50)
         patch.setattr(cli, "traffic", partial(traffic, sessions=200))
         yield
 

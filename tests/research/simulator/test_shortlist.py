@@ -25,7 +25,7 @@ def spread() -> Workload:
 
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
-    monkeypatch.setattr(routing, "_AUDIT_EVERY", every)
+    monkeypatch.setattr(routing, "AUDIT_EVERY", every)
     return simulate(workload, Setting(policy), MANY, seed=1)
 
 
