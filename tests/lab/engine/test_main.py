@@ -395,10 +395,9 @@ def test_sigint_exits_130(start):
         pytest.param("--replay", "replay", "for KV events: Address already in use", id="replay"),
     ],
 )
-def test_a_taken_port_is_one_clear_line_and_exit_1(start, argument, fact, words):
-    taken = start()
+def test_a_taken_port_is_one_clear_line_and_exit_1(fast, argument, fact, words):
     second = subprocess.run(
-        [sys.executable, "-P", "-m", "perilune_lab.engine.main", argument, taken.facts[fact]],
+        [sys.executable, "-P", "-m", "perilune_lab.engine.main", argument, fast.facts[fact]],
         capture_output=True,
         text=True,
         timeout=30,
