@@ -1,3 +1,5 @@
+"""Block hashes are chained, stable, and separate what must not share a cache."""
+
 import json
 from array import array
 

@@ -1,3 +1,5 @@
+"""The parity check says whether our block hashes are the engine's, and if not, why."""
+
 from itertools import pairwise
 
 import pytest

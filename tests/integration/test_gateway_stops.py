@@ -11,6 +11,7 @@ import envoy_doubles as doubles
 import pytest
 from envoy_doubles import until
 
+from perilune_gateway.extproc import Transport
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -91,8 +92,16 @@ async def ask(rig, envoy, body: bytes = b"x" * 1_400) -> int:
         return reply.status
 
 
-@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
-@pytest.mark.parametrize("grpc_retries", [0, 8])
+@pytest.mark.parametrize(
+    ("rig", "mode", "grpc_retries"),
+    [
+        pytest.param(Transport.H2, Mode.BUFFERED, 8, id="h2, buffered"),
+        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 8, id="h2, full_duplex"),
+        pytest.param(Transport.H2, Mode.BUFFERED, 0, id="h2, buffered, without retries"),
+        pytest.param(Transport.GRPC, Mode.FULL_DUPLEX, 8, id="grpc, full_duplex"),
+    ],
+    indirect=["rig"],
+)
 async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_retries):
     """With retries nothing that begins after the kill fails; a stream that was half answered is not retried,
     so each client may lose the request that it had running."""
@@ -137,14 +146,15 @@ async def until_ready(rig, envoy, gateways: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "size", "check_s"),
+    ("rig", "mode", "size", "check_s"),
     [
-        pytest.param(Mode.BUFFERED, 1_400, 0.0, id="buffered"),
-        pytest.param(Mode.BUFFERED, 130_000, 0.0, id="buffered, 130 KB"),
-        pytest.param(Mode.FULL_DUPLEX, 1_400, 0.0, id="full_duplex"),
-        # of which Envoy keeps 64 KiB for another try, so it has to know in time
-        pytest.param(Mode.FULL_DUPLEX, 130_000, 0.1, id="full_duplex, 130 KB, health checks"),
+        pytest.param(Transport.H2, Mode.BUFFERED, 130_000, 0.0, id="h2, buffered, 130 KB"),
+        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 1_400, 0.0, id="h2, full_duplex"),
+        # Envoy keeps 64 KiB of a body for another try, so it has to know in time.
+        pytest.param(Transport.H2, Mode.FULL_DUPLEX, 130_000, 0.1, id="h2, full_duplex, 130 KB, checked"),
+        pytest.param(Transport.GRPC, Mode.FULL_DUPLEX, 130_000, 0.1, id="grpc, full_duplex, 130 KB, checked"),
     ],
+    indirect=["rig"],
 )
 async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
     """Two gateways; first one is stopped, then, when it is back, the other."""

@@ -1,3 +1,5 @@
+"""Request bodies are built from segments of a trace."""
+
 import pytest
 
 from perilune_lab.bodies import Bodies

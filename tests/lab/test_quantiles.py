@@ -1,3 +1,5 @@
+"""Quantiles of samples."""
+
 import pytest
 
 from perilune_lab.quantiles import mean, quantile

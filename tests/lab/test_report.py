@@ -1,3 +1,5 @@
+"""Reports compare runs in tables, figures and JSON."""
+
 import io
 import json
 from dataclasses import replace

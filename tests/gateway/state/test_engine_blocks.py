@@ -1,3 +1,5 @@
+"""An engine's events become stores and removals in the prefix index."""
+
 import pytest
 
 from perilune_gateway.model import Tier

@@ -1,3 +1,5 @@
+"""The fleet keeps each endpoint's load and readiness."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""The prefix index says how many leading blocks of a prompt each endpoint holds, in which tier."""
+
 import json
 import random
 import weakref

@@ -1,3 +1,5 @@
+"""Block hashes equal vLLM's, of every algorithm."""
+
 import json
 from pathlib import Path
 

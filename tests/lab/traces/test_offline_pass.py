@@ -1,3 +1,5 @@
+"""An offline pass over a trace says what a cache of a given size would serve."""
+
 import itertools
 
 import pytest

@@ -1,3 +1,5 @@
+"""One workload live and simulated: verdicts, options, reports."""
+
 from io import StringIO
 from pathlib import Path
 from random import Random

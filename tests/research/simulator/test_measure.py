@@ -1,3 +1,5 @@
+"""What is measured of a simulation."""
+
 from dataclasses import replace
 
 import msgspec
