@@ -166,7 +166,7 @@ def _timed(call, times: int) -> float:
         pytest.param("a", Decision("b", Reason.ROUND_ROBIN), Affinity.LEFT, id="policy without sessions"),
     ],
 )
-def test_affinity(host, decision, expected):
+def test_affinity_says_whether_a_session_stayed_with_its_host(host, decision, expected):
     assert affinity_of(host, decision) is expected
 
 
@@ -283,7 +283,7 @@ class TestMirror:
             ("bodies_known_total", {}, 10),
         ],
     )
-    def test_series(self, metrics, name, labels, expected):
+    def test_a_snapshot_is_scraped_as_series(self, metrics, name, labels, expected):
         metrics.mirror(self.snapshot)
         assert value(metrics, name, **labels) == expected
 

@@ -194,7 +194,9 @@ PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
         ),
     ],
 )  # fmt: skip
-def test_replication(p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str) -> None:
+def test_a_prefix_that_many_need_is_copied(
+    p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str
+) -> None:
     move = only(plan([], candidates, prefixes=[p]))
     assert (move.reason, move.target, move.release) == (reason, target, False)
 

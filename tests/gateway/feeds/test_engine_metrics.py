@@ -155,7 +155,7 @@ class TestParse:
             pytest.param(b"\xff\xfe\x00\nvllm:num_requests_running 3\n", 3, id="garbage around"),
         ],
     )
-    def test_edges(self, text, running):
+    def test_a_line_at_the_edge_of_what_prometheus_allows_is_read(self, text, running):
         assert parse(text) == EngineMetrics(running=running)
 
     def test_usage_is_the_mean_of_the_ranks_and_all_else_their_sum(self):

@@ -251,7 +251,7 @@ def test_a_picture_in_a_long_text_is_found(data, causes):
         pytest.param(CHAT, {"messages": [], "tools": [{"x": "x" * 387}]}, 160, id="tools count"),
     ],
 )
-async def test_estimates(path, body, count):
+async def test_an_estimate_counts_bytes(path, body, count):
     tokenizer = Tokenizer(Model("m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
     asked = request(path, **body)
     assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)

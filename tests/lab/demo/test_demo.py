@@ -43,7 +43,7 @@ UNDER_LOAD = " APC "
         pytest.param(["--no-live", "--keep"], {"live": False, "keep": True}, id="flags"),
     ],
 )  # fmt: skip
-def test_options(argv, expected):
+def test_options_have_defaults_and_fit_each_other(argv, expected):
     options = parse(argv)
     assert {name: getattr(options, name) for name in expected} == expected
 
@@ -250,7 +250,7 @@ def test_runs_compares_and_reports(start, tmp_path):
         pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load"),
     ],
 )
-def test_interrupted(start, tmp_path, number, status, moment):
+def test_a_signal_ends_it_and_leaves_nothing(start, tmp_path, number, status, moment):
     running = start("--seconds", "60", "--compare", "")
     running.until(moment)
     running.process.send_signal(number)

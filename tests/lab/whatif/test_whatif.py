@@ -142,7 +142,7 @@ class TestCommand:
         assert all(policy in out for policy in LIVE)
         assert "perilune simulate" in out
 
-    def test_json(self, log, tmp_path, capsys):
+    def test_the_document_says_what_the_table_does(self, log, tmp_path, capsys):
         out = tmp_path / "out.json"
         arguments = [
             "--decisions",

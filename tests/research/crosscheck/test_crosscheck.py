@@ -61,7 +61,7 @@ ROBIN = pair("round_robin", 2.0, 2.2)
         ),
     ],
 )
-def test_verdicts(pairs: list[Pair], holds: list[bool]):
+def test_a_verdict_compares_the_largest_difference_with_its_bar(pairs: list[Pair], holds: list[bool]):
     assert [verdict for verdict, _ in compare.verdicts(pairs)] == holds
 
 
