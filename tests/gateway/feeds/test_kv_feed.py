@@ -255,6 +255,18 @@ def expected(messages) -> set[int]:
     return index.held
 
 
+async def lose(engine: Engine, sink: Recorder, messages, arrive: int, replay_frames) -> None:
+    """The first messages arrive, then only the last; the engine keeps `replay_frames` for a replay."""
+    await engine.asked()
+    for frames in messages[:arrive]:
+        await engine.send(int.from_bytes(frames[1], "big"), frames[2])
+    await sink.until(lambda: len(sink.batches) == arrive)
+    engine.buffer.clear()
+    for _, _, seq, payload in replay_frames[:-1]:
+        engine.buffer.append((seq, payload))
+    await engine.send_raw(messages[-1])
+
+
 @pytest.mark.parametrize("topic", [True, False], ids=["with topic", "without topic, until 0.25"])
 async def test_dropped_messages_are_replayed(context, captures, replay_frames, topic):
     """Live up to 239, then nothing, then the last: the replay brings what is between, from the very frames
@@ -262,14 +274,7 @@ async def test_dropped_messages_are_replayed(context, captures, replay_frames, t
     engine, counters = Engine(context, topic=topic), Counters()
     messages = captures["main"].messages
     async with feeding(context, engine, counters=counters) as sink:
-        await engine.asked()
-        for frames in messages[:240]:
-            await engine.send(int.from_bytes(frames[1], "big"), frames[2])
-        await sink.until(lambda: len(sink.batches) == 240)
-        engine.buffer.clear()
-        for _, _, seq, payload in replay_frames[:-1]:
-            engine.buffer.append((seq, payload))
-        await engine.send_raw(messages[-1])
+        await lose(engine, sink, messages, 240, replay_frames)
         await sink.until(lambda: len(sink.batches) == 528)
         assert sink.held() == expected(messages)
         assert sink.resets == []
@@ -281,14 +286,7 @@ async def test_a_short_replay_buffer_means_to_begin_anew(context, captures, repl
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages
     async with feeding(context, engine, counters=counters) as sink:
-        await engine.asked()
-        for frames in messages[:100]:
-            await engine.send(int.from_bytes(frames[1], "big"), frames[2])
-        await sink.until(lambda: len(sink.batches) == 100)
-        engine.buffer.clear()
-        for _, _, seq, payload in replay_frames[:-1]:
-            engine.buffer.append((seq, payload))
-        await engine.send_raw(messages[-1])
+        await lose(engine, sink, messages, 100, replay_frames)
         await sink.until(lambda: len(sink.batches) == 388)
         assert sink.resets == [ResetCause.LOST]
         assert sink.held() <= expected(messages), "it may know less, never more"
