@@ -16,7 +16,7 @@ from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.setting import PLANNER, Setting
 from perilune_research.simulator.workload import Workload
 
-LOAD = OfferedLoad(window_s=300.0, warmup_s=0.0)
+LOAD = OfferedLoad(window_s=180.0, warmup_s=0.0)
 
 
 @pytest.fixture(scope="module")
