@@ -27,7 +27,7 @@ api-server: $(STAMP) ## etcd, API server and what else the operator's tests need
 	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
 
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
 	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)

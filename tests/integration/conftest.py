@@ -127,8 +127,9 @@ async def rigs(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def rig(rigs: dict[Transport, Rig]) -> Rig:
-    return rigs[Transport.H2]
+def rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
+    """The rig of the default transport, or of the one that a test names (`indirect=["rig"]`)."""
+    return rigs[getattr(request, "param", Transport.H2)]
 
 
 @pytest.fixture(params=list(Transport), ids=str)
