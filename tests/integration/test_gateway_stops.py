@@ -11,6 +11,11 @@ import envoy_doubles as doubles
 import pytest
 from envoy_doubles import until
 
+from perilune_api.pool import Limits
+from perilune_gateway.extproc import Transport, new_server
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2 import server as h2_server
+from perilune_gateway.extproc.service import Closed, Service
 from perilune_lab.envoy import Mode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -18,13 +23,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 GATEWAY = """
 import asyncio, signal, sys
 from perilune_api.pool import Limits
-from perilune_gateway.extproc import SERVERS
+from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
 from envoy_doubles import ScriptedRouter
 
 async def main():
     print("loaded", flush=True)
-    server = SERVERS[sys.argv[1]](Service(ScriptedRouter(), None, limits=Limits()))
+    server = new_server(Transport(sys.argv[1]), Service(ScriptedRouter(), None, limits=Limits()))
     print(await server.start("127.0.0.1:" + sys.stdin.readline().strip()), flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -91,9 +96,27 @@ async def ask(rig, envoy, body: bytes = b"x" * 1_400) -> int:
         return reply.status
 
 
+async def test_no_request_fails_while_idle_connections_are_closed(rig, monkeypatch):
+    """Requests come about when the h2 server drains a connection for being idle; none is retried."""
+    monkeypatch.setattr(limits, "IDLE_S", 0.05)
+    monkeypatch.setattr(h2_server, "CHECK_S", 0.005)
+    service = Service(rig.router, None, limits=Limits())
+    server = new_server(Transport.H2, service)
+    port = await server.start("127.0.0.1:0")
+    try:
+        envoy = await rig.envoy(f"127.0.0.1:{port}", fail_open=False, grpc_retries=0)
+        for pause_ms in range(40, 80):
+            assert await ask(rig, envoy) == 200
+            await asyncio.sleep(pause_ms / 1000)
+    finally:
+        await server.stop(0)
+    assert service.connections_closed[Closed.IDLE] > 5
+    assert sum(service.connections_closed.values()) == service.connections_closed[Closed.IDLE]
+
+
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
 @pytest.mark.parametrize("grpc_retries", [0, 8])
-async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_retries):
+async def test_gateway_killed_under_load_and_back_after_300_ms(each_rig, mode, grpc_retries):
     """With retries nothing that begins after the kill fails; a stream that was half answered is not retried,
     so each client may lose the request that it had running."""
     statuses, stopping = [], asyncio.Event()
@@ -101,14 +124,14 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
     async def client(envoy) -> None:
         while not stopping.is_set():
             try:
-                statuses.append(await ask(rig, envoy))
+                statuses.append(await ask(each_rig, envoy))
             except aiohttp.ClientPayloadError:  # an answer that was on its way
                 statuses.append(0)
 
-    async with Gateway(rig.transport) as first, Gateway(rig.transport) as second:
+    async with Gateway(each_rig.transport) as first, Gateway(each_rig.transport) as second:
         port = await first.serve(0)
         options = {"fail_open": False, "grpc_retries": grpc_retries}
-        envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
+        envoy = await each_rig.envoy(f"127.0.0.1:{port}", mode=mode, **options)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         await until(lambda: len(statuses) > 100)
         await first.kill()
@@ -122,7 +145,7 @@ async def test_gateway_killed_under_load_and_back_after_300_ms(rig, mode, grpc_r
     if grpc_retries:
         assert failed <= CLIENTS
     else:
-        assert failed > 10 * CLIENTS
+        assert failed > CLIENTS
 
 
 async def until_ready(rig, envoy, gateways: int) -> None:
@@ -146,34 +169,34 @@ async def until_ready(rig, envoy, gateways: int) -> None:
         pytest.param(Mode.FULL_DUPLEX, 130_000, 0.1, id="full_duplex, 130 KB, health checks"),
     ],
 )
-async def test_gateway_that_is_stopped_under_load_fails_no_request(rig, mode, size, check_s):
+async def test_gateway_that_is_stopped_under_load_fails_no_request(each_rig, mode, size, check_s):
     """Two gateways; first one is stopped, then, when it is back, the other."""
     statuses, stopping = [], asyncio.Event()
     body, drains = bytes(size), check_s > 0
 
     async def client(envoy) -> None:
         while not stopping.is_set():
-            statuses.append(await ask(rig, envoy, body))
+            statuses.append(await ask(each_rig, envoy, body))
 
     async with (
-        Gateway(rig.transport, drains) as first,
-        Gateway(rig.transport, drains) as again,
-        Gateway(rig.transport, drains) as other,
+        Gateway(each_rig.transport, drains) as first,
+        Gateway(each_rig.transport, drains) as again,
+        Gateway(each_rig.transport, drains) as other,
     ):
         ports = [await first.serve(0), await other.serve(0)]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
-        envoy = await rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
+        envoy = await each_rig.envoy(addresses, mode=mode, fail_open=False, health_check_s=check_s)
         clients = [asyncio.create_task(client(envoy)) for _ in range(CLIENTS)]
         for stopped in (first, other):
             seen = len(statuses)
             await until(lambda seen=seen: len(statuses) > seen + 200)
             stopped.begin_stop()
             if drains:
-                await until_ready(rig, envoy, 1)
+                await until_ready(each_rig, envoy, 1)
             assert await stopped.stopped() == 0
             if stopped is first:
                 await again.serve(ports[0])
-                await until_ready(rig, envoy, 2)
+                await until_ready(each_rig, envoy, 2)
         seen = len(statuses)
         await until(lambda seen=seen: len(statuses) > seen + 200)
         stopping.set()
