@@ -6,7 +6,7 @@ from perilune_lab.evaluate import plan
 from perilune_lab.evaluate.figures.style import Context, Drawn, Figure, canvas, colour, horizontal, row
 from perilune_lab.evaluate.plan import LOADS, Point
 
-_METRICS = {"wall_per_trace": "wall_clock_factor_legacy", "wall_clock_factor": "wall_clock_factor"}
+_METRICS = {"wall_per_trace": "wall_clock_factor_legacy"}
 _LOAD_MARKERS = {"R/2": "|", "1.25 R": "d", "1.6 R": "x"}
 
 

@@ -13,9 +13,7 @@ _METRICS = {
     "apc": "apc",
     "ceiling": "apc_ceiling.intra_session",
     "worst_endpoint_ttft_p90_s": "hotspot.ttft_p90_max_s",
-    "legacy_hotspot_index": "hotspot.legacy_index",
     "ttft_p50_s": "ttft_s.p50",
-    "interference": "interference",
 }
 
 

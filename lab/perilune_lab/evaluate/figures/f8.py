@@ -54,8 +54,6 @@ def _draw(context: Context) -> Drawn:
                 "load": load,
                 "turn_s": turn_s[i],
                 "wall_per_trace": ratio[i],
-                "in_flight": f.estimate(points[i], "extra.in_flight"),
-                "turns_per_s": f.estimate(points[i], "extra.turns_per_s"),
                 "amplification_theory": theory[i],
                 "amplification_measured": measured[i],
             }
