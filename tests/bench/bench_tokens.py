@@ -150,8 +150,8 @@ def test_tokens(folder, sources, request):
 ## Tokens
 
 {machine()}. A conversation of {len(whole.encode()):,} bytes ({len(slow.plain(whole)):,} tokens), then a turn
-that adds {MORE:,} tokens. CPU time, the cheapest of {rounds} rounds, each on new text. The bar is on the new turn:
-at least {BAR} × faster than encoding everything with `tokenizers`.
+that adds {MORE:,} tokens. CPU time, the cheapest of {rounds} rounds, each on new text. The bar is on the new
+turn: at least {BAR} × faster than encoding everything with `tokenizers`.
 
 | encoded | µs | faster than `tokenizers` in full | |
 |---|---:|---:|---|
