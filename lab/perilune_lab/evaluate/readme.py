@@ -47,8 +47,8 @@ _DEPLOYMENT = """\
 over links of the modelled fabric. No live pool does that today: a gateway never asks an engine to pull, so on
 a live pool a move recomputes the prefix unless the engines share a store. Results for `perilune`, `ear`,
 `mooncake` and `conductor` depend on this assumption; `perilune simulate --no-pull` plays the same policies
-without it, and [its result](#without-kv-transfer-as-on-live-pools-today) differs. Lines and tables that name a *store* assume in addition that all engines read one shared KV store
-of 3 GB/s.
+without it, and [its result](#without-kv-transfer-as-on-live-pools-today) differs.
+Lines and tables that name a *store* assume in addition that all engines read one shared KV store of 3 GB/s.
 
 `static_pd` and `dynamo_disagg` prefill and decode on different endpoints. They exist in the simulator only.
 """
