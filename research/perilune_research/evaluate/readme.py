@@ -59,7 +59,7 @@ _LIMITS = """\
   (P8), and `perilune crosscheck` compares the simulator with the live gateway and simulated engines.
 - One model size, one GPU type and one traffic generator are evaluated. Agents with other gaps, lengths or
   numbers of turns move R and may change the order of policies.
-- One load only is also simulated without KV transfer between engines, which is how live pools run today.
+- Without KV transfer between engines, which is how live pools run today, only two loads are simulated.
 - No client gives up and nothing is refused, so past saturation queues grow until the traffic ends.
 """
 
