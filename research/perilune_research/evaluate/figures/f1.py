@@ -42,7 +42,7 @@ def _draw(context: Context) -> Drawn:
 
 F1 = Figure(
     "Wall-clock time / trace time",
-    "A slow turn submits the next one later: in a closed loop a bad router does not only make requests wait,"
-    " it makes the whole work take longer. Dashed: 1, the replay is as fast as the trace.",
+    "A slow turn submits the next one later, so in a closed loop a bad router makes the whole work take"
+    " longer. Dashed: 1, where the replay is as fast as the trace.",
     _draw,
 )

@@ -50,8 +50,8 @@ def _lost(kept: Estimate) -> Estimate:
 
 F4 = Figure(
     "Three baselines, three ways to fail (at R)",
-    "Load without locality (lmetric), binding without balance (sticky: it is warm only as long as its hosts"
-    " have room, and a crowded one evicts what its sessions come back for), fixed pools whose prefill half is"
-    " the whole system's bottleneck (static 4P4D), and perilune for comparison.",
+    "lmetric balances load and loses cache hits. sticky binds sessions to hosts, and a crowded host evicts KV"
+    " that its sessions need again. The prefill endpoints of static 4P4D limit the whole system. perilune is"
+    " shown for comparison.",
     _draw,
 )
