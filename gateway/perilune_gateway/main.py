@@ -23,7 +23,7 @@ from typing import Protocol
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
@@ -41,7 +41,7 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
 from perilune_gateway.routing import new_router
@@ -123,13 +123,13 @@ class Gateway:
         snapshots = Snapshots(self.router, self.blocks, self.events, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
-        self.metrics.describe(version("perilune"), spec.routing.policy)
+        self.metrics.describe(version("perilune"), spec.routing.policy.name)
         self.admin = Admin(
             Sources(
                 registry,
                 decisions,
-                LIVE,
-                lambda: self.router.pool.spec.routing.params,
+                POLICIES,
+                lambda: self.router.pool.spec.routing.policy,
                 snapshots.endpoints,
                 snapshots.sessions,
                 lambda: self.state.index.stats(clock()),
@@ -153,8 +153,6 @@ class Gateway:
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.state.fleet.endpoints())
                 await self.server.set_ready(True)
-                collector.calm(collector.UNASKED)
-                feeds.append(tasks.create_task(collector.between_turns()))
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()
@@ -217,7 +215,7 @@ class Gateway:
         self.state.sessions.idle_s = new.routing.session.idle_seconds
         self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
         self.service.limits = new.routing.limits
-        self.metrics.describe(version("perilune"), new.routing.policy)
+        self.metrics.describe(version("perilune"), new.routing.policy.name)
         self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:

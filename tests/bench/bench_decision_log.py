@@ -10,7 +10,7 @@ from decision_rig import BLOCK, SHARED_TOKENS, Rig
 
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile, read
 from perilune_gateway.observe.decision_log.lines import Writer
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.whatif.arms import WhatIf
 
 DECISIONS, ROUNDS = 200, 15
@@ -49,7 +49,7 @@ def test_decision_log(request, tmp_path):
     read_back = list(read(text.splitlines(keepends=True), "log"))
 
     def again() -> None:
-        found = WhatIf(tuple(LIVE), {})
+        found = WhatIf(tuple(POLICIES), {})
         for entry in read_back:
             found.take(entry, "log")
         assert found.decisions == DECISIONS
@@ -68,6 +68,6 @@ CPU time per decision, the cheapest of {ROUNDS} rounds of {DECISIONS}:
 | write its lines, after the answer | {us_each(write):.0f} µs |
 | size of its lines | {len(text) / DECISIONS:,.0f} bytes |
 | read it back | {us_each(lambda: list(read(text.splitlines(keepends=True), "log"))) / 1000:.1f} ms |
-| `perilune whatif` with all {len(LIVE)} live policies | {us_each(again, 3) / 1000:.1f} ms |
+| `perilune whatif` with all {len(POLICIES)} live policies | {us_each(again, 3) / 1000:.1f} ms |
 """,
     )

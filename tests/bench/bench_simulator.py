@@ -17,13 +17,13 @@ from time import process_time
 import bars
 import pytest
 
-from perilune_gateway.policy import POLICIES
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator import large_fleet, measure
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import Comparison, OfferedLoad, piece
+from perilune_research.simulator.policies import POLICIES
 
 REAL_TIME = 2000.0
 """Simulated seconds per second of one core, at least, with 8 endpoints under a load near R."""

@@ -49,7 +49,6 @@ def test_the_rights_of_the_operator_are_those_of_the_chart():
         ("engine", names.ENGINE_PORT),
         ("engine", engine_process.EVENTS_PORT),
         ("engine", engine_process.REPLAY_PORT),
-        ("engine", engine_process.BOOTSTRAP_PORT),
         ("Mooncake master", mooncake.RPC_PORT),
         ("Mooncake master", mooncake.HTTP_PORT),
     ],

@@ -9,7 +9,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.model import (
     Decision,
     DecisionRecord,
@@ -221,7 +221,7 @@ class TestPlainPages:
             status, text = await get("/metrics")
         assert status == 200
         assert 'perilune_scrape_errors_total{endpoint="a"} 1.0' in text
-        assert 'perilune_endpoint_ready{endpoint="a",role="both"} 1.0' in text
+        assert 'perilune_endpoint_ready{endpoint="a"} 1.0' in text
         assert text.count("# TYPE perilune_decisions_total counter") == 1
 
     async def test_probes(self, world):

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from routing_objects import PLAIN, candidate, fleet, link, prefix, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.model import (
     NEED_BODY,
     Cost,

@@ -67,10 +67,9 @@ async def test_another_model_needs_another_gateway(gateway) -> None:
         gateway.on_pool(pool(model="n"))
 
 
-async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys, monkeypatch) -> None:
+async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys) -> None:
     """So that an Envoy with health checks has time to send new requests elsewhere."""
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    monkeypatch.setattr(main.collector, "calm", lambda _: None)  # it is the whole process's
     stop = asyncio.Event()
     running = asyncio.create_task(gateway.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
     try:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
 from perilune_api import extproc_pb2 as pb
-from perilune_api.pool import Limits, Role
+from perilune_api.pool import Limits
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import (
     Decision,
@@ -189,7 +189,7 @@ class TestStreams:
 class TestMirror:
     def snapshot(self) -> Snapshot:
         stats = EndpointStats(
-            Endpoint("a", Role.PREFILL, draining=True),
+            Endpoint("a", draining=True),
             Load(pending_prefill_tokens=5, pending_prefill_s=0.5, in_flight=2, kv_usage=0.25, sessions=3),
             index=EndpointBlocks(40, 2, 6),
             events=EventStats(True, 0.01, batches=9, gaps=2, replayed=1, rebuilds=1, restarts=1),
@@ -200,6 +200,7 @@ class TestMirror:
             IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
             sessions_bound=3,
             sessions_evicted=8,
+            bodies_parsed_in_part=9,
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -225,16 +226,16 @@ class TestMirror:
     @pytest.mark.parametrize(
         ("name", "labels", "expected"),
         [
-            ("endpoint_pending_prefill_tokens", {"endpoint": "a", "role": "prefill"}, 5),
-            ("endpoint_pending_prefill_seconds", {"endpoint": "a", "role": "prefill"}, 0.5),
-            ("endpoint_in_flight_requests", {"endpoint": "a", "role": "prefill"}, 2),
-            ("endpoint_kv_usage_ratio", {"endpoint": "a", "role": "prefill"}, 0.25),
-            ("endpoint_sessions", {"endpoint": "a", "role": "prefill"}, 3),
-            ("endpoint_draining", {"endpoint": "a", "role": "prefill"}, 1),
-            ("endpoint_prefill_time_ratio", {"endpoint": "b", "role": "both"}, 1.0),
-            ("endpoint_sending_time_ratio", {"endpoint": "b", "role": "both"}, 1.0),
-            ("endpoint_ready", {"endpoint": "b", "role": "both"}, 1),
-            ("endpoint_metrics_age_seconds", {"endpoint": "b", "role": "both"}, float("inf")),
+            ("endpoint_pending_prefill_tokens", {"endpoint": "a"}, 5),
+            ("endpoint_pending_prefill_seconds", {"endpoint": "a"}, 0.5),
+            ("endpoint_in_flight_requests", {"endpoint": "a"}, 2),
+            ("endpoint_kv_usage_ratio", {"endpoint": "a"}, 0.25),
+            ("endpoint_sessions", {"endpoint": "a"}, 3),
+            ("endpoint_draining", {"endpoint": "a"}, 1),
+            ("endpoint_prefill_time_ratio", {"endpoint": "b"}, 1.0),
+            ("endpoint_sending_time_ratio", {"endpoint": "b"}, 1.0),
+            ("endpoint_ready", {"endpoint": "b"}, 1),
+            ("endpoint_metrics_age_seconds", {"endpoint": "b"}, float("inf")),
             ("index_blocks", {"endpoint": "a", "tier": "device"}, 40),
             ("index_blocks", {"endpoint": "a", "tier": "host"}, 2),
             ("parity", {"endpoint": "a", "state": "ok"}, 1),
@@ -254,6 +255,7 @@ class TestMirror:
             ("index_recent_prompts", {"match": "full"}, 5),
             ("index_evicted_blocks_total", {}, 1),
             ("sessions_evicted_total", {}, 8),
+            ("bodies_parsed_in_part_total", {}, 9),
         ],
     )
     def test_series(self, metrics, name, labels, expected):

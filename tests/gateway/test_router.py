@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 from router_rig import A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import Routing
 from perilune_gateway.model import (
@@ -99,7 +99,7 @@ def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
 
 def test_a_decision_can_be_taken_again_from_its_record() -> None:
     """Ties are drawn: the record's seed draws them alike."""
-    rig = Rig(pool(routing=Routing("power_of_two"), endpoints=[A, B, C]))
+    rig = Rig(pool(routing=Routing(chosen("power_of_two")), endpoints=[A, B, C]))
     targets = set()
     for i in range(30):
         record = rig.record(rig.route(range(i, i + 8), h=head("/v1/completions", x_request_id=f"r{i}")))

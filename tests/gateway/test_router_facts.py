@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 from router_rig import USUAL, A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecError, Topology
+from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, Topology
 from perilune_api.topology import Level
 from perilune_gateway.model import (
     H20_30B,
@@ -18,21 +18,21 @@ from perilune_gateway.model import (
     Routed,
     Tier,
 )
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.state.calibration import HALF_LIFE_S
 
 LONG = range(32_000)
 TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")})
 
 
-def rig_of(**routing: object) -> Rig:
+def rig_of(policy: str = "ear", **routing: object) -> Rig:
     """Three endpoints on two racks."""
     at = zip((A, B, C), TWO_RACKS.nodes, strict=True)
     endpoints = [EndpointSpec(a, node=node, events=(f"tcp://{a}",)) for a, node in at]
     return Rig(
         pool(
             endpoints=endpoints,
-            routing=Routing(**routing),  # type: ignore[arg-type]
+            routing=Routing(chosen(policy), **routing),  # type: ignore[arg-type]
             engine=USUAL,
             topology=TWO_RACKS,
         )
@@ -215,17 +215,7 @@ def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_g
     assert rig.router.state.fleet.in_flight == 3
 
 
-@pytest.mark.parametrize("name", SIMULATED_ONLY)
-def test_policies_that_split_prefill_and_decode_do_not_start_live(name: str) -> None:
-    with pytest.raises(SpecError, match=rf"{name}.* simulator only: it .* at `\$.spec.routing.policy`"):
-        rig_of(policy=name)
-    refusal = ask(rig_of(allow_policy_header=True), range(100), x_perilune_policy=name)
-    assert isinstance(refusal, Refusal)
-    assert refusal.status == 400
-    assert "simulator only" in refusal.message
-
-
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_live_policy_routes_and_shows_its_terms(name: str) -> None:
     rig = rig_of(allow_policy_header=True)
     rig.stored(A, range(320))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from router_rig import USUAL, A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
 from perilune_gateway.model import DecisionRecord, MoveReason, Outcome, Phase, Reason, Routed
@@ -23,7 +23,7 @@ class Moving(Rig):
     """Three endpoints, and sessions whose turns say how long they are."""
 
     def __init__(self, policy: str = "sticky", *triggers: MoveTrigger) -> None:
-        self.routing = Routing(policy, migration=Migration(triggers or tuple(MoveTrigger)))
+        self.routing = Routing(chosen(policy), Migration(triggers or tuple(MoveTrigger)))
         super().__init__(self.pool())
 
     def pool(self, draining: str = "") -> Pool:

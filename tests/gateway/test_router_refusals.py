@@ -4,7 +4,7 @@ import pytest
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing, SpecError
+from perilune_api.pool import EndpointSpec, Limits, Model, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead
 
 
@@ -26,11 +26,6 @@ def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other(rig: Rig) -> 
     rig.router.configure(pool(endpoints=[EndpointSpec(a, draining=a == host) for a in (A, B)]))
     assert rig.route(h=h).destinations[0] == host
     assert rig.route(range(100, 120)).destinations[0] != host
-
-
-def test_prefill_only_endpoints_are_left_out() -> None:
-    rig = Rig(pool(endpoints=[EndpointSpec(A, role=Role.PREFILL), EndpointSpec(B)]))
-    assert rig.route().destinations == (B,)
 
 
 def test_no_endpoint_at_all() -> None:
@@ -91,8 +86,3 @@ def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message
     assert A not in refusal.message
-
-
-def test_an_unknown_policy_is_the_documents_fault() -> None:
-    with pytest.raises(SpecError, match=r"known are .*ear.* at `\$.spec.routing.policy`"):
-        Rig(pool(routing=Routing(policy="nearest")))

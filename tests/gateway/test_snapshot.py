@@ -63,3 +63,11 @@ async def test_sessions_that_were_forgotten_are_counted(rig, snapshots) -> None:
         rig.route(range(20), head("/v1/completions", x_session_id=name))
     found = snapshots.snapshot()
     assert (found.sessions_bound, found.sessions_evicted) == (2, 1)
+
+
+async def test_bodies_that_go_on_where_another_ended_are_counted(rig, snapshots) -> None:
+    turn = {"role": "user", "content": "word " * 10_000}
+    for turns in (1, 2, 3):
+        body = json.dumps({"model": "m", "messages": [turn] * turns}).encode()
+        rig.router.on_body(head("/v1/chat/completions"), body)
+    assert snapshots.snapshot().bodies_parsed_in_part == 2

@@ -11,7 +11,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason, Refusal, RefuseReason
 from perilune_gateway.observe.admin import Admin, Sources

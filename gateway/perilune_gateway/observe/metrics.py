@@ -7,7 +7,7 @@ Labels come from enums, policy names and endpoint addresses, never from what a c
 
 Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
 token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
-among others), node load by endpoint and role = perilune_endpoint_*, cache migrations =
+among others), node load by endpoint = perilune_endpoint_*, cache migrations =
 perilune_migrations_total.
 """
 

@@ -34,7 +34,7 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("store_time_ratio", "Store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
     ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda e: e.calibration.sends.ratio),
 )  # fmt: skip
-"""perilune_endpoint_<name>{endpoint, role}"""
+"""perilune_endpoint_<name>{endpoint}"""
 
 EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("batches", "KV event batches received."),
@@ -61,6 +61,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
     evicted = "Sessions forgotten: idle for too long, or for want of room."
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
+    in_part = "Bodies of which only what is new was parsed: the rest was known."
+    yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)
@@ -70,9 +72,9 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
     for name, text, value in LOAD_GAUGES:
-        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
+        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint",))
         for stats in endpoints:
-            load.add_metric((stats.endpoint.address, stats.endpoint.role.value), value(stats))
+            load.add_metric((stats.endpoint.address,), value(stats))
         yield load
     blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
     speculative = GaugeMetricFamily(

@@ -82,6 +82,8 @@ class Snapshot:
     index: IndexStats = IndexStats()
     sessions_bound: int = 0
     sessions_evicted: int = 0
+    bodies_parsed_in_part: int = 0
+    """Number of bodies that begin as an earlier one did; see `request.known_bodies`."""
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None

@@ -19,13 +19,14 @@ not, so either all of it or nothing is best. For the same reason more overlap ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from math import inf
 from random import Random
 from typing import NamedTuple
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Migration
 from perilune_gateway.model import Candidate, Cost, RequestView
 
 
@@ -108,17 +109,6 @@ def near(request: RequestView) -> str:
 # -- facts ---------------------------------------------------------------------------------------------
 
 
-def is_split(candidates: Iterable[Candidate]) -> bool:
-    """Whether prefill and decode have endpoints of their own. Live they do not: prefill-only endpoints are no
-    candidates."""
-    return any(c.endpoint.role is Role.PREFILL for c in candidates)
-
-
-def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Those that do that part of the work; all where none is made for it."""
-    return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates
-
-
 def held_tokens(candidate: Candidate) -> int:
     """Leading prompt tokens that the endpoint itself holds, on its device or its host."""
     return max(candidate.overlap.device_tokens, candidate.overlap.host_tokens)
@@ -194,7 +184,7 @@ class Seconds(NamedTuple):
         return Cost(address, self.total_s, self.terms)
 
 
-def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
+def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams) -> Seconds:
     """What the request costs on this endpoint."""
     load = candidate.load
     disturbed = params.interference_weight * load.in_flight
@@ -248,7 +238,7 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source
             yield Source.PEER, peer, tokens, pull_s
 
 
-def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
+def _company_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:
     """Seconds that those in flight there add to this request's decoding."""
     load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
     output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)
@@ -274,13 +264,13 @@ def tpot_s(candidate: Candidate, request: RequestView, at_s: float) -> float:
     return candidate.engine.decode_step_s(round(sequences) + 1, round(context) + request.prompt_tokens)
 
 
-def remaining_turns(turns: int, params: PolicyParams) -> float:
+def remaining_turns(turns: int, params: Migration) -> float:
     """Turns that a session is expected to have left after this one: as many as it has had. (Turn counts have
     a Pareto tail of exponent about 1.15, whose median residual life is 0.83 times its age.)"""
     return min(float(max(turns, 1)), params.max_remaining_turns)
 
 
-def lasting_turns(turns: int, params: PolicyParams) -> float:
+def lasting_turns(turns: int, params: Migration) -> float:
     """How many turns' worth of today's load difference a session still meets: this one in full, each
     later one a share `load_persistence` of the one before."""
     share, left = params.load_persistence, remaining_turns(turns, params) + 1.0

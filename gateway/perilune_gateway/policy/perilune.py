@@ -21,7 +21,7 @@ happens less: nothing else has to be switched off.
 from collections.abc import Mapping, Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -36,7 +36,7 @@ from perilune_gateway.policy.cost import Seconds, cheapest, host_of, nearly_chea
 
 
 def perilune(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: PeriluneParams, rng: Random
 ) -> Decision | NeedBody:
     """Lowest cost, or the host unless leaving it pays."""
     here = {c.address: seconds(c, request, params) for c in candidates}

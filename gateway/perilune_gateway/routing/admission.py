@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from perilune_api.pool import Limits, Role
+from perilune_api.pool import Limits
 from perilune_gateway.model import (
     Candidate,
     Refusal,
@@ -40,7 +40,7 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
     """Why the endpoint may not be chosen; empty if it may.
 
     `subset`: the proxy's subset hint does not name it. `not_ready`: it is listed as not ready, or was found
-    dead. `draining`: it drains, and is not the session's host. `role`: it serves prefills only.
+    dead. `draining`: it drains, and is not the session's host.
     """
     endpoint = view.endpoint
     if wanted.subset is not None and endpoint.address not in wanted.subset:
@@ -49,8 +49,6 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
         return "not_ready"
     if endpoint.draining and endpoint.address != wanted.host:
         return "draining"
-    if endpoint.role is Role.PREFILL:
-        return "role"
     return ""
 
 

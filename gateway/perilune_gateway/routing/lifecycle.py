@@ -135,7 +135,7 @@ class Lifecycle:
         """Take over a (changed) pool document."""
         self._block_size = pool.spec.engine.block_size
         self._fallbacks = pool.spec.routing.fallbacks
-        self._ageing_weight = pool.spec.routing.params.ageing_weight
+        self._ageing_weight = pool.spec.routing.engine_priority.ageing_weight
 
     def forget(self, address: str) -> None:
         """The endpoint left the pool. Its requests go on."""

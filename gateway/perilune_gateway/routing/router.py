@@ -25,7 +25,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from perilune_api import names
-from perilune_api.pool import Pool, SpecError
+from perilune_api.pool import Pool
 from perilune_gateway.model import (
     NEED_BODY,
     Decision,
@@ -46,9 +46,10 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.moves.planner import Planner
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import openai
 from perilune_gateway.request.identity import from_headers, named, with_body
+from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
@@ -94,7 +95,7 @@ class Router:
         conformance: bool = False,
     ) -> None:
         """`clock` and `stopwatch` give monotonic seconds; the second one times steps. `conformance`: obey the
-        header by which conformance tests name an endpoint. Raises SpecError like `configure`."""
+        header by which conformance tests name an endpoint."""
         self.state = state
         self.planner = planner
         self.lifecycle = lifecycle
@@ -104,24 +105,23 @@ class Router:
         self._stopwatch = stopwatch
         self._rng = rng
         self._conformance = conformance
+        self.bodies = KnownBodies()
         self.configure(pool)
 
     def configure(self, pool: Pool) -> Sequence[str]:
         """Take over a (changed) pool document; requests in flight go on. Returns the addresses of endpoints
-        that left the pool. Raises SpecError for a policy that does not exist, or only in the simulator."""
+        that left the pool."""
         spec = pool.spec
-        if problem := _unusable(spec.routing.policy):
-            raise SpecError(f"{problem} - at `$.spec.routing.policy`")
         self.pool = pool
         self._routing = spec.routing
         self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
         self._models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._candidates.configure(pool)
-        self.planner.configure(self._routing.migration, self._routing.policy, self._routing.params)
+        self.planner.configure(self._routing.migration, self._routing.policy.name)
         self.lifecycle.configure(pool)
         endpoints = [
-            Endpoint(e.address, e.role, spec.topology.place(e.node), e.events, e.replay, e.ready, e.draining)
+            Endpoint(e.address, spec.topology.place(e.node), e.events, e.replay, e.ready, e.draining)
             for e in spec.endpoints
         ]
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
@@ -145,7 +145,7 @@ class Router:
                 return self.lifecycle.refused(head, self._too_large(body_bytes), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            if self._routing.params.ageing_weight:
+            if self._routing.engine_priority.ageing_weight:
                 return NEED_BODY  # every body is rewritten to tell the engine its priority
         context = RequestContext(head, now, timer, identity, session)
         self._candidates.find_eligible(context)
@@ -164,7 +164,7 @@ class Router:
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self.lifecycle.refused(head, self._too_large(len(body)), timer)
-        request = openai.parse(head.path, body)
+        request = self.bodies.parse(head.path, body)
         if isinstance(request, Refusal):
             return self.lifecycle.refused(head, request, timer)
         if request.model not in self._models:
@@ -253,9 +253,10 @@ class Router:
     # -- decide ------------------------------------------------------------------------------------
 
     def _decide(self, context: RequestContext) -> Routed | Refusal | NeedBody:
-        head, policy = context.head, self._routing.policy
+        head, policy = context.head, str(self._routing.policy.name)
         if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
-            if problem := _unusable(wanted):
+            if wanted not in POLICIES:
+                problem = f"Unknown policy {wanted!r}, known are {', '.join(POLICIES)}"
                 refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
                 return self.lifecycle.refused(head, refusal, context.timer, context)
             policy = wanted
@@ -288,7 +289,7 @@ class Router:
         else:
             context.prompt = prompt
             self._candidates.look_up(context)
-        return context, *self._choose(context, self._routing.policy)
+        return context, *self._choose(context, self._routing.policy.name)
 
     def _choose(self, context: RequestContext, policy: str) -> tuple[RequestView, Verdict]:
         view = self._view(context)
@@ -379,15 +380,6 @@ class Router:
     def plan_moves(self) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`."""
         self.planner.plan(self._clock())
-
-
-def _unusable(policy: str) -> str:
-    """Why the gateway cannot route by this policy; empty if it can."""
-    if policy in SIMULATED_ONLY:
-        return f"Policy {policy!r} runs in the simulator only: {SIMULATED_ONLY[policy]}"
-    if policy not in LIVE:
-        return f"Unknown policy {policy!r}, known are {', '.join(LIVE)}"
-    return ""
 
 
 def _wrong_slo(headers: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
@@ -25,7 +25,8 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, PolicyParams, Pool, Routing, Spec
+from perilune_api.policies import PolicyChoice
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.feeds import kv_events
 from perilune_gateway.model import (
     EngineModel,
@@ -64,8 +65,7 @@ SCRAPE_S = 1.0
 class Setting:
     """The fleet, and what happens to it."""
 
-    policy: str
-    params: PolicyParams = field(default_factory=PolicyParams)
+    policy: PolicyChoice
     endpoints: int = 8
     kv_tokens: int = 60_000
     restart_every_s: float = 120.0
@@ -117,7 +117,7 @@ class Rig:
             Spec(
                 Model(MODEL, context_tokens=1 << 20, bytes_per_token=s.bytes_per_token, tokenize="estimate"),
                 engine=Engine(block_size=BLOCK, kv_pool_tokens=s.kv_tokens),
-                routing=Routing(s.policy, s.params),
+                routing=Routing(s.policy),
                 endpoints=tuple(EndpointSpec(a, events=("tcp://there",)) for a in addresses),
             ),
         )
@@ -210,7 +210,7 @@ class Rig:
             return  # the session is not known: its body is read in any case
         self.pairs += 1
         by_body = self.router.weigh(head, prompt, seed)
-        self._on_pair(Pair(self.setting.policy, by_headers, by_body, self._pool.spec.routing))
+        self._on_pair(Pair(self.setting.policy.name, by_headers, by_body, self._pool.spec.routing))
 
     def _run(
         self, routed: Routed, conversation: Conversation, number: int, request: Request, tokens: list[int]
@@ -301,8 +301,6 @@ class Rig:
 
 class _NoTokenizer:
     """Ids are given: nobody asks."""
-
-    repeats = True
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("tokens are given")

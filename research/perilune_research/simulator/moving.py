@@ -36,7 +36,7 @@ class Moving:
         sessions: Sequence[KnownSession],
     ) -> None:
         self.planner = Planner(self)
-        self.planner.configure(setting.migration, setting.policy_name, setting.params)
+        self.planner.configure(setting.migration, setting.policy_name)
         self.on = bool(self.planner.triggers)
         self.pullable = setting.pullable
         self.interval_s = setting.migration.interval_seconds

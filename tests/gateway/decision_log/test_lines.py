@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from routing_objects import PLAIN, candidate, link, prefix, request, session
+from routing_objects import PLAIN, candidate, chosen, link, prefix, request, session
 
-from perilune_api.pool import Limits, Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
+from perilune_api.policies import EarParams
+from perilune_api.pool import Limits, Metadata, Model, Pool, Routing, Spec, SpecError
 from perilune_gateway.model import (
     Candidate,
     Cost,
@@ -33,12 +34,15 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.observe.decision_log import SCHEMA, Cut, Ended, Logged, Writer, read
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.decide import decide
 
 POOL = Pool(
     Metadata("p", "n"),
-    Spec(Model("m"), routing=Routing("perilune", PolicyParams(cooldown_seconds=3.5), limits=Limits(4096))),
+    Spec(
+        Model("m"),
+        routing=Routing(chosen("perilune", ear=EarParams(cooldown_seconds=3.5)), limits=Limits(4096)),
+    ),
 )
 CANDIDATES = (
     candidate("a", pending=7, cached=64, links={"b": link(slowdown=1.25)}),
@@ -153,7 +157,7 @@ class TestDecidedAgain:
             prefix=st.builds(lambda tokens: prefix(a=tokens, b=tokens), st.integers(1, 900)),
             slo_ttft_s=st.just(0.0) | st.floats(0.01, 10),
         ),
-        st.sampled_from(sorted(LIVE)),
+        st.sampled_from(sorted(POLICIES)),
         st.integers(0, 2**53 - 1),
         st.floats(0, 5),
     )

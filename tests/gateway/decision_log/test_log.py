@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
-from routing_objects import candidate, request
+from routing_objects import candidate, chosen, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason
@@ -103,12 +103,12 @@ class TestDecisionLog:
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
-        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing("sticky")))
+        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing(chosen("sticky"))))
         async with running(log):
             log.decided(0, record(0))
             log.configure(changed)
             log.decided(1, record(1))
-        assert [e.routing.policy for e in entries(tmp_path / "log")] == ["ear", "sticky"]
+        assert [e.routing.policy.name for e in entries(tmp_path / "log")] == ["ear", "sticky"]
 
     async def test_a_full_queue_drops_the_newest_and_counts(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0, max_rows=5)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 
 import pytest
 from hypothesis import given
@@ -33,24 +32,6 @@ async def test_given_ids(mode, prompt, tokens):
     assert tokenizer.now(asked) == tokens
     assert await tokenizer.encode(asked) == tokens
     assert tokenizer.counts == {TokenSource.GIVEN: 2}
-    await tokenizer.close()
-
-
-@pytest.mark.parametrize(
-    ("template", "repeats"),
-    [
-        pytest.param("{{ messages }}", True, id="as the body says"),
-        pytest.param("{{ strftime_now('%d %b') }} {{ messages }}", False, id="it tells the date"),
-    ],
-)
-async def test_equal_requests_have_equal_tokens_unless_a_template_asks_for_the_time(
-    template, repeats, folder, tmp_path
-):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)))
-    assert tokenizer.repeats is repeats
-    assert Tokenizer(Model("m", tokenize="estimate")).repeats
     await tokenizer.close()
 
 

@@ -6,9 +6,10 @@ from itertools import islice
 from random import Random
 
 import pytest
-from routing_objects import candidate, head, prefix
+from routing_objects import candidate, chosen, head, prefix
 
-from perilune_api.pool import PolicyParams, Routing
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Routing
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -63,7 +64,7 @@ def test_a_segment_is_always_the_same_text():
 
 
 HOST, OTHER = "a", "b"
-ROUTING = Routing("perilune", PolicyParams(cooldown_seconds=0.0, least_gain_seconds=0.0))
+ROUTING = Routing(chosen("perilune", perilune=PeriluneParams(least_gain_seconds=0.0)))
 
 
 def side(
@@ -133,7 +134,7 @@ def test_what_is_read_is_the_same():
 # Runs
 
 
-@pytest.mark.parametrize("policy", cli.POLICIES)
+@pytest.mark.parametrize("policy", cli.USUAL)
 def test_a_short_run(policy):
     tally, rig = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300
@@ -145,7 +146,7 @@ def test_a_short_run(policy):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", cli.POLICIES)
+@pytest.mark.parametrize("policy", cli.USUAL)
 def test_5000_turns(policy):
     tally, rig = measure(Options(turns=5000), policy)
     print(render([(tally, rig)]))

@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import Migration, Routing
 from perilune_gateway.model import Reason
 from perilune_gateway.moves.planner import Planner, State
 from perilune_research.simulator import measure, simulation
@@ -24,8 +24,8 @@ def busy() -> Workload:
     return LOAD.workload(1.2, 3, SimulatedFleet())
 
 
-def played(workload: Workload, arm: str, **params: float) -> simulation._Simulation:
-    setting = Setting(arm, PolicyParams(**params))
+def played(workload: Workload, arm: str, **migration: int) -> simulation._Simulation:
+    setting = Setting(arm, Routing(migration=Migration(**migration)))
     run = simulation._Simulation(
         workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
     )
@@ -66,7 +66,7 @@ def test_a_moved_session_takes_its_cache_along_and_leaves_none_behind(busy: Work
 
 
 def test_the_budget_is_kept(busy: Workload):
-    run = played(busy, "sticky" + PLANNER, migrations_per_minute=2)
+    run = played(busy, "sticky" + PLANNER, moves_per_minute=2)
     starts = sorted(s.submitted_s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA))
     assert len(starts) > 3
     assert all(later - earlier >= 60.0 for earlier, later in zip(starts, starts[2:], strict=False))

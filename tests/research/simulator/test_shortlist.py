@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PeriluneParams
 from perilune_research.simulator import routing
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
@@ -11,6 +11,7 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import OfferedLoad
+from perilune_research.simulator.roles import Role
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
@@ -61,7 +62,7 @@ def fleet(n: int) -> tuple[Beliefs, Shortlist]:
     beliefs = Beliefs(
         [Idle() for _ in range(n)], H20, faults, SimulatedFabric(H20, faults, Random(0)), [Role.BOTH] * n
     )
-    return beliefs, Shortlist(beliefs, PolicyParams())
+    return beliefs, Shortlist(beliefs, PeriluneParams())
 
 
 def test_holders_hosts_and_the_least_loaded():

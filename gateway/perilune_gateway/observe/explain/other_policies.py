@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.model import DecisionRecord, NeedBody, Refusal, Verdict
 from perilune_gateway.observe.explain.expectation import expected
 from perilune_gateway.policy import Policy

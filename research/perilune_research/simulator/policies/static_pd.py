@@ -8,14 +8,12 @@ endpoints have no roles, each part chooses among all.
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
-from perilune_gateway.policy.cost import least_pending, lowest, pending_costs, with_role
+from perilune_gateway.policy.cost import least_pending, lowest, pending_costs
+from perilune_research.simulator.roles import Role, with_role
 
 
-def static_pd(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
-) -> Decision:
+def static_pd(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
     """One endpoint for each part."""
     prefiller = least_pending(with_role(candidates, Role.PREFILL), rng)
     decoders = with_role(candidates, Role.DECODE)

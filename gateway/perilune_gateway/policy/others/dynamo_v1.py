@@ -10,7 +10,7 @@ as empty. The decision carries the winner's overlap.
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import DynamoV1Params
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -25,7 +25,7 @@ from perilune_gateway.policy.cost import cheapest
 
 
 def dynamo_v1(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: DynamoV1Params, rng: Random
 ) -> Decision | NeedBody:
     """Overlap, usage and waiting, added."""
     if request.phase is Phase.HEADERS:
@@ -36,12 +36,12 @@ def dynamo_v1(
     return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
 
 
-def _cost(candidate: Candidate, request: RequestView, params: PolicyParams, most_waiting: int) -> Cost:
+def _cost(candidate: Candidate, request: RequestView, params: DynamoV1Params, most_waiting: int) -> Cost:
     overlap_blocks, load = candidate.overlap.device_tokens // request.block_size, candidate.load
     terms = {
         "overlap": overlap_blocks * request.block_size / max(request.prompt_tokens, 1),
         "kv_usage": load.kv_usage,
         "waiting": load.waiting / most_waiting if most_waiting else 0.0,
     }
-    logit = params.dynamo_v1_overlap_weight * terms["overlap"] - terms["kv_usage"] - terms["waiting"]
+    logit = params.overlap_weight * terms["overlap"] - terms["kv_usage"] - terms["waiting"]
     return Cost(candidate.address, -logit, terms)

@@ -8,7 +8,6 @@ needs no weights. It is 0 on every idle endpoint, so there the cache is ignored:
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -22,9 +21,7 @@ from perilune_gateway.model import (
 from perilune_gateway.policy.cost import cheapest
 
 
-def lmetric(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
-) -> Decision | NeedBody:
+def lmetric(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision | NeedBody:
     """P × BS."""
     return lowest_product(request, candidates, 0, rng)
 

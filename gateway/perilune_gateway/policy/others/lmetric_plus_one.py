@@ -7,13 +7,12 @@ baseline.
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Decision, NeedBody, RequestView
-from perilune_gateway.policy.lmetric import lowest_product
+from perilune_gateway.policy.others.lmetric import lowest_product
 
 
 def lmetric_plus_one(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], rng: Random
 ) -> Decision | NeedBody:
     """P × (BS + 1)."""
     return lowest_product(request, candidates, 1, rng)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import exp
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import DynamoCredits, DynamoParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -28,7 +28,7 @@ from perilune_gateway.policy.cost import blocks, cheapest, held_tokens
 
 
 def dynamo(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: DynamoParams, rng: Random
 ) -> Decision | NeedBody:
     """The sum of both loads."""
     if request.phase is Phase.HEADERS:
@@ -37,23 +37,19 @@ def dynamo(
     return decide(candidates, costs, params, rng)
 
 
-def cost(candidate: Candidate, request: RequestView, params: PolicyParams) -> Cost:
+def cost(candidate: Candidate, request: RequestView, params: DynamoParams) -> Cost:
     terms = block_terms(candidate, request, params)
-    total = params.dynamo_prefill_load_scale * terms["prefill_blocks"] + terms["decode_blocks"]
+    total = params.prefill_load_scale * terms["prefill_blocks"] + terms["decode_blocks"]
     return Cost(candidate.address, total, terms)
 
 
-def block_terms(candidate: Candidate, request: RequestView, params: PolicyParams) -> dict[str, float]:
+def block_terms(candidate: Candidate, request: RequestView, params: DynamoCredits) -> dict[str, float]:
     """Prefill blocks after credit, decode blocks, and the credit."""
     overlap, size = candidate.overlap, request.block_size
     device = overlap.device_tokens // size
     host = held_tokens(candidate) // size - device
     disk = max(0, overlap.store_tokens // size - device - host)
-    credit = (
-        params.dynamo_device_credit * device
-        + params.dynamo_host_credit * host
-        + params.dynamo_disk_credit * disk
-    )
+    credit = params.device_credit * device + params.host_credit * host + params.disk_credit * disk
     prefill = blocks(candidate.load.pending_prefill_tokens + request.prompt_tokens, request)
     return {
         "prefill_blocks": max(prefill - credit, 0.0),
@@ -63,11 +59,11 @@ def block_terms(candidate: Candidate, request: RequestView, params: PolicyParams
 
 
 def decide(
-    candidates: Sequence[Candidate], costs: tuple[Cost, ...], params: PolicyParams, rng: Random
+    candidates: Sequence[Candidate], costs: tuple[Cost, ...], params: DynamoCredits, rng: Random
 ) -> Decision:
     """Lowest cost, or a draw by softmax."""
-    if params.dynamo_temperature > 0:
-        weights = softmax([c.total for c in costs], params.dynamo_temperature)
+    if params.temperature > 0:
+        weights = softmax([c.total for c in costs], params.temperature)
         (chosen,) = rng.choices(candidates, weights)
         reason = Reason.SAMPLED
     else:

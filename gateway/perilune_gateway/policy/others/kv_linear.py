@@ -7,7 +7,7 @@ Load = requests in flight / the most in flight at any candidate (0 where nobody 
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import KvLinearParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -22,7 +22,7 @@ from perilune_gateway.policy.cost import cheapest
 
 
 def kv_linear(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: KvLinearParams, rng: Random
 ) -> Decision | NeedBody:
     """The highest a × hit ratio − b × load."""
     if request.phase is Phase.HEADERS:
@@ -33,10 +33,10 @@ def kv_linear(
     return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
 
 
-def _cost(candidate: Candidate, request: RequestView, params: PolicyParams, most: int) -> Cost:
+def _cost(candidate: Candidate, request: RequestView, params: KvLinearParams, most: int) -> Cost:
     terms = {
         "hit_ratio": candidate.overlap.device_tokens / max(request.prompt_tokens, 1),
         "load": candidate.load.in_flight / most if most else 0.0,
     }
-    score = params.kv_linear_hit_weight * terms["hit_ratio"] - params.kv_linear_load_weight * terms["load"]
+    score = params.hit_weight * terms["hit_ratio"] - params.load_weight * terms["load"]
     return Cost(candidate.address, -score, terms)

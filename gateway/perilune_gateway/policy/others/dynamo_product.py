@@ -9,13 +9,13 @@ requests (`lmetric`). Temperature as in `dynamo`; the prefill scale does not mat
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import DynamoProductParams
 from perilune_gateway.model import NEED_BODY, Candidate, Cost, Decision, NeedBody, Phase, RequestView
-from perilune_gateway.policy.dynamo import block_terms, decide
+from perilune_gateway.policy.others.dynamo import block_terms, decide
 
 
 def dynamo_product(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: DynamoProductParams, rng: Random
 ) -> Decision | NeedBody:
     """The product of both loads."""
     if request.phase is Phase.HEADERS:
@@ -23,6 +23,6 @@ def dynamo_product(
     return decide(candidates, tuple(_cost(c, request, params) for c in candidates), params, rng)
 
 
-def _cost(candidate: Candidate, request: RequestView, params: PolicyParams) -> Cost:
+def _cost(candidate: Candidate, request: RequestView, params: DynamoProductParams) -> Cost:
     terms = block_terms(candidate, request, params)
     return Cost(candidate.address, terms["prefill_blocks"] * (terms["decode_blocks"] + 1.0), terms)
