@@ -28,7 +28,7 @@ from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
-from perilune_gateway.extproc.tls import KeyPair
+from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import drained, engine_metrics
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
@@ -74,13 +74,12 @@ class Gateway:
         source: PoolSource,
         *,
         transport: Transport = Transport.H2,
-        key_pair: KeyPair | None = None,
+        tls: Tls | None = None,
         conformance: bool = False,
         seed: int | None = None,
         log_file: RotatedFile | None = None,
     ) -> None:
-        """`key_pair`: for TLS. `log_file`: for every decision; None: none is kept there. Raises SpecError
-        for a key pair that the transport cannot use."""
+        """Without `tls`, ext_proc is served in plain text; `log_file`, if given, gets every decision."""
         spec = pool.spec
         clock = time.monotonic
         self._clock, self._rng = clock, Random(seed)
@@ -119,7 +118,7 @@ class Gateway:
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
         )
-        self.server = new_server(transport, self.service, key_pair)
+        self.server = new_server(transport, self.service, tls)
         snapshots = Snapshots(self.router, self.blocks, self.events, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
@@ -259,7 +258,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
         pool,
         source,
         transport=args.transport,
-        key_pair=args.key_pair,
+        tls=args.tls,
         conformance=args.conformance,
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,

@@ -59,7 +59,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="of this replica; no two may share one [$POD_NAME, else host and process]",
     )
-    add("--image", default=known.image, help="gateways and simulated engines [%(default)s]")
+    add("--image", default=known.image, help="image of gateways [%(default)s]")
+    add("--simulated-image", default=known.simulated_image, help="image of simulated engines [%(default)s]")
     add("--engine-image", default=known.engine_image, help="vLLM engines [%(default)s]")
     add("--master-image", default=known.master_image, help="mooncake_master [the engines']")
     add(
@@ -108,7 +109,12 @@ async def serve(args: argparse.Namespace) -> None:
     )
     prometheus = CollectorRegistry()
     defaults = Defaults(
-        args.image, args.engine_image, args.master_image, args.own_namespace, dict(args.monitor_label)
+        args.image,
+        args.engine_image,
+        args.master_image,
+        args.own_namespace,
+        dict(args.monitor_label),
+        args.simulated_image,
     )
     reconciler = Reconciler(
         client,

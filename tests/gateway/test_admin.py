@@ -148,7 +148,7 @@ class TestDecisions:
 
 
 class TestState:
-    async def test_nodes(self, world):
+    async def test_nodes_are_told_with_load_blocks_and_hit_ratio(self, world):
         world.endpoints = (
             EndpointStats(
                 Endpoint("a"),
@@ -201,7 +201,7 @@ class TestState:
             {"a": {"device": 3, "host": 1, "speculative": 0}},
         )
 
-    async def test_health(self, world):
+    async def test_health_tells_problems_and_their_kind(self, world):
         async with browsing(world) as get:
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"]) == (200, "ok", [])
@@ -214,7 +214,7 @@ class TestState:
 
 
 class TestPlainPages:
-    async def test_metrics(self, world):
+    async def test_metrics_are_scraped_here(self, world):
         world.metrics.mirror(lambda: Snapshot(world.endpoints))
         world.metrics.scrape_failed("a")
         async with browsing(world) as get:
@@ -224,7 +224,7 @@ class TestPlainPages:
         assert 'perilune_endpoint_ready{endpoint="a"} 1.0' in text
         assert text.count("# TYPE perilune_decisions_total counter") == 1
 
-    async def test_probes(self, world):
+    async def test_probes_tell_alive_and_ready(self, world):
         async with browsing(world) as get:
             assert await get("/healthz") == (200, "ok\n")
             assert await get("/readyz") == (200, "ok\n")

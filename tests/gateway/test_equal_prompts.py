@@ -30,14 +30,14 @@ def test_the_last_turn_of_one_ends_no_equal_prompts_session(rig: Rig) -> None:
     assert (
         rig.record(rig.route(range(44), head(COMPLETIONS, x_request_id="c"))).target == other.destinations[0]
     )
-    assert len(rig.router.sessions) == 1
+    assert len(rig.state.sessions) == 1
 
 
 def test_equal_prompts_meet_each_others_cache_and_leave_one_session(rig: Rig) -> None:
     routed = [rig.route(range(40), head(COMPLETIONS, x_request_id=str(n))) for n in range(6)]
     assert {r.destinations[0] for r in routed} == {A, B}, "nobody's host binds the others"
     assert rig.record(routed[-1]).cached_tokens > 0
-    assert len(rig.router.sessions) == sum(rig.router.sessions.bound.values()) == 1
+    assert len(rig.state.sessions) == sum(rig.state.sessions.bound.values()) == 1
     goes_on = rig.record(rig.route(range(44), head(COMPLETIONS, x_request_id="on")))
     assert goes_on.session_id == rig.record(routed[-1]).session_id
     assert goes_on.target == routed[-1].destinations[0]

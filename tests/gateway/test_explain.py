@@ -250,7 +250,7 @@ class TestWords:
             ),
         ],
     )
-    def test_sentence(self, changes, expected):
+    def test_a_decision_is_told_in_a_sentence(self, changes, expected):
         assert sentence(record(**changes)) == expected
 
 

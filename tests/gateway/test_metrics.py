@@ -143,7 +143,7 @@ class TestDecided:
         pytest.param("a", Decision("b", Reason.ROUND_ROBIN), Affinity.LEFT, id="policy without sessions"),
     ],
 )
-def test_affinity(host, decision, expected):
+def test_affinity_says_whether_a_session_stayed_with_its_host(host, decision, expected):
     assert affinity_of(host, decision) is expected
 
 
@@ -258,7 +258,7 @@ class TestMirror:
             ("bodies_parsed_in_part_total", {}, 9),
         ],
     )
-    def test_series(self, metrics, name, labels, expected):
+    def test_a_snapshot_is_scraped_as_series(self, metrics, name, labels, expected):
         metrics.mirror(self.snapshot)
         assert value(metrics, name, **labels) == expected
 

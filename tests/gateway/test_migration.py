@@ -194,7 +194,9 @@ PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
         ),
     ],
 )  # fmt: skip
-def test_replication(p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str) -> None:
+def test_a_prefix_that_many_need_is_copied(
+    p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str
+) -> None:
     move = only(plan([], candidates, prefixes=[p]))
     assert (move.reason, move.target, move.release) == (reason, target, False)
 
@@ -276,7 +278,7 @@ prefixes_strategy = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,
@@ -310,7 +312,7 @@ def test_a_plan_never_exceeds_its_budget(
     assert len(subjects) == len(set(subjects))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,

@@ -291,7 +291,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(steps=steps, moves=st.integers(0, 3), link_bytes=st.integers(0, 4_000_000))
 def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -> None:
     """Loads, draining and hosts change at random between plans, requests and endings."""

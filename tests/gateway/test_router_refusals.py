@@ -47,7 +47,9 @@ def test_no_endpoint_at_all() -> None:
         pytest.param(b"x" * 5_000, RefuseReason.BODY_TOO_LARGE, 413, id="too many bytes"),
     ],
 )
-def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
+def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
+    body: bytes, reason: RefuseReason, status: int
+) -> None:
     rig = Rig(
         pool(
             model=Model("m", context_tokens=200, tokenize="estimate"),

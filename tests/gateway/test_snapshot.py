@@ -1,5 +1,6 @@
 """What probes and pages are told of the live state."""
 
+import json
 import time
 from collections.abc import AsyncIterator
 

@@ -143,7 +143,7 @@ async def test_json_is_what_the_gateway_says(capsys):
         pytest.param(["--session", "s", "--last", "1"], ["r3"], id="newest of a session"),
     ],
 )
-async def test_lists(capsys, options, expected):
+async def test_decisions_are_listed_as_asked_for(capsys, options, expected):
     records = [decided(1), decided(2, of="t"), decided(3)]
     async with gateway(*records) as url:
         assert await explain(*options, "--gateway", url) == 0

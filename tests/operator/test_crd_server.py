@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from api_server import binaries
+from api_server import program
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import MERGE, ApiError, Client
@@ -70,9 +70,7 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
 )
 def test_kubectl_explain_reads_like_documentation(api_server: Any, path: str, words: str) -> None:
     """Every field that it lists has a text."""
-    kubectl = binaries() / "kubectl"
-    if not kubectl.exists():
-        pytest.skip(f"NO KUBECTL: not in {kubectl.parent}")
+    kubectl = program("kubectl")
     access = (f"--kubeconfig={api_server.kubeconfig()}", f"--cache-dir={api_server.folder / 'kubectl'}")
     until = time.monotonic() + 30
     while True:  # the server publishes a new kind's documentation some seconds after the kind

@@ -93,6 +93,7 @@ class StreamCounts(Protocol):
     protocol_errors: int
     failures: int
     late_tokens: int
+    connections_closed: dict[str, int]
 
 
 class Metrics:
@@ -209,6 +210,12 @@ class Metrics:
         yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
         for name, text, field in STREAM_COUNTERS:
             yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
+        closed = CounterMetricFamily(
+            "perilune_connections_closed", "Connections closed by the h2 server.", labels=["cause"]
+        )
+        for cause, count in streams.connections_closed.items():
+            closed.add_metric([cause], count)
+        yield closed
 
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None

@@ -34,7 +34,7 @@ from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 
 NOTHING = 1
-_TELL_EVERY_S = 5.0
+TELL_EVERY_S = 5.0
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_WIDTH = 160
 
@@ -77,7 +77,7 @@ def replay(options: Options, err: Console) -> WhatIf:
                     found.take(entry, str(path))
                     if options.limit is not None and found.decisions >= options.limit:
                         return found
-                    if time.monotonic() - told_at >= _TELL_EVERY_S:
+                    if time.monotonic() - told_at >= TELL_EVERY_S:
                         told_at = time.monotonic()
                         share = f"{(before + raw.tell()) / total:.0%}: " if total and raw.seekable() else ""
                         err.print(f"{share}{found.decisions:,} decisions", highlight=False)

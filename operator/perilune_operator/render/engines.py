@@ -179,7 +179,7 @@ def _waiter(pool: Context) -> Object:
 
 def _image(pool: Context) -> str:
     defaults, simulated = pool.defaults, pool.spec.engine.kind is EngineKind.SIMULATED
-    return pool.spec.engine.image or (defaults.image if simulated else defaults.engine_image)
+    return pool.spec.engine.image or (defaults.simulated_image if simulated else defaults.engine_image)
 
 
 def _devices(pool: Context) -> dict[str, str]:

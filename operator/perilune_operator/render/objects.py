@@ -22,7 +22,7 @@ class Defaults:
     """What the operator was started with."""
 
     image: str = "ghcr.io/perilune/perilune:0.1.0"
-    """Our own image: gateway, simulated engine."""
+    """Our own image: operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
     """With mooncake_master; empty: the engine's image."""
@@ -30,6 +30,8 @@ class Defaults:
     """The operator's own."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
     """Of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own."""
+    simulated_image: str = "ghcr.io/perilune/perilune-engine:0.1.0"
+    """Our image of the simulated engine."""
 
 
 @dataclass(frozen=True, slots=True)

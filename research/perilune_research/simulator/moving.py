@@ -88,6 +88,10 @@ class Moving:
         move = self.planner.finished(ticket, now, arrived=arrived)
         if not (arrived and move.release):
             return ()
+        return self.own_runs(request)
+
+    def own_runs(self, request: SimulatedRequest) -> list[int]:
+        """Runs of the request's prompt that only its session has used, leaf first."""
         mine = request.task.session
         chain = self._index.runs.chain[request.run]
         return [run for run in reversed(chain) if self._owner.get(run) == mine]

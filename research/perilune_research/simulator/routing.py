@@ -4,7 +4,7 @@ For every submission: what each endpoint holds of the prompt (session-run index)
 become the `RequestView` and `Candidate`s that the production policies read; the same admission checks run;
 the decision is recorded.
 
-In a large fleet a policy sees a shortlist (see `shortlist`). Every `_AUDIT_EVERY`-th of its choices is
+In a large fleet a policy sees a shortlist (see `shortlist`). Every `AUDIT_EVERY`-th of its choices is
 checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
 that choose blindly see everybody, as a shortlist would change what they do.
 """
@@ -46,7 +46,7 @@ from perilune_research.simulator.shortlist import Shortlist
 from perilune_research.simulator.store import SimulatedStore
 
 CLAIM_TTL_S = 120.0
-_AUDIT_EVERY = 50
+AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
 _WIDELY_HELD = 32
 """Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
@@ -162,7 +162,7 @@ class SimulatedGateway:
             block_size=self._block,
             prefill_queue=self.prefill_queue,
         )
-        audit = self._shorten and self.seen.decisions % _AUDIT_EVERY == 0
+        audit = self._shorten and self.seen.decisions % AUDIT_EVERY == 0
         dice = _Dice(self._rng) if audit else self._rng
         verdict = self.policy(view, candidates, self.setting.routing.policy, self._rng)
         if self._large:

@@ -75,7 +75,7 @@ def simulate(
     """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on
     it."""
     began = stopwatch()
-    simulation = _Simulation(
+    simulation = Simulation(
         workload, setting, POLICIES[setting.policy_name], fleet or SimulatedFleet(), faults or Faults(), seed
     )
     outcome = simulation.run()
@@ -83,7 +83,7 @@ def simulate(
     return outcome
 
 
-class _Simulation:
+class Simulation:
     def __init__(
         self,
         workload: Workload,

@@ -132,7 +132,7 @@ class TestRoundTrip:
 class TestDecidedAgain:
     """The purpose of the log."""
 
-    @settings(max_examples=200)
+    @settings(max_examples=60)
     @given(
         st.lists(
             st.builds(
@@ -289,7 +289,7 @@ class TestBrokenFiles:
             list(read(lines, "some.jsonl"))
         assert str(error.value).startswith(f"some.jsonl: {said}")
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(st.data())
     def test_garbage_raises_nothing_else(self, data):
         lines = written(RECORD)

@@ -145,7 +145,7 @@ class TestCommand:
         assert all(policy in out for policy in POLICIES)
         assert "perilune simulate" in out
 
-    def test_json(self, log, tmp_path, capsys):
+    def test_the_document_says_what_the_table_does(self, log, tmp_path, capsys):
         out = tmp_path / "out.json"
         arguments = [
             "--decisions",
@@ -182,7 +182,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "_TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(cli, "TELL_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()

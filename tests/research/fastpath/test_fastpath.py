@@ -110,7 +110,7 @@ def pair(guess: tuple[int, int], truth: tuple[int, int, int], pending_s: float) 
         pytest.param((40_000, 32_000), (4_000, 32, 0), 3.0, Cause.TOKENS, id="it is short"),
     ],
 )
-def test_causes(guess, truth, pending_s, cause):
+def test_the_cause_of_a_difference_is_named(guess, truth, pending_s, cause):
     found = pair(guess, truth, pending_s)
     assert found.by_headers[2].target == HOST
     assert found.by_body[2].target == OTHER

@@ -26,11 +26,11 @@ def spread() -> Workload:
 
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
-    monkeypatch.setattr(routing, "_AUDIT_EVERY", every)
+    monkeypatch.setattr(routing, "AUDIT_EVERY", every)
     return simulate(workload, Setting(policy), MANY, seed=1)
 
 
-@pytest.mark.parametrize("policy", ["perilune", "ear", "lmetric_plus_one", "dynamo", "conductor", "sticky"])
+@pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
     seen = played(policy, spread, 3, monkeypatch).seen
     assert seen.shortlisted == seen.decisions == len(seen.decision_s) == spread.requests
@@ -45,7 +45,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
     ]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy), MANY, seed=1)
     assert outcome.seen.shortlisted == outcome.seen.audited == 0
