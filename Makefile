@@ -57,7 +57,7 @@ evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, th
 	$(BIN)/perilune evaluate --seeds-from 1001 $(ARGS)
 	$(BIN)/perilune evaluate $(ARGS)
 
-generate: $(STAMP) ## regenerate what is generated (protobuf code)
+generate: $(STAMP) ## regenerate what is generated (protobuf code, CRD, docs/configuration.md)
 	$(BIN)/python -m protos.generate
 
 lock:          ## renew the lock files (needs uv)

@@ -270,6 +270,7 @@ class Routing(_Struct, frozen=True):
     """How endpoints are chosen."""
 
     policy: Name = "ear"
+    """Name of the rule by which an endpoint is chosen."""
     params: PolicyParams = PolicyParams()
     migration: Migration = Migration()
     allow_policy_header: bool = False
@@ -343,8 +344,11 @@ class EndpointSpec(_Struct, frozen=True):
     """One vLLM server."""
 
     address: Address
+    """Where it serves HTTP: `ip:port`, IPv6 in brackets."""
     role: Role = Role.BOTH
+    """Endpoints with the role prefill get no requests."""
     node: str = ""
+    """Name of the node that it runs on, one of topology.nodes; empty: unknown, and far from everything."""
     events: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""
     replay: tuple[ZmqAddress, ...] = ()
@@ -365,7 +369,9 @@ class Spec(_Struct, frozen=True):
 
 class Metadata(_Struct, frozen=True):
     name: Name
+    """Name of the pool, for logs and metrics."""
     namespace: Name = "default"
+    """Namespace of the pool, likewise."""
 
 
 class Pool(_Struct, frozen=True):
