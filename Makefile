@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo test check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests, simu
 evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, then those shown (ARGS=--quick: minutes)
 	$(BIN)/perilune evaluate --seeds-from 1001 $(ARGS)
 	$(BIN)/perilune evaluate $(ARGS)
+
+docs: $(STAMP) ## the documents as a site, into build/site
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 generate: $(STAMP) ## regenerate what is generated (protobuf code, CRD, docs/configuration.md)
 	$(BIN)/python -m protos.generate
