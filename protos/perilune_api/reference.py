@@ -15,6 +15,9 @@ from perilune_api.inference_pool.topology import DEFAULT_LEVELS
 
 Schema = dict[str, Any]
 
+_OURS = "pool document: "
+"""Before the path of a section that is about that document."""
+
 _HEAD = """\
 <!-- Generated from protos/perilune_api by `make generate`. Do not edit. -->
 # Configuration
@@ -85,9 +88,14 @@ def page() -> bytes:
     texts += [_section(path, schema) for path, schema in _objects("status", parts["status"])]
     texts.append(_POOL)
     document = crdgen.schema(pool.Pool)["properties"]
-    texts.append(_section("metadata", document["metadata"], of="pool document: "))
+    texts.append(_section("metadata", document["metadata"], of=_OURS))
+    shared = "-"
     for path, schema in _objects("spec", document["spec"]):
-        texts.append(_shared(path, schema, known) or _section(path, schema, of="pool document: "))
+        if path.startswith(shared):
+            continue
+        if text := _shared(path, schema, known):
+            shared = f"{path}."
+        texts.append(text or _section(path, schema, of=_OURS))
     texts += [_NAMES, _headers(), _LABELS, _labels()]
     return "".join(texts).encode()
 
@@ -105,15 +113,14 @@ def _objects(path: str, schema: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _shared(path: str, schema: Schema, known: dict[str, Schema]) -> str:
-    """One sentence where an InferencePool has the same fields at the same place; else empty."""
-    theirs = known.get(path, {}).get("properties", {})
-    fields = schema["properties"]
-    if any(_row(name, fields[name], "") != _row(name, theirs.get(name, {}), "") for name in fields):
-        return ""
-    names = ", ".join(f"`{name}`" for name in fields)
-    return (
-        f"### pool document: `{path}`\n\nThese fields are those of [`{path}`](#{_anchor(path)}): {names}.\n\n"
-    )
+    """One sentence where an InferencePool has the same fields here and in all objects below; else empty."""
+    for at, part in _objects(path, schema):
+        theirs = known.get(at, {}).get("properties", {})
+        fields = part["properties"]
+        if any(_row(name, fields[name], "") != _row(name, theirs.get(name, {}), "") for name in fields):
+            return ""
+    names = ", ".join(f"`{name}`" for name in schema["properties"])
+    return f"### {_OURS}`{path}`\n\nThese fields are those of [`{path}`](#{_anchor(path)}): {names}.\n\n"
 
 
 def _headers() -> str:
@@ -169,7 +176,6 @@ def _row(name: str, field: Schema, path: str, *, required: bool = False) -> str:
 
 _DEFAULT = re.compile(r" ?Default: \S.*\.$")
 """What `kubectl explain` needs in the text stands in a column of its own here."""
-_OURS = "pool document: "
 
 
 def _type(field: Schema) -> str:

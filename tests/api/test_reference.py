@@ -54,5 +54,10 @@ def test_an_object_leads_to_its_section(page):
 
 def test_what_both_documents_share_is_not_repeated(page):
     document = page.split("## Pool document")[1]
-    assert "These fields are those of [`spec.routing.limits`](#specroutinglimits):" in document
-    assert "`maxBodyBytes` |" not in document
+    assert "These fields are those of [`spec.engine.hashing`](#specenginehashing):" in document
+    assert "| `extraKeys` |" not in document
+
+
+def test_objects_below_what_is_shared_are_left_out(page):
+    assert "### pool document: `spec.model`\n\nThese fields are those of [`spec.model`](#specmodel):" in page
+    assert "### pool document: `spec.model.loras[]`" not in page
