@@ -118,6 +118,8 @@ def problem(words: list[str]) -> str:
         return ", ".join(f"no value {key}" for key in set_values(rest) if not has_value(key))
     if name == "kubectl" or name in OTHERS:
         return ""
+    if words[0].startswith(".venv/bin/"):
+        return "" if Path(sys.executable).with_name(name).exists() else f"no program {name} in .venv"
     return "" if exists(words[0]) and "/" in words[0] else f"unknown program {name}"
 
 
