@@ -11,7 +11,7 @@ from perilune_research.evaluate.cells import Arm
 from perilune_research.evaluate.figures.f8 import amplification, measured_amplification
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import ABLATION, BAR_LOADS, LOADS, OURS, STRONGEST, Point
-from perilune_research.evaluate.table import percent, ranged
+from perilune_research.evaluate.table import Table, percent, ranged
 from perilune_research.evaluate.thresholds import choices
 
 _P90 = "ttft_s.p90"
@@ -22,6 +22,7 @@ def found(f: Findings, judged: Sequence[Bar]) -> str:
         "## What was found\n",
         *_bullets(_ours(f, judged)),
         "",
+        _against(f).markdown(),
         "### Where the results differ from published ones\n",
     ]
     return "\n".join([*lines, *_bullets(_departures(f))]) + "\n"
@@ -57,18 +58,22 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
         f" {as_number(regret)} times the floor. Its APC is {percent(share)} of the intra-session ceiling."
     )
     for load in BAR_LOADS:
-        scenario = plan.scenario(f.at_r, load)
-        versus = [
-            f"against {name} {compared(f.ratio(Point(scenario, OURS), Point(scenario, Arm(name)), _P90))}"
-            for name in ("lmetric_plus_one", "ear", "mooncake", "sticky", "lmetric")
-        ]
-        yield f"At {load}, the TTFT p90 of perilune: {'; '.join(versus)}."
         yield _behind(f, load)
     yield _overload(f)
     yield _behind(f, plan.OVERLOAD)
     yield _stores(f)
     if len(f.capacities) > 1:
         yield _capacity(f)
+
+
+def _against(f: Findings) -> Table:
+    """TTFT p90 of our policy against that of others, by load."""
+    rows = []
+    for name in ("ear", "mooncake", "lmetric_plus_one", "lmetric", "sticky"):
+        scenarios = [plan.scenario(f.at_r, load) for load in BAR_LOADS]
+        ratios = [f.ratio(Point(s, OURS), Point(s, Arm(name)), _P90) for s in scenarios]
+        rows.append((name, *map(compared, ratios)))
+    return Table("TTFT p90 of perilune against other policies", ("policy", *BAR_LOADS), rows)
 
 
 def _behind(f: Findings, load: str) -> str:
