@@ -69,7 +69,7 @@ def turns(rig: Rig, count: int) -> list[float]:
 def steps(rig: Rig) -> dict[str, float]:
     """Median microseconds, wall clock, of each step of the last round's decisions."""
     took = defaultdict(list)
-    for record in rig.router.decisions.query(n=TURNS):
+    for record in rig.decisions.query(n=TURNS):
         for step, us in record.timings_us.items():
             took[str(step)].append(us)
     return {step: median(us) for step, us in took.items()}

@@ -29,7 +29,7 @@ def us_each(step: Callable[[], object], rounds: int = ROUNDS) -> float:
 @pytest.mark.bench
 def test_decision_log(request, tmp_path):
     rig = Rig(sessions=DECISIONS)
-    records = list(rig.router.decisions.query(n=DECISIONS))
+    records = list(rig.decisions.query(n=DECISIONS))
     pool, numbers = rig.router.pool, range(DECISIONS)
     log = DecisionLog(RotatedFile(tmp_path / "log", 2**30, 1), pool, "bench", time, max_rows=10**9)
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from envoy_doubles import PHASE, ROUTE, ScriptedRouter
+    from perilune_gateway.request.known_bodies import KnownBodies
 
     from perilune_api import extproc_pb2 as pb
     from perilune_api.pool import Hashing, Limits, Model, SpecError
@@ -41,7 +42,6 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from perilune_gateway.feeds.pool_events import EventSink
     from perilune_gateway.model import ProtocolError, Refusal
     from perilune_gateway.observe import decision_log
-    from perilune_gateway.request.known_bodies import KnownBodies
     from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
     from perilune_gateway.request.tokens import Tokenizer
     from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -221,7 +221,7 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
     ),
     "log": (
-        b'{"kind":"pool","schema":"perilune.decisions/v1","routing":{"policy":"ear"},"columns":{}}\n'
+        b'{"kind":"pool","schema":"perilune.decisions/v2","routing":{"policy":"ear"},"columns":{}}\n'
         b'{"kind":"end","n":0,"outcome":"completed","duration_s":1,"served":"a","status":200}\n{"kin',
     ),
 }

@@ -10,7 +10,16 @@ from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
 from perilune_api.pool import PolicyParams
-from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason, tenant_hash
+from perilune_gateway.model import (
+    Decision,
+    DecisionRecord,
+    Ending,
+    Endpoint,
+    Load,
+    Outcome,
+    Reason,
+    tenant_hash,
+)
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.admin import PAGES, Admin, Sources
 from perilune_gateway.observe.decisions import Decisions
@@ -109,7 +118,7 @@ class TestDecisions:
 
     async def test_one_decision_with_its_counterfactual(self, world):
         add(world, 3)
-        world.decisions.finish(0, Outcome.COMPLETED, 1.5, "a", 200)
+        world.decisions.finish(0, Ending(Outcome.COMPLETED, 1.5, "a", 200))
         async with browsing(world) as get:
             status, body = await get("/api/decisions/r3")
             assert (await get("/api/decisions/r3"))[1] == body  # the same dice each time

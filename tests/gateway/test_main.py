@@ -47,17 +47,9 @@ async def test_what_sessions_and_decisions_may_take_follows_the_document(gateway
     session = SessionKeys(idle_seconds=60, max_sessions=7)
     limits = Limits(decision_seconds=4, max_body_bytes=9)
     gateway.on_pool(pool(routing=Routing(session=session, limits=limits)))
-    assert (gateway.sessions.idle_s, gateway.sessions.max_sessions) == (60, 7)
+    assert (gateway.state.sessions.idle_s, gateway.state.sessions.max_sessions) == (60, 7)
     assert gateway.tokenizer.timeout_s == 4 * main.TOKENS_SHARE
     assert gateway.service.limits.max_body_bytes == 9
-
-
-async def test_the_index_has_room_for_the_endpoints_of_now(gateway, monkeypatch) -> None:
-    widened = []
-    monkeypatch.setattr(gateway.index, "widen", widened.append)
-    gateway.on_pool(pool(endpoints=30))
-    gateway.on_pool(pool(endpoints=1))
-    assert widened == [30 * main.INDEX_BLOCKS_PER_ENDPOINT * (281_600 // 16), main.MIN_INDEX_BLOCKS]
 
 
 async def test_a_scrape_that_ends_after_its_endpoint_left_makes_no_series(gateway) -> None:

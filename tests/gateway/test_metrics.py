@@ -1,7 +1,6 @@
 """Every metric, read back through a scrape."""
 
 from dataclasses import replace
-from time import perf_counter
 
 import pytest
 from msgspec import structs
@@ -25,7 +24,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.metrics import AT_ONCE, LEFT, Affinity, Metrics, Window, affinity_of
+from perilune_gateway.observe.metrics import LEFT, Affinity, Metrics, Window, affinity_of
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
@@ -70,16 +69,7 @@ class TestDecided:
         assert value(metrics, "decisions_total", policy="ear", reason="host", phase="body") == 1
         assert value(metrics, "decisions_total", policy="ear", reason="host", phase="headers") == 1
 
-    @pytest.mark.parametrize("taken", [1, AT_ONCE - 1, AT_ONCE, 2 * AT_ONCE + 3])
-    def test_a_scrape_counts_those_that_wait_to_be_counted_too(self, metrics, taken):
-        for _ in range(taken):
-            metrics.decided(record())
-        for _ in range(2):
-            assert value(metrics, "decisions_total", policy="ear", reason="host", phase="body") == taken
-            assert value(metrics, "scheduling_seconds_count", step="total") == taken
-            assert value(metrics, "cache_hit_ratio") == pytest.approx(0.8)
-
-    def test_the_ratio_is_of_when_decisions_were_taken_not_of_when_they_are_counted(self, metrics, clock):
+    def test_the_hit_ratio_is_that_of_the_last_minute(self, metrics, clock):
         metrics.decided(record())
         clock.now += 50
         assert metrics.hit_ratio() == pytest.approx(0.8)
@@ -141,19 +131,6 @@ class TestDecided:
         metrics.decided(record(verdict=Decision("a", Reason.PASS_THROUGH), policy=""))
         assert value(metrics, "decisions_total", policy="", reason="pass_through", phase="body") == 1
         assert value(metrics, "cache_hit_ratio") is None
-
-    def test_cost_per_request(self, metrics):
-        """About 6 µs on a quiet machine; the bound only catches a change of order."""
-        taken = record()
-        best = min(_timed(lambda: metrics.decided(taken), 500) for _ in range(5))
-        assert best < 60e-6
-
-
-def _timed(call, times: int) -> float:
-    start = perf_counter()
-    for _ in range(times):
-        call()
-    return (perf_counter() - start) / times
 
 
 @pytest.mark.parametrize(
@@ -223,8 +200,6 @@ class TestMirror:
             IndexStats(42, 17, 6, 1, store=3, recent_missed=4, recent_full=5),
             sessions_bound=3,
             sessions_evicted=8,
-            bodies_parsed_in_part=9,
-            bodies_known=10,
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -279,8 +254,6 @@ class TestMirror:
             ("index_recent_prompts", {"match": "full"}, 5),
             ("index_evicted_blocks_total", {}, 1),
             ("sessions_evicted_total", {}, 8),
-            ("bodies_parsed_in_part_total", {}, 9),
-            ("bodies_known_total", {}, 10),
         ],
     )
     def test_series(self, metrics, name, labels, expected):

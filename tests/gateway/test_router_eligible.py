@@ -52,18 +52,18 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
         by_address = {e.address: e for e in endpoints}
         if half:
             for address in dead:
-                router.fleet.suspect(address, rig.now)
+                router.state.fleet.suspect(address, rig.now)
         for name, tokens, subset, ends, wait_s in turns:
             rig.now += wait_s
             router.plan_moves()
             asked = RequestHead("POST", "/v1/completions", {"x-session-id": name}, subset)
-            host = next((s.host for s in router.sessions.matching(name)), "")
+            host = next((s.host for s in router.state.sessions.matching(name)), "")
             verdict = rig.ask(range(tokens), asked)
             if isinstance(verdict, Refusal):
                 assert verdict.reason in (RefuseReason.NO_ENDPOINT, RefuseReason.SUBSET_EMPTY)
                 continue
             assert isinstance(verdict, Routed)
-            ready = {v.endpoint.address for v in router.fleet.view(rig.now) if v.endpoint.ready}
+            ready = {v.endpoint.address for v in router.state.fleet.view(rig.now) if v.endpoint.ready}
             for address in verdict.destinations:
                 assert address in ready
                 assert by_address[address].role is not Role.PREFILL

@@ -62,8 +62,8 @@ def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
     refusal = rig.router.on_body(head("/v1/completions"), body)
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (reason, status)
-    assert rig.router.fleet.in_flight == 0
-    kept = rig.router.decisions.query(n=1)[0]
+    assert rig.router.state.fleet.in_flight == 0
+    kept = rig.decisions.query(n=1)[0]
     assert kept.reason == reason
     assert kept.timings_us["total"] > 0
 
@@ -86,7 +86,7 @@ def test_overload_is_429_with_the_time_until_the_shortest_queue_fits() -> None:
 
 def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     for address in (A, B):
-        rig.router.fleet.suspect(address, rig.now)
+        rig.router.state.fleet.suspect(address, rig.now)
     refusal = rig.ask()
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message

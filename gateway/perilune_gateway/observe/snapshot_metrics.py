@@ -1,7 +1,7 @@
 """The gateway's metrics of what *is*: a snapshot of the state (stats.py) as metric families.
 
 One table for each kind of row: its name, its help and where its value stands. Moves have their own
-(move_rows.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
+(moves.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.model import Tier
-from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe import moves
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.engine_blocks import Unused
 from perilune_gateway.state.prefix_index import IndexStats
@@ -50,7 +50,7 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Others may run between two of them."""
+    """One metric family after the other."""
     yield from _endpoints(snapshot.endpoints)
     index = snapshot.index
     yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
@@ -61,13 +61,9 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
     evicted = "Sessions forgotten: idle for too long, or for want of room."
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
-    in_part = "Bodies of which only what is new was parsed: the rest was known."
-    yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
-    known = "Short bodies that came before, byte for byte: neither parsed nor tokenized again."
-    yield _counter("bodies_known", known, snapshot.bodies_known)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
-        yield from move_rows.families(snapshot.moves)
+        yield from moves.families(snapshot.moves)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 

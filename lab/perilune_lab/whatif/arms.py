@@ -1,8 +1,8 @@
 """What other policies make of recorded decisions: one tally per policy, fed line by line.
 
-1. Each decision is decided again by the policy that took it, with the recorded dice: it must come out the
-   same, or the rest means little (another version of the policies recorded it).
-2. Every policy asked for decides it too, with the same dice: its `Arm` tallies what comes out.
+1. Each decision is taken again by the policy that took it, with the recorded random seed. It must come out
+   the same, or the rest means little (another version of the policies recorded it).
+2. Every policy asked for decides it too, with the same seed: its `Arm` tallies what comes out.
 3. Recorded and other choices are measured with one yardstick: the predicted TTFT (admission.predict) and the
    cost in seconds (policy/cost.py) of the chosen endpoint, on the facts of that moment.
 
@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 
@@ -25,7 +26,6 @@ from perilune_gateway.policy import LIVE
 from perilune_gateway.policy.cost import seconds
 from perilune_gateway.routing.admission import predict
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
 from perilune_lab.policy_arguments import changed
 
 RECORDED = "recorded"
@@ -181,16 +181,16 @@ class WhatIf:
         self.first_time = self.first_time or record.time
         self.last_time = record.time
         self.endpoints.update(c.address for c in record.candidates)
-        dice, params = Dice(record.dice), entry.routing.params
-        again = decide(record.view, record.candidates, record.policy, entry.routing, dice)
+        rng, params = Random(record.seed), entry.routing.params
+        again = decide(record.view, record.candidates, record.policy, entry.routing, rng)
         planned = isinstance(recorded, Decision) and recorded.reason in PLANNERS
         self.planned += planned
         self.as_recorded += not planned and _same(again, recorded)
         self.recorded.take(record, recorded, params)
         routing = self._other(entry.routing)
         for policy, arm in self.arms.items():
-            dice.seed(record.dice)
-            arm.take(record, decide(record.view, record.candidates, policy, routing, dice), params)
+            rng.seed(record.seed)
+            arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
         """The same with the overrides; one log has few."""

@@ -17,7 +17,7 @@ from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.model import Endpoint, Load, Location
-from perilune_gateway.routing.in_flight import TELLING_PREFILL_S
+from perilune_gateway.routing.lifecycle import TELLING_PREFILL_S
 from perilune_gateway.state.calibration import Calibration
 from perilune_research.simulator.engine import SimulatedEngine
 from perilune_research.simulator.fabric import SimulatedFabric

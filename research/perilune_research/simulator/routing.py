@@ -35,7 +35,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.policy import Policy
 from perilune_gateway.routing import admission
-from perilune_gateway.routing.gather import MAX_LOCATIONS
+from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.index import RunIndex
@@ -143,7 +143,7 @@ class SimulatedGateway:
         candidates = self._candidates(request, tokens, overlaps, prefix, stored, numbers, now)
         if not candidates:
             self.seen.refused += 1
-            return admission.nobody(admission.Wanted(), {})
+            return admission.no_endpoint(admission.Wanted(), {})
         view = RequestView(
             request_id="",
             ordinal=request.number,

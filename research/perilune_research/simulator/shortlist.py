@@ -27,7 +27,7 @@ from itertools import islice
 from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Overlap, RequestView
 from perilune_gateway.policy.cost import seconds
-from perilune_gateway.routing.gather import MAX_LOCATIONS
+from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.simulator.beliefs import Beliefs
 
 LEAST_LOADED = 16

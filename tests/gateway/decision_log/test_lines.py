@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,6 @@ from perilune_gateway.model import (
 from perilune_gateway.observe.decision_log import SCHEMA, Cut, Ended, Logged, Writer, read
 from perilune_gateway.policy import LIVE
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
 
 POOL = Pool(
     Metadata("p", "n"),
@@ -56,7 +56,7 @@ RECORD = DecisionRecord(
     {"parse": 12.5, "total": 30.0},
     1700000000.25,
     "a tenant",
-    dice=2**53 - 1,
+    seed=2**53 - 1,
 )
 
 
@@ -157,24 +157,24 @@ class TestDecidedAgain:
         st.integers(0, 2**53 - 1),
         st.floats(0, 5),
     )
-    def test_same_values_same_dice_same_verdict(
+    def test_same_values_same_seed_same_verdict(
         self,
         candidates: list[Candidate],
         view: RequestView,
         policy: str,
-        dice: int,
+        seed: int,
         most_pending_s: float,
     ):
         routing = Routing(limits=Limits(max_pending_seconds=most_pending_s))
         pool = replace_routing(routing)
-        verdict = decide(view, candidates, policy, routing, Dice(dice))
+        verdict = decide(view, candidates, policy, routing, Random(seed))
         if isinstance(verdict, NeedBody):
             return
         writer = Writer("1.0")
-        record = DecisionRecord(view, verdict, policy, tuple(candidates), dice=dice)
+        record = DecisionRecord(view, verdict, policy, tuple(candidates), seed=seed)
         logged = decided((writer.pool(pool, 0.0) + writer.decision(0, record)).splitlines(keepends=True))
         r = logged.record
-        again = decide(r.view, r.candidates, r.policy, logged.routing, Dice(r.dice))
+        again = decide(r.view, r.candidates, r.policy, logged.routing, Random(r.seed))
         assert again == verdict
 
 
@@ -232,8 +232,8 @@ class TestBrokenFiles:
             pytest.param(lambda i, line: b"[]" if i == 1 else line, "line 2: it is no object", id="a list"),
             pytest.param(lambda i, line: b"{}" if i == 0 else line, f"line 1: no {SCHEMA}", id="other JSON"),
             pytest.param(
-                lambda i, line: line.replace(SCHEMA.encode(), b"perilune.decisions/v2"),
-                "line 1: its schema is 'perilune.decisions/v2', only perilune.decisions/v1 can be read",
+                lambda i, line: line.replace(SCHEMA.encode(), b"perilune.decisions/v3"),
+                "line 1: its schema is 'perilune.decisions/v3', only perilune.decisions/v2 can be read",
                 id="later schema",
             ),
             pytest.param(

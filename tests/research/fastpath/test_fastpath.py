@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from random import Random
 
 import pytest
 from routing_objects import candidate, head, prefix
@@ -18,9 +19,8 @@ from perilune_gateway.model import (
     RequestView,
     SessionView,
 )
+from perilune_gateway.routing.context import RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
-from perilune_gateway.routing.gather import Asked, Laps
 from perilune_lab.traces.model import Role, Segment
 from perilune_research.fastpath import cli
 from perilune_research.fastpath.cli import Options, measure, parse, render, traffic
@@ -66,11 +66,15 @@ HOST, OTHER = "a", "b"
 ROUTING = Routing("perilune", PolicyParams(cooldown_seconds=0.0, least_gain_seconds=0.0))
 
 
-def side(tokens: int, rows: list[Candidate], held: Prefix, phase: Phase) -> tuple[Asked, RequestView, object]:
+def side(
+    tokens: int, rows: list[Candidate], held: Prefix, phase: Phase
+) -> tuple[RequestContext, RequestView, object]:
     session = SessionView("s", HOST, 1e6, tokens, turns=5)
     view = RequestView("r", 0, tokens, phase, session, prefix=held)
-    asked = Asked(head(), 0.0, Laps(lambda: 0.0), Identity(), None, candidates=rows, prefix=held)
-    return asked, view, decide(view, rows, "perilune", ROUTING, Dice(0))
+    asked = RequestContext(
+        head(), 0.0, StepTimer(lambda: 0.0), Identity(), None, candidates=rows, prefix=held
+    )
+    return asked, view, decide(view, rows, "perilune", ROUTING, Random(0))
 
 
 def row(address: str, tokens: int, held: int, pending_s: float = 0.0) -> Candidate:
