@@ -27,7 +27,7 @@ api-server: $(STAMP) ## etcd, API server and what else the operator's tests need
 	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
 
 test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
 	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
@@ -52,12 +52,13 @@ cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
-BENCHES := transport decision index tokens parse
+BENCHES := growing decision index tokens parse
 # ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
-bench: $(STAMP) ## what the gateway costs, against its bars, into docs/benchmarks.md; minutes (needs wrk)
+# ARGS="--against OTHER/.venv/bin/python": another checkout's gateway is measured in turn with this one's.
+bench: $(STAMP) ## what the gateway costs, first for growing conversations, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
-bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests, simulator, operator, a storm of abuse
+bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests (needs wrk), simulator, operator, a storm of abuse
 	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 

@@ -6,6 +6,7 @@ next leader's whole plan covers them).
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -19,7 +20,7 @@ import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_operator import handlers
 from perilune_operator.lease import DURATION_S, Lease
 from perilune_operator.metrics import Metrics
@@ -138,7 +139,11 @@ async def serve(args: argparse.Namespace) -> None:
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
     scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
-    collector.calm(young=20_000, middle=20)
+    # With Python's own settings the garbage collector looks through all copies of pods again and again, which
+    # takes a third of the CPU while 1,000 pods start (docs/benchmarks.md, Operator).
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     try:
         await kopf.operator(registry=handlers.registry(reconciler, stop), standalone=True, **scope)
     finally:

@@ -4,7 +4,7 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning its own result changes nothing.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -13,7 +13,7 @@ import msgspec
 from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.status import InferencePoolStatus
-from perilune_api.pool import Role, SpecError
+from perilune_api.pool import SpecError
 from perilune_operator import status, topology
 from perilune_operator.observe import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import (
@@ -68,12 +68,12 @@ def plan(
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, before = _parted(pool, observed)
-    drains = _drains(pool, present, now)
+    leave = _drain(pool, present, now)
     deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
     gateways, read_at = gateway.replicas(spec.gateway, deployment)
     pool = replace(
         pool,
-        replicas={role: made.replicas for role, made in drains.items()},
+        replicas=leave.replicas,
         gateways=gateways,
         gateways_read_at=read_at,
     )
@@ -89,17 +89,17 @@ def plan(
     except SpecError as error:  # a podTemplate that cannot be laid over ours
         return Plan(None, status.of_refusal(str(error), observed, now), LOOK_S)
     former = _former(pool, before, {key(obj) for obj in objects}, present, now)
-    each = (*drains.values(), former.drain)
+    each = (leave, former.drain)
     again_in = min(LOOK_S, *(made.again_in for made in each))
     marks = tuple(mark for made in each for mark in made.marks)
-    said = status.of_pool(pool, present, drains, now, former)
+    said = status.of_pool(pool, present, leave, now, former)
     return Plan(objects, said, again_in, marks, scale_to, former.workloads)
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
     """An autoscaler is about to take over from a spec that names no replicas any more, which the API server
     takes for 1: it is to begin with as many as there are. None: nothing to do."""
-    made = endpoints.workload_name(name, Role.BOTH)
+    made = endpoints.workload_name(name)
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
         return None
@@ -111,12 +111,12 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
     """What is there without engines of the spec before; and of those the ones that lead. Engines are of the
-    spec before if it had other roles, or if its endpoints spanned nodes and now do not, or the reverse."""
-    roles, spans = {role.value for role, _ in endpoints.roles(pool)}, endpoints.nodes_per_endpoint(pool) > 1
+    spec before if its endpoints spanned nodes and now do not, or the reverse, or if it had roles."""
+    spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
         is_engine = pod.component in ("engine", "engine-worker")
-        if not is_engine or ((pod.group >= 0) is spans and pod.role in roles):
+        if not is_engine or ((pod.group >= 0) is spans and pod.role == endpoints.ROLE):
             present.append(pod)
         elif pod.component == "engine":
             before.append(pod)
@@ -126,10 +126,9 @@ def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]
 def _former(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Former:
-    """Engines of the spec before go once each role has an endpoint that serves, or there would be nobody
-    until a model has been loaded; and then like those of a scale-down, once their sessions have left. Where
-    there are no GPUs to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not.
-    """
+    """Engines of the spec before go once another endpoint serves, or there would be nobody until a model has
+    been loaded; and then like those of a scale-down, once their sessions have left. Where there are no GPUs
+    to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Former(pods)
     workloads = frozenset(
@@ -141,8 +140,8 @@ def _former(
     )
     if not workloads:
         return Former(pods)
-    serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
-    needed = any(role not in serving and spec.replicas for role, spec in endpoints.roles(pool))
+    serving = any(p.component == "engine" and p.serves for p in observed.pods)
+    needed = not serving and pool.spec.replicas > 0
     leaving, gateways, session_s = _surroundings(pool, observed)
     if needed:  # marks of an earlier try are taken back
         made = drain(pods, MANY, None, leaving, gateways, session_s, now)
@@ -160,18 +159,11 @@ def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], fr
     return leaving, gateways, float(pool.spec.rollout.session_seconds) if asked else 0.0
 
 
-def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
+def _drain(pool: Context, observed: Observed, now: float) -> Drain:
     leaving, gateways, session_s = _surroundings(pool, observed)
-    made = {}
-    for role, spec in endpoints.roles(pool):
-        pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]
-        workload = observed.children.get(endpoints.workload(pool, role))
-        made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
-    return made
-
-
-def _leads(pod: PodFacts, role: Role) -> bool:
-    return pod.component == "engine" and pod.role == role
+    pods = [_with_workers(p, observed, leaving) for p in observed.pods if p.component == "engine"]
+    workload = observed.children.get(endpoints.workload(pool))
+    return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now)
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
@@ -179,7 +171,7 @@ def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str])
     if leader.group < 0 or not leaving:
         return leader
     for pod in observed.pods:
-        worker = pod.component == "engine-worker" and (pod.role, pod.group) == (leader.role, leader.group)
+        worker = pod.component == "engine-worker" and pod.group == leader.group
         if worker and pod.node in leaving:
             return replace(leader, node=pod.node)
     return leader

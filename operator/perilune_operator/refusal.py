@@ -226,12 +226,4 @@ def _origin(
         return whole if _at(spec, whole[: len(owner) + 2]) is not None else None
     if field not in _RAW:
         return None
-    role = ("roles", _role(obj))
-    if field == "resources" and _at(spec, (*role, "resources")) is not None:
-        return (*role, "resources", *rest)
     return (*owner, field, *(rest if field == "resources" else ()))
-
-
-def _role(obj: Object) -> str:
-    template = _into(_into(obj["spec"], "template") or _at(obj, _TEMPLATES[1]), "metadata") or {}
-    return str((template.get("labels") or {}).get(names.ROLE_LABEL, ""))

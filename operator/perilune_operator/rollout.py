@@ -16,8 +16,8 @@ A node that is cordoned, or tainted by an autoscaler that means to remove it, ha
 nobody else could take a new session. They are not deleted: who cordons a node also evicts, and an operator
 that deleted pods on a mere cordon would surprise. A changed template needs none of this: the Deployment
 starts the new engine first, and a terminating one is never picked; so while it rolls, replicas follow the
-spec at once, and it chooses by itself. Engines whose whole workload is to go, since roles have changed, are
-all chosen (plan.py).
+spec at once, and it chooses by itself. Engines whose whole workload is to go, since endpoints
+span another number of nodes, are all chosen (plan.py).
 
 Pure. Costs O(n log n) for n engines.
 """
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Of the engines of one role."""
+    """Of the engines."""
 
     replicas: int
     """What the workload should have now: what is wanted, and who may not go yet."""
@@ -57,7 +57,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """Engines of the spec before, which had other roles or endpoints of another number of nodes."""
+    """Engines of the spec before, whose endpoints had another number of nodes."""
 
     pods: Sequence[PodFacts] = ()
     """Those that lead."""
@@ -65,7 +65,7 @@ class Former:
     """That stay for now."""
     drain: Drain = Drain(0)
     needed: bool = False
-    """They serve, and nobody else in a role does."""
+    """They serve, and no other endpoint does."""
 
 
 def drain(
@@ -77,7 +77,7 @@ def drain(
     session_s: float,
     now: float,
 ) -> Drain:
-    """`pods`: of one role. `workload`: theirs, as it is; None: not made yet. `gateways`: who is to answer."""
+    """`pods`: engines. `workload`: theirs, as it is; None: not made yet. `gateways`: who is to answer."""
     order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
     order.sort(key=lambda pod: pod.created, reverse=True)
     order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))

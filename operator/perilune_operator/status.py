@@ -5,14 +5,12 @@ condition's transition time is kept while its status is, so that writing the sam
 bytes; `changed` says which events to send. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
-from perilune_api.pool import Role
 from perilune_operator.conditions import workloads
 from perilune_operator.conditions.fact import Fact
 from perilune_operator.conditions.route import route
@@ -26,36 +24,30 @@ from perilune_operator.stamps import stamp
 def of_pool(
     pool: Context,
     observed: Observed,
-    drains: Mapping[Role, Drain],
+    leave: Drain,
     now: float,
     former: Former,
 ) -> InferencePoolStatus:
     """Everything that can be said of an accepted spec. `observed`: without engines of the spec before."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
-    leaving = {name for made in drains.values() for name in made.leaving}
-    staying = [p for p in engines if p.ready and p.name not in leaving]
-    counts = {
-        role: (sum(p.role == role for p in staying), spec.replicas) for role, spec in endpoints.roles(pool)
-    }
-    ready, wanted = (sum(number) for number in zip(*counts.values(), strict=True))
-    scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
+    ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
     facts = [
         Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid."),
         workloads.topology(pool),
-        workloads.engines(pool, observed, counts),
+        workloads.engines(pool, observed, ready, wanted),
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
         workloads.progress(pool, observed, former),
-        workloads.draining(pool, observed, [*drains.values(), former.drain], former),
+        workloads.draining(pool, observed, [leave, former.drain], former),
     ]
     facts.append(_ready(pool, facts))
     fabric, stats = pool.fabric, observed.gateway
-    selector = {**pool.labels("engine"), names.ROLE_LABEL: scaled.value}
+    selector = endpoints.engine_labels(pool, "engine")
     return InferencePoolStatus(
         observed_generation=observed.generation,
-        replicas=sum(p.role == scaled for p in engines),
-        ready_replicas=sum(p.role == scaled and p.ready for p in engines),
+        replicas=len(engines),
+        ready_replicas=sum(p.ready for p in engines),
         ready=f"{ready}/{wanted}",
         selector=",".join(f"{key}={value}" for key, value in selector.items()),
         sessions=stats.sessions if stats else None,
@@ -125,7 +117,7 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
     for fact in facts:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
-    if not any(spec.replicas for role, spec in endpoints.roles(pool) if role is not Role.PREFILL):
+    if not pool.spec.replicas:
         return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: nobody answers.")
     nobody_decides = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
     if nobody_decides and not pool.spec.gateway.fail_open:

@@ -5,9 +5,8 @@ Placement needs one label key per level: the first of the level's list that any 
 nodes work; they stand alone, and are counted so that a condition can say so.
 
 No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
-NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by the cards' speed,
-link by link; those that a spec gives only if it also says what cards they are for (`nicGbits`). Their number
-is shown and scales nothing: one transfer uses one card.
+NodeFeatureRule of Node Feature Discovery can write. Their speed scales the bandwidth of links; their number
+scales nothing, since one transfer uses one card.
 
 Mooncake has no word for a rack. What it takes is the host that a segment is on (mooncake.py), and the gateway
 joins that with these nodes. Segments lie in the engines' own pods, so engines' placement is theirs too.
@@ -24,8 +23,6 @@ from perilune_operator.observe import NodeFacts, PodFacts
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
 """Labels of GPU feature discovery and its like."""
-DEFAULT_NIC_GBITS = 200.0
-"""The default bandwidths are an H20 node's with four cards of this speed, one transfer using one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,8 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
     for name, level in levels.items():
         carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
         keys[name] = (carried or list(level.labels))[0]
-    usual = DEFAULT_NIC_GBITS if spec.bandwidth == pool.Bandwidth() else 0.0
     return Fabric(
-        pool.Topology(places, spec.bandwidth, spec.nic_gbits or usual),
+        pool.Topology(places),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),

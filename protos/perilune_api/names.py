@@ -66,7 +66,7 @@ Component = Literal["engine", "engine-worker", "gateway", "master"]
 """engine: pods that are endpoints, and what goes with them. engine-worker: further pods of an endpoint that
 spans nodes. master: Mooncake's."""
 ROLE_LABEL = "perilune.dev/role"
-"""Of an engine pod: prefill, decode, both."""
+"""Of an engine pod: both, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: where it publishes KV events; the replay port is the next one."""
 DRAINING = "perilune.dev/draining"

@@ -8,7 +8,6 @@ from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import Resources
-from perilune_api.pool import Role
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe import MANAGED_BY, MANAGER, Object
@@ -47,12 +46,17 @@ class Context:
     kinds: frozenset[str]
     """`group/Kind` of the optional ones that the cluster has."""
     defaults: Defaults
-    replicas: Mapping[Role, int] = field(default_factory=dict)
-    """Of a role's workload, where that is not what the spec wants: some wait for their sessions to leave."""
+    replicas: int | None = None
+    """Of the engines, where that is not what the spec wants: some wait for their sessions to leave."""
     gateways: int | None = None
     """Replicas of the gateway; None: not ours to say, an autoscaler has said."""
     gateways_read_at: str | None = None
     """Version of the gateway's Deployment that `gateways` was read from and holds for alone."""
+
+    @property
+    def replicas_now(self) -> int:
+        """Replicas that the engines' workload gets now."""
+        return self.spec.replicas if self.replicas is None else self.replicas
 
     def labels(self, component: names.Component) -> dict[str, str]:
         """That select the pods of one component."""

@@ -11,7 +11,7 @@ from perilune_operator.render.endpoints import engine_pods
 def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
     """`affinity` and `topologySpreadConstraints` of a pod spec; `labels`: of the pods to be placed.
 
-    All of a pool's engines pack together, whatever their role; each role spreads by itself. While a
+    All of a pool's engines pack together, or spread. While a
     Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.
     """
     packed = [p for p in wanted if p.mode == "pack" and p.level in keys]
