@@ -39,6 +39,11 @@ COMMANDS = {
         "one simulated vLLM server: OpenAI API, KV events, metrics, H20 timing",
         "perilune engine --listen 127.0.0.1:8000 --time-scale 10",
     ),
+    "envoy": Command(
+        "perilune_lab.envoy",
+        "Envoy before a gateway without Kubernetes: prints its configuration, or runs it",
+        "perilune envoy --pool examples/pool.yaml --run",
+    ),
     "explain": Command(
         "perilune_lab.explain",
         "why a request went where it went, and where other policies would have sent it",

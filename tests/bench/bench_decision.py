@@ -147,7 +147,9 @@ def test_decision(request):
     found = [
         Bar("decision, p50", quantile(best, 0.5), 0.2, "ms"),
         Bar("decision, p99", min(quantile(took, 0.99) for took in alone), 1.0, "ms"),
-        Bar("decision's p99 after ingest / after a pause as long", p99["ingest"] / p99["pause"], 1.1, "×"),
+        Bar(
+            "p99 after ingesting events / after an equally long pause", p99["ingest"] / p99["pause"], 1.1, "×"
+        ),
     ]
 
     def both(kind: str) -> str:
@@ -159,19 +161,18 @@ def test_decision(request):
         "decision",
         f"""## Decision
 
-{bars.machine()}. 64 endpoints, {known:,} blocks known, prompts of 33,600 tokens and more
-(2,100 blocks of 16), a turn adds 600; without tokenization, CPU time. {ROUNDS} rounds of {TURNS} decisions,
-the best one.
+{bars.machine()}. 64 endpoints, {known:,} known blocks, prompts of at least 33,600 tokens
+(2,100 blocks of 16), each turn adds 600. CPU time without tokenization, the best of {ROUNDS} rounds of
+{TURNS} decisions.
 
 {bars.table(found)}
 
-By step, µs (median of the last round, wall clock): {parts}; the rest of the total is recording.
-During ingest p50 and p99 are {both("ingest")} ms after batches,
-{both("pause")} after a pause as long, {both("nothing")} at once
-(p99 after batches / at once: {p99["ingest"] / p99["nothing"]:.2f}).
-A known session's turn, by its headers alone: p50
-{quantile(headers, 0.5):.2f} ms, p99 {quantile(headers, 0.99):.2f} ms. A prompt of which nobody holds
-anything: p50 {quantile(cold, 0.5):.2f} ms, p99 {quantile(cold, 0.99):.2f} ms.
+Steps of a decision, µs (median, wall clock): {parts}; the rest of the total is recording.
+p50 and p99 are {both("ingest")} ms after ingesting events, {both("pause")} after an equally long pause,
+and {both("nothing")} without either.
+A known session's turn, decided by its headers: p50 {quantile(headers, 0.5):.2f} ms, p99
+{quantile(headers, 0.99):.2f} ms. A prompt that no endpoint holds: p50 {quantile(cold, 0.5):.2f} ms, p99
+{quantile(cold, 0.99):.2f} ms.
 """,
     )
     assert len(best) == TURNS

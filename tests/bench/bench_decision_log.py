@@ -59,15 +59,15 @@ def test_decision_log(request, tmp_path):
         "decision-log",
         f"""## Decision log
 
-{machine()}. 64 endpoints, most of which hold the {SHARED_TOKENS // BLOCK} blocks that prompts share. CPU
-time for each decision, the cheapest of {ROUNDS} rounds of {DECISIONS}:
+{machine()}. 64 endpoints, most of which hold the {SHARED_TOKENS // BLOCK} blocks that the prompts share.
+CPU time per decision, the cheapest of {ROUNDS} rounds of {DECISIONS}:
 
-| | |
+| step | cost |
 |---|---:|
-| putting it into the queue | {us_each(put):.1f} µs |
-| its lines, beside the routing | {us_each(write):.0f} µs |
-| bytes of it | {len(text) / DECISIONS:,.0f} |
-| reading it back | {us_each(lambda: list(read(text.splitlines(keepends=True), "log"))) / 1000:.1f} ms |
-| `perilune whatif`, all {len(POLICIES)} live policies | {us_each(again, 3) / 1000:.1f} ms |
+| queue the decision | {us_each(put):.1f} µs |
+| write its lines, after the answer | {us_each(write):.0f} µs |
+| size of its lines | {len(text) / DECISIONS:,.0f} bytes |
+| read it back | {us_each(lambda: list(read(text.splitlines(keepends=True), "log"))) / 1000:.1f} ms |
+| `perilune whatif` with all {len(POLICIES)} live policies | {us_each(again, 3) / 1000:.1f} ms |
 """,
     )

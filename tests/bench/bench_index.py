@@ -135,10 +135,14 @@ def test_index(request) -> None:
     tokens = [dice.randrange(150_000) for _ in range(BLOCKS * BLOCK_SIZE)]
     prompt = blocks.chain(tokens, BLOCK_SIZE, 0)
     rows = [
-        find("everybody holds all", prompt, [BLOCKS] * 64),
-        find("each holds another part", prompt, [BLOCKS * (n + 1) // 64 for n in range(64)]),
-        find("one holds all, the others a tenth", prompt, [BLOCKS] + [BLOCKS // 10] * 63),
-        find("nobody holds anything", prompt, [0] * 64),
+        find("all endpoints hold all of it", prompt, [BLOCKS] * 64),
+        find(
+            "each endpoint holds a part of another length",
+            prompt,
+            [BLOCKS * (n + 1) // 64 for n in range(64)],
+        ),
+        find("one endpoint holds all, the others a tenth", prompt, [BLOCKS] + [BLOCKS // 10] * 63),
+        find("no endpoint holds any of it", prompt, [0] * 64),
     ]
     index = PrefixIndex(1_000_000, 10.0)
     fresh = iter([blocks.chain([n, *tokens[16:]], BLOCK_SIZE, n) for n in range(30)])
@@ -148,7 +152,7 @@ def test_index(request) -> None:
     stored, removed = per_s(batches(dice, 1_000))
     found = [
         Bar("stored blocks/s/core, decode to index", stored, 500_000, "", least=True),
-        Bar(f"bytes a block, index and names, {HELD:,} blocks", bytes_per_block(dice, HELD), 120, "B"),
+        Bar(f"bytes per block, index and names, {HELD:,} blocks", bytes_per_block(dice, HELD), 120, "B"),
         Bar(f"the same at worst, {WORST:,} blocks", bytes_per_block(dice, WORST), 120, "B"),
     ]
     table = "\n".join(rows)
@@ -162,12 +166,10 @@ event.
 
 {bars.table(found)}
 
-Bytes count the dict of blocks, the hashes, the runs and the engines' names, each block held by two
-endpoints. Dicts double when they are full, so what a block takes swings by 17 bytes: the second row is the
-worst case. Removed blocks: {removed:,.0f}/s. A new prompt's claim
-costs {new:.0f} µs, that of a cached one {cached:.0f} µs.
+Bytes include block hashes and the engines' names for them; two endpoints hold each block. Removed blocks:
+{removed:,.0f}/s. Claiming a new prompt costs {new:.0f} µs, a cached one {cached:.0f} µs.
 
-| finding a prompt of which | µs | one set per endpoint, µs | ratio |
+| lookup of a prompt | µs | one set per endpoint, µs | ratio |
 |---|---:|---:|---:|
 {table}
 """,

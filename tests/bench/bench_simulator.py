@@ -155,12 +155,11 @@ _HEAD = f"""\
 
 `PERILUNE_DYNAMO=install make bench-long ARGS='-k offline_replay'` · {bars.machine()}
 
-The Mooncake conversation trace (12,031 requests, open loop) at {WORKERS} endpoints, beside Dynamo's own
-offline replay (`run_mocker_trace_replay` of {PEER.replace("==", " ")}), same run; CPU seconds
-of one process from the trace file to the figures, the better of two. On both sides: KV pools of
-281,600 tokens in blocks of {BLOCK}, 8,192 tokens a step, nothing moves between engines. Prefill:
-theirs is a built-in polynomial, ours is set to 60,000 tokens a second, which gives the same times to
-the first token; column *H20* is ours with the H20 model.
+Speed of the simulator beside Dynamo's own offline replay (`run_mocker_trace_replay` of
+{PEER.replace("==", " ")}): the Mooncake conversation trace (12,031 requests, open loop) at
+{WORKERS} endpoints. Both have KV pools of 281,600 tokens in blocks of {BLOCK} and 8,192 tokens a step,
+and nothing moves between engines. CPU seconds of one process, the better of two runs. Column *H20* is
+ours with the H20 engine model; the other columns use 60,000 tokens a second of prefill.
 """.splitlines()
 _TABLE = (
     "",
@@ -169,11 +168,7 @@ _TABLE = (
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
 )
 _DIFFERENCES = """\
-Taking turns, both find the same share of the prompts in a cache. With the router that looks at caches the
-shares differ by a point: ours is the formula of Dynamo's documentation (`policy/others/dynamo.py`) over an
-index that counts a routed prompt as held until an engine's event says otherwise, theirs is the product's
-router with its default weights; and ours evicts the tail of a prompt by tokens where they drop blocks. An
-infinite cache would reuse 37.4 %: pools of this size keep a few minutes of this trace, and its sessions
-pause longer. Theirs keeps every token's time (it can report them); ours takes a run of decode steps in one
-formula, and has no events per token.
+The shares of reused tokens differ by a point with the cache-aware router, because ours is the documented
+formula with an index that counts a routed prompt as held until an event says otherwise. An infinite cache
+would reuse 37.4 %.
 """.splitlines()

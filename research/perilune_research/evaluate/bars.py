@@ -74,26 +74,26 @@ def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar,
     return tuple(
         Bar(name, goal, tuple(checks(findings)))
         for name, (goal, checks) in {
-            "P1": ("TTFT p90 at R, over its floor: ≤ 1.25 with a store, ≤ 1.6 without", _regret),
+            "P1": ("TTFT p90 at R over its floor: ≤ 1.25 with a shared store, ≤ 1.6 without", _regret),
             "P2": (
-                "at R/2, R, 1.25 R against the best of all other policies: no metric more than 2 % worse, at"
-                " least 7 of 10 strictly better",
+                "against the best other policy at R/2, R and 1.25 R: no metric more than 2 % worse, at least"
+                " 7 of 10 strictly better",
                 _dominance,
             ),
             "P3": (
                 "SLO capacity: ≥ 1.10 × lmetric_plus_one, 1.5 × dynamo, 1.7 × sticky, 10 × round_robin;"
-                " with a store ≥ 1.35 × lmetric_plus_one without (with one on both sides: said, no bar)",
+                " with a store ≥ 1.35 × lmetric_plus_one without one",
                 _capacity,
             ),
             "P4": (
-                "wrong beliefs about links: TTFT p90 ≤ 1.05 × the same policy without migration",
+                "with wrong beliefs about links, TTFT p90 ≤ 1.05 × the same policy without migration",
                 _links,
             ),
-            "P5": ("APC over the intra-session ceiling: ≥ .97 at R/2, .95 at R, .90 at 1.25 R", _apc),
-            "P6": ("wall-clock factor at R ≤ 1.05 while lmetric's is ≥ 1.4", _coupling),
-            "P7": ("migrations: thrash 0, accuracy ≥ 80 %, moved turns ≤ 3 %", _migrations),
+            "P5": ("APC over the intra-session ceiling: ≥ 0.97 at R/2, 0.95 at R, 0.90 at 1.25 R", _apc),
+            "P6": ("wall-clock factor at R: ≤ 1.05, and ≥ 1.4 for lmetric", _coupling),
+            "P7": ("migrations: no thrash, accuracy ≥ 80 %, at most 3 % of turns move", _migrations),
             "P8": (
-                "simulator: ≤ 10 % off every measured H20 point, ≥ 2000 × real time per core at 8 endpoints",
+                "simulator: ≤ 10 % off every measured H20 point, ≥ 2,000 × real time per core at 8 endpoints",
                 _simulator,
             ),
         }.items()
@@ -201,7 +201,7 @@ def _capacity(f: Findings) -> Iterable[Check]:
         found, detail = f.capacity_ratio(ours, theirs), ""
         if "store" in ours:
             both = f.capacity_ratio(ours, f"{theirs}, store")
-            detail = f"which has none; with one too {both.value:.3g} [{both.low:.3g}–{both.high:.3g}]"
+            detail = f"without a store; with one {both.value:.3g} [{both.low:.3g}–{both.high:.3g}]"
         yield _check(f"{ours} / {theirs}", found, limit, at_most=False, unit="×", detail=detail)
 
 

@@ -22,7 +22,6 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 from perilune_api.pool import SpecError
-from perilune_lab import report
 from perilune_lab.arguments import count
 from perilune_lab.console import Console
 from perilune_lab.exits import wrong_call
@@ -125,10 +124,10 @@ def _conclude(options: Options, context: Context) -> list[Grid | str]:
     made = document.document(findings, judged, document.read(options.out))
     (options.out / document.RESULTS).write_bytes(document.encode(made))
     if set(options.parts) >= set(EVERYTHING):
-        (options.out / document.REPORT).write_bytes(report.encode(document.full_report(findings)))
         notes = readme.notes_of(options.out)
         page = readme.readme(findings, judged, made, context.traffic.stats, notes)
         (options.out / readme.README).write_text(page)
+        (options.out / readme.TABLES).write_text(readme.all_tables(findings))
     agreement = [made.compared.agreement(made.bars)] if made.compared else []
     return [_grid(tables.bars(judged)), *agreement, *map(_line, judged)]
 

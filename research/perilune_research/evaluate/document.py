@@ -1,7 +1,6 @@
-"""What an evaluation leaves behind, for machines: verdicts with their figures, and every run of the matrix.
+"""`results.json` of an evaluation: the verdict of every bar with its figures, and the SLO capacities.
 
-`results.json`: `Document`, read again by the next evaluation, which says whether its verdicts agree.
-`report.json`: the report of `perilune replay` and `simulate` (docs/report.md), a run per policy and load.
+The next evaluation reads it again and says whether its own verdicts agree.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_lab import report
-from perilune_lab.traces import agentic
-from perilune_lab.traces.agentic import Agentic
-from perilune_lab.traces.model import Mode
-from perilune_lab.traces.source import AGENTIC
-from perilune_research.evaluate import plan
+from perilune_research.evaluate import data
 from perilune_research.evaluate.bars import Bar
 from perilune_research.evaluate.findings import Estimate, Findings
-from perilune_research.evaluate.plan import Point
 from perilune_research.evaluate.work import fingerprint
 
-RESULTS, REPORT = "results.json", "report.json"
+RESULTS = "results.json"
+_DIGITS = 7
+"""A value beside its limit must still lie on the same side when it is read again."""
 
 
 class Compared(msgspec.Struct, frozen=True):
@@ -106,26 +101,5 @@ def read(folder: Path) -> Document | None:
         return None
 
 
-def encode(value: msgspec.Struct) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
-
-
-def full_report(f: Findings) -> report.Report:
-    """The matrix in the report's format."""
-    scenario = plan.scenario(f.at_r)
-    points = [Point(plan.scenario(f.at_r, load), arm) for load in plan.LOADS for arm in plan.EVERY]
-    return report.Report(
-        simulated=True,
-        mode=Mode.THINKTIME,
-        endpoints=scenario.endpoints,
-        time_scale=1.0,
-        trace={
-            "name": AGENTIC,
-            "rate_unit": "sessions/s",
-            "r": f.r,
-            "window_s": scenario.window_s,
-            "warmup_s": scenario.warmup_s,
-            **agentic.describe(Agentic()),
-        },
-        runs=tuple(f.pooled(point) for point in points),
-    )
+def encode(value: Document) -> bytes:
+    return data.encode(value, _DIGITS)

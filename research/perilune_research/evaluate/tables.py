@@ -34,8 +34,8 @@ def bars(judged: Sequence[Bar]) -> Table:
         "Bars",
         ("", "verdict", "figure", "value [95 %]", "limit", ""),
         rows,
-        "A bar is met when every figure's value is on the right side of its limit; *within the interval*:"
-        " for one that decides it, the limit lies inside the interval.",
+        "A bar is met when every value is on the right side of its limit. *Within the interval* marks a bar"
+        " whose deciding value has the limit inside its 95 % interval: other seeds may decide otherwise.",
     )
 
 
@@ -64,8 +64,8 @@ def capacity(f: Findings) -> Table:
         "SLO capacity",
         ("", "sessions/s", "perilune (no store) / this"),
         rows,
-        "Largest session rate with TTFT p90 ≤ 5 s and the median session's stretch ≤ 1.25, a bisection per"
-        " seed.",
+        "The largest session rate with TTFT p90 ≤ 5 s and a median stretch ≤ 1.25, found by bisection per"
+        " seed. *Store* means a shared KV store of 3 GB/s.",
     )
 
 
@@ -82,51 +82,40 @@ def end_to_end(f: Findings, load: str) -> Table:
         rows.append(
             (
                 point.arm.policy,
-                c("ttft_s.mean"),
                 c("ttft_s.p50"),
                 c.ranged("ttft_s.p90"),
                 c("ttft_s.p99"),
-                *(c(f"tpot_s.{q}", _ms) for q in ("mean", "p50", "p90", "p99")),
+                *(c(f"tpot_s.{q}", _ms) for q in ("p50", "p90", "p99")),
                 c("e2e_s.p90"),
                 c("apc", percent),
-                c("hotspot.ttft_p90_median_s") + " / " + c("hotspot.ttft_p90_max_s"),
-                c("hotspot.legacy_index"),
+                c("hotspot.ttft_p90_max_s"),
                 c("wall_clock_factor"),
-                c("wall_clock_factor_legacy"),
-                c("interference"),
                 c("stretch.p50"),
-                c("regret"),
             )
         )
     any_, intra = (f.estimate(points[0], f"apc_ceiling.{kind}").value for kind in ("any", "intra_session"))
     floor = f.estimate(points[0], "floor_ttft_s.p90").value
     header = (
         "policy",
-        "TTFT mean s",
-        "p50",
+        "TTFT p50 s",
         "p90 [95 %]",
         "p99",
-        "TPOT mean ms",
-        "p50",
+        "TPOT p50 ms",
         "p90",
         "p99",
         "E2E p90 s",
         "APC",
-        "hotspot median / max s",
-        "legacy index",
+        "worst endpoint s",
         "wall-clock factor",
-        "legacy wall/trace",
-        "interference",
         "stretch p50",
-        "regret",
     )
     return Table(
         f"End to end at {load} = {as_number(scenario.rate)} sessions/s",
         header,
         rows,
-        f"Ceiling of APC {percent(any_)} any session, {percent(intra)} intra-session; floor of TTFT p90"
-        f" {as_seconds(floor)}. Lowest TTFT p90 first. Hotspot: over endpoints, of TTFT p90; its legacy index"
-        " is max / median. Wall-clock factor: makespan / ideal makespan; legacy: / the trace's span.",
+        f"Lowest TTFT p90 first. Ceiling of APC: {percent(any_)} with any session's blocks, {percent(intra)}"
+        f" with the session's own. Floor of TTFT p90: {as_seconds(floor)}. *Worst endpoint* is the highest"
+        " TTFT p90 of any endpoint.",
     )
 
 
@@ -140,12 +129,14 @@ def setup(f: Findings, trace: Stats) -> Table:
     requests = f.pooled(point).requests / len(f.results(point))
     window_s, warmup_s = as_number(scenario.window_s), as_number(scenario.warmup_s)
     rows = [
-        ("instances", f"{scenario.endpoints} modelled H20, one each, KV pool {H20.kv_pool_tokens:,} tokens"),
+        ("endpoints", f"{scenario.endpoints} modelled H20 GPUs, KV pool {H20.kv_pool_tokens:,} tokens each"),
+        ("model", "30B mixture of experts with 3B active parameters"),
+        ("KV between endpoints", "any endpoint can pull KV from any other (`pullable`)"),
         ("R", f"{as_number(f.r)} sessions/s"),
-        ("seconds", f"{window_s} of traffic, the first {warmup_s} not measured"),
+        ("duration", f"{window_s} s of traffic, of which the first {warmup_s} s are not measured"),
         ("requests", f"{as_number(requests)} measured per simulation at R"),
         ("sessions", f"{scenario.rate * scenario.window_s:,.0f} begin per simulation at R, on average"),
-        ("seeds", f"{f.size.seeds[0]}–{f.size.seeds[-1]}; side studies {len(f.size.side_seeds)} of them"),
+        ("seeds", f"{f.size.seeds[0]}–{f.size.seeds[-1]}; side studies use {len(f.size.side_seeds)} of them"),
         ("prompt tokens per request", _spread(trace.input_tokens)),
         ("output tokens per request", _spread(trace.output_tokens)),
         ("input : output", as_number(trace.input_per_output)),
@@ -164,9 +155,8 @@ def setup(f: Findings, trace: Stats) -> Table:
         "Setup",
         ("", ""),
         rows,
-        f"Trace figures of {trace.sessions:,} generated sessions played to their end; a window of"
-        f" {window_s} s cuts sessions off, so its own figures are lower."
-        " The generator's targets hold on the mean of six seeds; this is one.",
+        f"The trace's figures come from {trace.sessions:,} generated sessions of one seed, played to their"
+        f" end. A window of {window_s} s cuts sessions off, so a simulation's own figures are lower.",
     )
 
 
@@ -215,8 +205,8 @@ def migrations(f: Findings) -> Table:
             "p50",
         ),
         rows,
-        "Transfers: all pulls of KV, those of copied prefixes too (mooncake and conductor copy, they do not"
-        " move sessions). Transfer time includes waiting for the sender.",
+        "Transfers are all pulls of KV, including copies of prefixes (mooncake and conductor copy prefixes"
+        " and do not move sessions). The transfer time includes waiting for the sender.",
     )
 
 
@@ -256,9 +246,9 @@ def conductor(f: Findings) -> Table:
             "copies per minute (< 50)",
         ),
         rows,
-        "Scheduling: CPU time of a whole simulated request, its decision included, so an upper bound. As"
-        " published (other hardware, other load): mean prefill latency 150 / 95 / 88 ms, hit rate 0 / 82 /"
-        " 87 %, variance 18.5 / 12.3 / 7.8.",
+        "*Scheduling* is the CPU time of a whole simulated request including its decision, so it is an upper"
+        " bound. Published on other hardware and another load: mean prefill latency 150 / 95 / 88 ms, hit"
+        " rate 0 / 82 / 87 %, variance 18.5 / 12.3 / 7.8.",
     )
 
 
@@ -297,10 +287,10 @@ def decode_pools(f: Findings) -> Table:
             "answered",
         ),
         rows,
-        "Published for 4P4D: one request fills 69 % of a decode pool at p90, 138 % at p99, and 52–68 % of"
-        f" requests succeed. That needs a pool of about 85,000 tokens; here it has {H20.kv_pool_tokens:,} and"
-        " no client gives up, so requests wait instead of failing. Decoding KV counts"
-        " a prefix once per request that uses it.",
+        "Published for 4P4D: one request fills 69 % of a decode pool at p90 and 138 % at p99, and 52–68 % of"
+        " requests succeed. That implies a pool of about 85,000 tokens; here a pool has"
+        f" {H20.kv_pool_tokens:,} and no client gives up, so requests wait instead of failing. Decoding KV"
+        " counts a prefix once for every request that uses it.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What was found, in words, from findings alone: a sentence changes, or turns round, with its figures."""
+"""The findings in words. Every sentence is built from the figures, so it changes or turns round with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from perilune_research.evaluate.cells import Arm
 from perilune_research.evaluate.figures.f8 import amplification, measured_amplification
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import ABLATION, BAR_LOADS, LOADS, OURS, STRONGEST, Point
-from perilune_research.evaluate.table import percent, ranged
+from perilune_research.evaluate.table import Table, percent, ranged
 from perilune_research.evaluate.thresholds import choices
 
 _P90 = "ttft_s.p90"
@@ -22,7 +22,8 @@ def found(f: Findings, judged: Sequence[Bar]) -> str:
         "## What was found\n",
         *_bullets(_ours(f, judged)),
         "",
-        "### Where this departs from what is published\n",
+        _against(f).markdown(),
+        "### Where the results differ from published ones\n",
     ]
     return "\n".join([*lines, *_bullets(_departures(f))]) + "\n"
 
@@ -32,9 +33,9 @@ def _bullets(sentences: Iterable[str]) -> list[str]:
 
 
 def compared(ratio: Estimate, lower: str = "lower", higher: str = "higher") -> str:
-    """`12 % lower`, or that the seeds do not tell."""
+    """`12 % lower`, or that these seeds cannot tell the two apart."""
     if ratio.low <= 1.0 <= ratio.high:
-        return f"not told apart by these seeds (ratio {as_number(ratio.value)})"
+        return f"not distinguishable with these seeds (ratio {as_number(ratio.value)})"
     if ratio.value < 1:
         return f"{percent(1 - ratio.value)} {lower}"
     if ratio.value >= 2:
@@ -53,16 +54,10 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
     share = f.ratio(point, point, "apc", "apc_ceiling.intra_session").value
     regret = f.estimate(point, "regret").value
     yield (
-        f"At R, perilune has TTFT p90 {as_seconds(f.estimate(point, _P90).value)}, {as_number(regret)} times"
-        f" the floor of every turn alone, and serves {percent(share)} of what caches of each session could."
+        f"At R, the TTFT p90 of perilune is {as_seconds(f.estimate(point, _P90).value)}, which is"
+        f" {as_number(regret)} times the floor. Its APC is {percent(share)} of the intra-session ceiling."
     )
     for load in BAR_LOADS:
-        scenario = plan.scenario(f.at_r, load)
-        versus = [
-            f"{name} {compared(f.ratio(Point(scenario, OURS), Point(scenario, Arm(name)), _P90))}"
-            for name in ("lmetric_plus_one", "ear", "mooncake", "sticky", "lmetric")
-        ]
-        yield f"At {load}, its TTFT p90 against others: {'; '.join(versus)}."
         yield _behind(f, load)
     yield _overload(f)
     yield _behind(f, plan.OVERLOAD)
@@ -71,8 +66,18 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
         yield _capacity(f)
 
 
+def _against(f: Findings) -> Table:
+    """TTFT p90 of our policy against that of others, by load."""
+    rows = []
+    for name in ("ear", "mooncake", "lmetric_plus_one", "lmetric", "sticky"):
+        scenarios = [plan.scenario(f.at_r, load) for load in BAR_LOADS]
+        ratios = [f.ratio(Point(s, OURS), Point(s, Arm(name)), _P90) for s in scenarios]
+        rows.append((name, *map(compared, ratios)))
+    return Table("TTFT p90 of perilune against other policies", ("policy", *BAR_LOADS), rows)
+
+
 def _behind(f: Findings, load: str) -> str:
-    """Where another policy is better, also where seeds do not tell."""
+    """Where another policy has the better mean, even if the seeds cannot tell the two apart."""
     named = [
         f"{row.metric.name} ({row.best}, {percent(row.worse.value)}"
         + (")" if row.worse.low > 0 else ", within the interval)")
@@ -81,15 +86,16 @@ def _behind(f: Findings, load: str) -> str:
     ]
     if not named:
         return f"At {load}, no policy is better in any of the ten metrics."
-    return f"At {load}, others are better in {', '.join(named)}."
+    return f"At {load}, other policies are better in {', '.join(named)}."
 
 
 def _stores(f: Findings) -> str:
     ours, *others = plan.stores(f.at_r)
-    versus = [f"{point.arm} {compared(f.ratio(ours, point, _P90))}" for point in others]
+    versus = [f"against {point.arm} {compared(f.ratio(ours, point, _P90))}" for point in others]
     return (
-        f"With a store of {plan.STORE_BYTES_PER_S / 1e9:g} GB/s at R, its TTFT p90"
-        f" ({as_seconds(f.estimate(ours, _P90).value)}) against others with one: {'; '.join(versus)}."
+        f"At R with a shared store of {plan.STORE_BYTES_PER_S / 1e9:g} GB/s, the TTFT p90 of perilune is"
+        f" {as_seconds(f.estimate(ours, _P90).value)}; compared with other policies that also have one:"
+        f" {'; '.join(versus)}."
     )
 
 
@@ -97,9 +103,9 @@ def _overload(f: Findings) -> str:
     scenario = plan.scenario(f.at_r, plan.OVERLOAD)
     points = sorted((Point(scenario, arm) for arm in plan.EVERY), key=lambda p: f.estimate(p, _P90).value)
     best, place = points[0], [p.arm for p in points].index(OURS) + 1
-    ours = f", perilune is number {place} with {as_seconds(f.estimate(points[place - 1], _P90).value)}"
+    ours = f"; perilune is number {place} with {as_seconds(f.estimate(points[place - 1], _P90).value)}"
     return (
-        f"Past saturation ({plan.OVERLOAD}) queues decide: the lowest TTFT p90 is {best.arm.policy}'s"
+        f"Past saturation ({plan.OVERLOAD}) all queues grow; {best.arm.policy} has the lowest TTFT p90"
         f" ({as_seconds(f.estimate(best, _P90).value)}){ours if place > 1 else ''}."
     )
 
@@ -109,7 +115,7 @@ def _capacity(f: Findings) -> str:
     named = "; ".join(
         f"{name.replace(', store', ' with a store')} {ranged(found)}" for name, found in by_rate
     )
-    return f"Sessions/s within the SLO, the most first: {named}."
+    return f"Sessions per second within the SLO, highest first: {named}."
 
 
 # -- departures --------------------------------------------------------------------------------------------
@@ -121,9 +127,10 @@ def _departures(f: Findings) -> Iterable[str]:
     calm = plan.scenario(f.at_r, "R/2")
     at_half = compared(f.ratio(Point(calm, STRONGEST), Point(calm, raw.arm), _P90))
     yield (
-        f"LMetric as published multiplies by the batch size, which is 0 on idle endpoints: with batch size +"
-        f" 1 its TTFT p90 is {at_half} at R/2, and at R {compared(f.ratio(plus, raw, _P90))}. Against that"
-        f" stronger form, ear's at R is {compared(f.ratio(ear, plus, _P90))}."
+        "LMetric as published multiplies by the batch size, which is 0 on an idle endpoint. With batch size"
+        f" + 1 (`lmetric_plus_one`) its TTFT p90 is {at_half} at R/2, and at R"
+        f" {compared(f.ratio(plus, raw, _P90))}. At R, the TTFT p90 of ear against that stronger form is"
+        f" {compared(f.ratio(ear, plus, _P90))}."
     )
     yield _legacy(f)
     yield _ablation(f)
@@ -140,13 +147,13 @@ def _legacy(f: Findings) -> str:
     best = min(points, key=lambda p: f.estimate(p, "hotspot.legacy_index").value)
     worst_s = sorted(f.estimate(p, "hotspot.ttft_p90_max_s").value for p in points)
     if best.arm == min(points, key=lambda p: f.estimate(p, "hotspot.ttft_p90_max_s").value).arm:
-        return f"The hotspot index max / median agrees here: by it too {best.arm.policy} is the best at R."
+        return f"The hotspot index max / median agrees with TTFT here: {best.arm.policy} is the best at R."
     mine_s = f.estimate(best, "hotspot.ttft_p90_max_s").value
     index = as_number(f.estimate(best, "hotspot.legacy_index").value)
     return (
-        "The hotspot index max / median misleads: by it the best policy at R is"
-        f" {best.arm.policy} ({index}), whose worst endpoint has TTFT p90 {as_seconds(mine_s)},"
-        f" number {worst_s.index(mine_s) + 1} of {len(points)}."
+        f"The hotspot index max / median misleads: it ranks {best.arm.policy} first at R ({index}), although"
+        f" the worst endpoint of {best.arm.policy} has a TTFT p90 of {as_seconds(mine_s)}, number"
+        f" {worst_s.index(mine_s) + 1} of {len(points)}."
     )
 
 
@@ -155,16 +162,17 @@ def _ablation(f: Findings) -> str:
     values = [
         f"{name} {as_seconds(f.estimate(Point(scenario, arm), _P90).value)}" for name, arm in ABLATION.items()
     ]
-    return f"Ablation at R, TTFT p90: {', '.join(values)}."
+    return f"Ablation, TTFT p90 at R: {', '.join(values)}."
 
 
 def _conductor(f: Findings) -> str:
     g, scenario = f.side, plan.scenario(f.at_r)
     none, aware, hot = (Point(scenario, arm) for arm in plan.CONDUCTOR.values())
     return (
-        "Conductor published −37 % of mean prefill latency for cache awareness, −7 % more for hot migration."
-        f" Here mean TTFT at R with cache awareness is {compared(g.ratio(aware, none, 'ttft_s.mean'))}, and"
-        f" with hot migration on top {compared(g.ratio(hot, aware, 'ttft_s.mean'))}."
+        "Conductor published a mean prefill latency 37 % lower with cache awareness, and 7 % lower again with"
+        " hot migration. Here the mean TTFT at R with cache awareness is"
+        f" {compared(g.ratio(aware, none, 'ttft_s.mean'))}; hot migration on top of it makes it"
+        f" {compared(g.ratio(hot, aware, 'ttft_s.mean'))}."
     )
 
 
@@ -172,9 +180,10 @@ def _decode_pool(f: Findings) -> str:
     point = Point(plan.scenario(f.at_r), Arm("static_pd"))
     p90, p99 = (f.estimate(point, f"extra.request_kv.{q}").value for q in ("p90", "p99"))
     return (
-        "Static 4P4D fails here because four endpoints do all prefill (TTFT p50"
-        f" {as_seconds(f.estimate(point, 'ttft_s.p50').value)} at R), not because decode pools overflow:"
-        f" one request fills {percent(p90)} of one at p90, {percent(p99)} at p99; published: 69 and 138 %."
+        "Static 4P4D fails here because four endpoints do all the prefill (TTFT p50"
+        f" {as_seconds(f.estimate(point, 'ttft_s.p50').value)} at R), not because decode pools overflow: one"
+        f" request fills {percent(p90)} of a pool at p90 and {percent(p99)} at p99, where 69 and 138 % were"
+        " published."
     )
 
 
@@ -186,8 +195,8 @@ def _think_time(f: Findings) -> str:
         turn = compared(g.ratio(pause, at_once, "turn_s.mean"), "faster", "slower")
         if g.ratio(pause, at_once, "turn_s.mean").low > 1:
             why = (
-                " A pausing session keeps its KV: what think time takes from the queues it gives to the"
-                " working set of the caches."
+                " A pausing session keeps its KV, so think time shortens the queues but enlarges the working"
+                " set of the caches."
             )
         wall = f"{as_number(g.estimate(pause, 'wall_clock_factor').value)} against"
         parts.append(
@@ -195,8 +204,8 @@ def _think_time(f: Findings) -> str:
             f" {as_number(g.estimate(at_once, 'wall_clock_factor').value)}"
         )
     return (
-        "Think time is said to break the loop. With 30 s between the same turns instead of none"
-        f" (lmetric_plus_one): {'; '.join(parts)}.{why}"
+        "Think time is published as what breaks the feedback loop. With 30 s between the same turns instead"
+        f" of none (lmetric_plus_one): {'; '.join(parts)}.{why}"
     )
 
 
@@ -208,8 +217,8 @@ def _theory(f: Findings) -> str:
         theory = amplification(g, [Point(plan.scenario(f.at_r, name), OURS) for name in LOADS])[i]
         parts.append(f"{load} {as_number(measured_amplification(g, load, OURS))} ({_finite(theory)})")
     return (
-        "Dispatch coupling: how much more turns are in flight than engines are slower, perilune, measured"
-        f" (and by 1 / (1 − ΛN W′)): {', '.join(parts)}."
+        "Dispatch coupling: relative growth of turns in flight per relative slowdown of the engines, for"
+        f" perilune, measured (and predicted by 1 / (1 − ΛN W′)): {', '.join(parts)}."
     )
 
 

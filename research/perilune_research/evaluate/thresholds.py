@@ -1,7 +1,7 @@
-"""Which T_hot, T_cool and least gain to take, from sweeps at R: the default unless another is surely better.
+"""Chooses T_hot, T_cool and least gain from sweeps at R: the default unless another is clearly better.
 
-Surely: more than 5 % better on the mean, over at least 8 seeds, and the interval of the paired ratio leaves
-out 1. The best of six values on few seeds is mostly luck.
+Clearly means: the mean is more than 5 % better, over at least 8 seeds, and the interval of the paired ratio
+excludes 1. The best of six values on few seeds is mostly chance.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Choice(NamedTuple):
     def reason(self) -> str:
         if self.default in self.flat:
             span = f"{as_number(min(self.flat))}–{as_number(max(self.flat))}"
-            return f"within 5 % of the best, as everything of {span} that was tried is; the default stays"
+            return f"within 5 % of the best, like every tried value in {span}; the default stays"
         if self.chosen == self.default:
-            best = f"the lowest, of {as_number(self.best)}"
-            return f"not told apart from {best}, by {self.seeds} seeds; the default stays"
-        return f"best of those tried; the default {as_number(self.default)} is more than 5 % worse"
+            best = f"the best ({as_number(self.best)})"
+            return f"not distinguishable from {best} with {self.seeds} seeds; the default stays"
+        return f"the best of the tried values; the default {as_number(self.default)} is more than 5 % worse"
 
 
 def choices(f: Findings) -> list[Choice]:
@@ -88,5 +88,5 @@ def thresholds(f: Findings) -> Table:
         "T_hot, T_cool and least gain",
         ("parameter", "chosen", "reason", "TTFT p90 at R"),
         rows,
-        "Everywhere else on this page ear has its published T_hot and T_cool, perilune its default.",
+        "Everywhere else on this page ear uses its published T_hot and T_cool, and perilune its default.",
     )

@@ -6,7 +6,7 @@ from perilune_research.evaluate import plan
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas, colour, horizontal, row
 from perilune_research.evaluate.plan import LOADS, Point
 
-_METRICS = {"wall_per_trace": "wall_clock_factor_legacy", "wall_clock_factor": "wall_clock_factor"}
+_METRICS = {"wall_per_trace": "wall_clock_factor_legacy"}
 _LOAD_MARKERS = {"R/2": "|", "1.25 R": "d", "1.6 R": "x"}
 
 
@@ -42,7 +42,7 @@ def _draw(context: Context) -> Drawn:
 
 F1 = Figure(
     "Wall-clock time / trace time",
-    "A slow turn submits the next one later: in a closed loop a bad router does not only make requests wait,"
-    " it makes the whole work take longer. Dashed: 1, the replay is as fast as the trace.",
+    "A slow turn submits the next one later, so in a closed loop a bad router makes the whole work take"
+    " longer. Dashed: 1, where the replay is as fast as the trace.",
     _draw,
 )

@@ -94,8 +94,8 @@ def _arrows(axes: Axes, scene: Scene, begin_s: float, end_s: float) -> None:
 
 F10 = Figure(
     "Pending prefill of every endpoint over time",
-    "One run of each at R, the ten minutes after the warm-up, as the router believed; colours by the"
-    " square root. Arrows are sessions that move. What looks equal in tokens is not in seconds: prefill is"
-    " quadratic.",
+    "One run of each policy at R: the ten minutes after the warm-up, as the router believed. The colour scale"
+    " is a square root. Arrows are sessions that move. Queues that look equal in tokens differ in seconds,"
+    " because prefill time grows quadratically.",
     _draw,
 )

@@ -72,8 +72,8 @@ def _draw(context: Context) -> Drawn:
 
 F2 = Figure(
     "Reuse, and who carries the tokens",
-    "Generated traffic, sessions played to their end against an infinite cache. Left: reused prompt tokens"
-    " by who computed them first. Right: sessions by their input tokens; beyond the dashed line the top 1 %."
-    " One seed: the generator's targets hold on the mean of six, as the heaviest sessions make seeds differ.",
+    "Generated traffic of one seed, sessions played to their end against an infinite cache. Left: reused"
+    " prompt tokens by the session that computed them first. Right: sessions by their input tokens; the top"
+    " 1 % are right of the dashed line.",
     _draw,
 )

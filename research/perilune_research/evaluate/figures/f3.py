@@ -127,7 +127,8 @@ def _sessions(axes: Axes, scene: Scene, slower: Scene, scenario: Scenario) -> di
 
 F3 = Figure(
     "A chatbot's turns and an agent's, the same prompts",
-    "One run of lmetric at R/2 each. Above: some sessions of four minutes. Below: sessions in progress, with"
-    " engines as they are and slower. Think time dilutes a slowdown: a turn is a part of the cycle only.",
+    "One run of lmetric at R/2 each. Above: some sessions during four minutes. Below: sessions in progress,"
+    " with engines as they are and 20 % slower. Think time dilutes a slowdown, because a turn is only a part"
+    " of the cycle.",
     _draw,
 )

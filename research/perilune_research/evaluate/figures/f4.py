@@ -13,9 +13,7 @@ _METRICS = {
     "apc": "apc",
     "ceiling": "apc_ceiling.intra_session",
     "worst_endpoint_ttft_p90_s": "hotspot.ttft_p90_max_s",
-    "legacy_hotspot_index": "hotspot.legacy_index",
     "ttft_p50_s": "ttft_s.p50",
-    "interference": "interference",
 }
 
 
@@ -52,8 +50,8 @@ def _lost(kept: Estimate) -> Estimate:
 
 F4 = Figure(
     "Three baselines, three ways to fail (at R)",
-    "Load without locality (lmetric), binding without balance (sticky: it is warm only as long as its hosts"
-    " have room, and a crowded one evicts what its sessions come back for), fixed pools whose prefill half is"
-    " the whole system's bottleneck (static 4P4D), and perilune for comparison.",
+    "lmetric balances load and loses cache hits. sticky binds sessions to hosts, and a crowded host evicts KV"
+    " that its sessions need again. The prefill endpoints of static 4P4D limit the whole system. perilune is"
+    " shown for comparison.",
     _draw,
 )

@@ -54,8 +54,6 @@ def _draw(context: Context) -> Drawn:
                 "load": load,
                 "turn_s": turn_s[i],
                 "wall_per_trace": ratio[i],
-                "in_flight": f.estimate(points[i], "extra.in_flight"),
-                "turns_per_s": f.estimate(points[i], "extra.turns_per_s"),
                 "amplification_theory": theory[i],
                 "amplification_measured": measured[i],
             }
@@ -102,8 +100,8 @@ def measured_amplification(f: Findings, load: str, arm: Arm) -> float:
 
 F8 = Figure(
     "Dispatch coupling",
-    "Left: policies with slower turns take longer as a whole. Right: by how much a slowdown"
-    " of every turn is amplified in the number of turns in flight, measured and by theory: 1 is"
-    " no coupling, a triangle a loop that diverges, where nothing is stationary any more.",
+    "Left: the slower the turns of a policy, the longer the whole replay takes. Right: by how much a slowdown"
+    " of every turn grows the number of turns in flight, measured and by theory. 1 is no coupling; a triangle"
+    " marks a loop that diverges, so that nothing is stationary.",
     _draw,
 )

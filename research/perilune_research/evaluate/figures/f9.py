@@ -86,6 +86,7 @@ def _draw(context: Context) -> Drawn:
 
 F9 = Figure(
     "Sensitivity",
-    "At R but for the first column; values are evenly spaced, whatever their distance. Bands are 95 %.",
+    "All columns except the first are at R. Values are evenly spaced, whatever their distance. Bands are"
+    " 95 %.",
     _draw,
 )

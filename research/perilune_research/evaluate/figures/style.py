@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import msgspec
 
 mpl.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
+from perilune_research.evaluate import data
 from perilune_research.evaluate.findings import Estimate, Findings
 from perilune_research.evaluate.plan import OURS, Point
 from perilune_research.evaluate.traffic import Traffic
@@ -81,8 +81,7 @@ class Figure:
             drawn.canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})
             drawn.canvas.savefig(folder / f"{name}.png", dpi=110)
         document = {"figure": name, "title": self.title, "simulated": True, **drawn.data}
-        encoded = msgspec.json.format(msgspec.json.encode(document), indent=1)
-        (folder / f"{name}.json").write_bytes(encoded + b"\n")
+        (folder / f"{name}.json").write_bytes(data.encode(document))
 
 
 def canvas(width: float, height: float) -> Canvas:
