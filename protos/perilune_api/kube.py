@@ -231,7 +231,7 @@ def _take(objects: dict[str, Object], event: Object) -> bool:
 
 def _pause_s(failures: int, retry_s: tuple[float, float]) -> float:
     shortest, longest = retry_s
-    return min(longest, shortest * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)
+    return min(longest, shortest * float(2 ** min(failures, 10))) * random.uniform(0.5, 1.0)
 
 
 def _key(item: Object) -> str:
