@@ -1,11 +1,11 @@
 """Leadership: at most one operator acts, chosen by a Lease (coordination.k8s.io).
 
-`kubernetes.aio`'s elector takes and renews the Lease, and takes over one that has not changed for its duration.
-`Lease` is the lock that the elector works on. It adds what the elector lacks:
+`kubernetes.aio`'s elector takes and renews the Lease, and takes over one that has not changed for its
+duration. `Lease` is the lock that the elector works on. It adds what the elector lacks:
 
 - A deadline. The elector learns of a lost Lease only by asking, so a process that slept (SIGSTOP, a frozen
-  machine) would go on writing. `remaining_s` counts from the moment the last renewal was *sent*, by a monotonic
-  clock, and ends a margin before another may take over. Each write asks it first.
+  machine) would go on writing. `remaining_s` counts from the moment the last renewal was *sent*, by a
+  monotonic clock, and ends a margin before another may take over. Each write asks it first.
       Held by tests/operator/test_lease.py::test_a_leader_that_slept_stops_before_it_asks and
       e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
 - A server that cannot be reached. The elector ends with an exception; this lock reports a failed attempt.
@@ -13,10 +13,11 @@
 - Release. The elector keeps the Lease when it is cancelled; the next operator would wait for its duration.
       Held by tests/operator/test_lease.py::test_an_operator_that_ends_releases_the_lease.
 
-A write that was sent before the deadline can still arrive late. It is one whole object of an older plan: the new
-leader sees the change and applies its own (test_operator_writes.py::test_a_late_write_of_an_older_plan_is_overwritten).
-The elector measures a Lease's age by its own wall clock. A clock that jumps forward on a follower can therefore
-make it take over early, at most until the old leader's next renewal fails.
+A write that was sent before the deadline can still arrive late. It is one whole object of an older plan: the
+new leader sees the change and applies its own
+(test_operator_writes.py::test_a_late_write_of_an_older_plan_is_overwritten). The elector measures a Lease's
+age by its own wall clock. A clock that jumps forward on a follower can therefore make it take over early, at
+most until the old leader's next renewal fails.
 """
 
 import asyncio
@@ -120,7 +121,8 @@ class Lease(LeaseLock):
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         """Write the first record; return whether it was written.
 
-        The package's own method always fails (37.0.2): it passes a boolean for `pretty`, which its API refuses.
+        The package's own method always fails (37.0.2): it passes a boolean for `pretty`, which its API
+        refuses.
         """
         first = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
         return await self._claimed(self._written(self.api_instance.create_namespaced_lease(namespace, first)))
@@ -154,7 +156,8 @@ class Lease(LeaseLock):
         return True
 
     async def _in_time(self, asking: Awaitable[Answer]) -> Answer:
-        """Raises OSError when the server cannot be reached, or does not answer before the next attempt is due."""
+        """Raises OSError when the server cannot be reached, or does not answer before the next attempt is
+        due."""
         try:
             async with asyncio.timeout(2 * self._retry_s):
                 return await asking

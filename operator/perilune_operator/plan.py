@@ -14,8 +14,9 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import Role, SpecError
-from perilune_operator import status, topology
-from perilune_operator.observe import Key, Object, Observed, PodFacts, key
+from perilune_operator import status
+from perilune_operator.observe import topology
+from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import (
     endpoints,
     engines,

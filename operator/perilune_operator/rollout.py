@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from math import inf
 
 from perilune_api import names
-from perilune_operator.observe import CHOSEN_COST, Key, Object, PodFacts
-from perilune_operator.stamps import seconds, stamp
+from perilune_operator.observe.facts import Key, Object, PodFacts
+from perilune_operator.observe.readers import CHOSEN_COST
+from perilune_operator.observe.timestamps import seconds, timestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,8 @@ def drain(
     others = any(pod.ready and pod.node not in leaving_nodes for pod in rest)
     emptied = [pod for pod in rest if others and pod.node in leaving_nodes]
     marks = (
-        *(_mark(pod, _own(pod) or stamp(now), CHOSEN_COST) for pod in going),
-        *(_mark(pod, _own(pod) or stamp(now) if pod in emptied else None, None) for pod in rest),
+        *(_mark(pod, _own(pod) or timestamp(now), CHOSEN_COST) for pod in going),
+        *(_mark(pod, _own(pod) or timestamp(now) if pod in emptied else None, None) for pod in rest),
     )
     there = max(groups) + 1 if groups else len(order)
     return Drain(

@@ -1,4 +1,5 @@
-"""The Kubernetes API server, as the gateway and the operator use it: requests by path, and followed collections.
+"""The Kubernetes API server, as the gateway and the operator use it: requests by path, and followed
+collections.
 
 The `kubernetes` package (`kubernetes.aio`) finds the server, authenticates, renews tokens, sends requests and
 decodes watch streams. Two things remain here:
@@ -18,7 +19,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -40,7 +41,8 @@ APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 TIMEOUT_S = 10.0
 WATCH_S = 300
-"""The server ends a watch after this many seconds; `follow` then resumes from the last version that it saw."""
+"""The server ends a watch after this many seconds; `follow` then resumes from the last version that it
+saw."""
 SILENCE_S = 90.0
 """A watch that delivers no byte for so long counts as broken; the server sends a bookmark every minute."""
 RETRY_S = (0.2, 5.0)
@@ -135,7 +137,7 @@ class Client:
 
         try:
             async with Watch() as watch:  # type: ignore[no-untyped-call]
-                # With a timeout of its own, the package's watch ends with the stream and leaves resuming to us.
+                # Given a timeout, the package's watch ends with the stream instead of resuming it itself.
                 async for event in watch.stream(stream, timeout_seconds=WATCH_S):
                     yield event
         except ApiException as error:
@@ -186,13 +188,14 @@ def _refused(status: int, text: bytes) -> ApiError:
 async def follow(
     client: Client,
     path: str,
-    on_change: Callable[[dict[str, Object]], None],
+    on_change: Callable[[dict[str, Object], Collection[str]], None],
     params: Mapping[str, str] | None = None,
     retry_s: tuple[float, float] = RETRY_S,
 ) -> None:
-    """Call `on_change` with the whole collection now and after each change, until cancelled.
+    """Call `on_change` with the whole collection and the changed keys, now and after each change.
 
-    The collection is a dict by `namespace/name`. While the server cannot be reached, the last copy remains.
+    Runs until cancelled. The keys are `namespace/name`; a changed key that is not in the collection was
+    deleted. While the server cannot be reached, the last copy remains.
     """
     objects: dict[str, Object] = {}
     version, failures, params = "", 0, params or {}
@@ -200,14 +203,15 @@ async def follow(
         try:
             if not version:
                 listed = await client.request("GET", path, params=params)
-                objects = {_key(item): item for item in listed.get("items") or []}
+                before, objects = objects, {_key(item): item for item in listed.get("items") or []}
                 version = listed["metadata"]["resourceVersion"]
-                on_change(objects)
+                keys = before.keys() | objects.keys()
+                on_change(objects, {key for key in keys if before.get(key) != objects.get(key)})
             async for event in client.watch(path, params, version):
                 failures = 0
                 version = event["object"]["metadata"]["resourceVersion"]
-                if _take(objects, event):
-                    on_change(objects)
+                if event["type"] != "BOOKMARK":
+                    on_change(objects, (_take(objects, event),))
         except (ApiError, OSError) as error:
             failures += 1
             if isinstance(error, ApiError) and error.status == 410:
@@ -217,16 +221,14 @@ async def follow(
         await asyncio.sleep(_pause_s(failures, retry_s))
 
 
-def _take(objects: dict[str, Object], event: Object) -> bool:
-    """Apply one watch event to the copy; return whether an object changed."""
-    item = event["object"]
-    if event["type"] == "BOOKMARK":
-        return False
+def _take(objects: dict[str, Object], event: Object) -> str:
+    """Apply a watch event to the copy; return the key of the object that changed."""
+    key = _key(event["object"])
     if event["type"] == "DELETED":
-        objects.pop(_key(item), None)
+        objects.pop(key, None)
     else:
-        objects[_key(item)] = item
-    return True
+        objects[key] = event["object"]
+    return key
 
 
 def _pause_s(failures: int, retry_s: tuple[float, float]) -> float:

@@ -84,6 +84,8 @@ NIC_GBITS = "perilune.dev/nic-gbits"
 """Label of a node: how fast each of them is, in Gbit/s."""
 ENGINE_PORT = 8000
 """Where an engine pod serves HTTP."""
+ADMIN_PORT = 9003
+"""Where a gateway pod serves its metrics and admin pages."""
 LONGEST_LABEL = 63
 """Letters of a label's value, and of a Service's or a pod's name (DNS)."""
 POOL_DOCUMENT = "pool.yaml"

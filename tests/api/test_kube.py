@@ -1,7 +1,7 @@
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +164,11 @@ async def test_following_goes_on_after_each_way_that_a_watch_can_end(
         [{"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}}],
         [event("ADDED", large)],
     ]
-    seen: list[list[str]] = []
+    seen: list[tuple[list[str], list[str]]] = []
     done = asyncio.Event()
 
-    def take(objects: dict[str, Object]) -> None:
-        seen.append(sorted(objects))
+    def take(objects: dict[str, Object], changed: Collection[str]) -> None:
+        seen.append((sorted(objects), sorted(changed)))
         if "ns/large" in objects:
             done.set()
 
@@ -179,11 +179,11 @@ async def test_following_goes_on_after_each_way_that_a_watch_can_end(
     with pytest.raises(asyncio.CancelledError):
         await following
     assert seen == [
-        ["ns/a", "ns/b"],
-        ["ns/a", "ns/b"],
-        ["ns/a"],
-        ["ns/a", "ns/c"],
-        ["ns/z"],
-        ["ns/large", "ns/z"],
+        (["ns/a", "ns/b"], ["ns/a", "ns/b"]),
+        (["ns/a", "ns/b"], ["ns/a"]),
+        (["ns/a"], ["ns/b"]),
+        (["ns/a", "ns/c"], ["ns/c"]),
+        (["ns/z"], ["ns/a", "ns/c", "ns/z"]),
+        (["ns/large", "ns/z"], ["ns/large"]),
     ]
     assert server.versions[:4] == ["5", "8", "9", "20"]

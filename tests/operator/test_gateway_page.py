@@ -12,10 +12,10 @@ from perilune_gateway.explain import DecisionRecord
 from perilune_gateway.metrics import Metrics
 from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
 from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
-from perilune_operator.gateway_pages import gateway_stats
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
-from perilune_operator.observe import GatewayStats
+from perilune_operator.observe.facts import GatewayStats
+from perilune_operator.observe.gateway_pages import gateway_stats
 
 DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
 

@@ -73,7 +73,7 @@ async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, op
     body = await becomes(
         client, pools(namespace, "/p"), lambda p: condition(p, "Progressing").get("reason") == "ApplyFailed"
     )
-    assert "Service p is there already" in condition(body, "Progressing")["message"]
+    assert "Service p exists and is not this pool's" in condition(body, "Progressing")["message"]
     assert await client.request("GET", f"{services}/p") == before
     assert await client.request("GET", deployments(namespace, "/p-engine"))
     await client.request("DELETE", f"{services}/p")

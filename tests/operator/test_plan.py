@@ -15,9 +15,9 @@ from perilune_api.inference_pool.arguments import GATEWAY_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.pool import SpecError, parse
 from perilune_gateway.arguments import arguments
-from perilune_operator import observe
 from perilune_operator.kinds import OPTIONAL, full_name, path
-from perilune_operator.observe import NodeFacts, Observed, PodFacts
+from perilune_operator.observe import facts
+from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -53,7 +53,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
     first = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds))
     assert first.objects is not None
     stored = json.loads(msgspec.json.encode(first.status))
-    children = {observe.key(o): o for o in first.objects}
+    children = {facts.key(o): o for o in first.objects}
     second = made(spec, Observed("u", 1, stored, nodes, children=children, kinds=kinds), NOW + 60)
     assert second.objects == first.objects
     third = made(
@@ -68,7 +68,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
 @given(SPECS, KINDS, NODES)
 def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     objects = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds)).objects or ()
-    keys = [observe.key(o) for o in objects]
+    keys = [facts.key(o) for o in objects]
     assert len(keys) == len(set(keys))
     for obj in objects:
         assert path(obj).startswith("/api")
@@ -161,7 +161,7 @@ def test_engines_of_the_spec_before_serve_until_there_are_others(
 ) -> None:
     kinds = frozenset({LWS})
     children = {
-        observe.key(o): o for o in made({"model": {"name": "m"}} | before, Observed("u", 1)).objects or ()
+        facts.key(o): o for o in made({"model": {"name": "m"}} | before, Observed("u", 1)).objects or ()
     }
     pods = tuple(
         PodFacts(f"{role}{group}", "engine", role, "n", True, False, group=group) for role, group in serving
@@ -233,7 +233,7 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
 def test_engines_of_other_roles_let_their_sessions_leave(
     old: PodFacts, serving: list[str], kept: bool, marked: list[Object], draining: str
 ) -> None:
-    children = {observe.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
+    children = {facts.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
     pods = [PodFacts(role, "engine", role, "n", True, False, role) for role in serving]
     gateway = PodFacts("gw", "gateway", "", "n", True, False)
     seen = Observed("u", 1, pods=(old, gateway, *pods), children=children)

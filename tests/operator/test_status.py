@@ -7,8 +7,17 @@ import pytest
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.status import InferencePoolStatus
-from perilune_operator import observe, status
-from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts, Rival
+from perilune_operator import status
+from perilune_operator.observe import readers
+from perilune_operator.observe.facts import (
+    GatewayStats,
+    Key,
+    NodeFacts,
+    Observed,
+    ParentFacts,
+    PodFacts,
+    Rival,
+)
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -57,7 +66,7 @@ def gateway(
 
     told = [{"name": name, "conditions": said(status)} for name, status in listeners]
     status = {"conditions": said(programmed) if programmed else [], "listeners": told}
-    return observe.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
+    return readers.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
 
 
 SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"parent": {"name": "g"}}}

@@ -7,7 +7,7 @@ which the first, the leader, serves and counts. `engines.py` makes objects of it
 from perilune_api import names
 from perilune_api.inference_pool.engine import EngineKind, RoleSpec
 from perilune_api.pool import Role
-from perilune_operator.observe import Key, Object
+from perilune_operator.observe.facts import Key, Object
 from perilune_operator.render.objects import Context
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")

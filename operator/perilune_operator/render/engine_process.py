@@ -11,7 +11,7 @@ from perilune_api.inference_pool.engine import EngineKind, RoleSpec
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.pool import Role
 from perilune_api.quantities import quantity
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.objects import Context

@@ -12,7 +12,7 @@ from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.engine import EngineKind, RoleSpec
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role, SpecError
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import drain_hook, engine_process, mooncake
 from perilune_operator.render.endpoints import (
     can_run,

@@ -13,7 +13,7 @@ from perilune_api import crd, names
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
-from perilune_operator.observe import MANAGER, Object
+from perilune_operator.observe.facts import MANAGER, Object
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -25,7 +25,6 @@ from perilune_operator.render.objects import (
 from perilune_operator.render.pod_template import overlaid
 
 EXT_PROC_PORT = 9_002
-ADMIN_PORT = 9_003
 GRACE_SECONDS = 30
 ROUTE_SECONDS = 3
 """Until Envoy knows that a gateway leaves."""
@@ -105,7 +104,7 @@ def gateway(pool: Context) -> Iterator[Object]:
                     "targetPort": EXT_PROC_PORT,
                     "appProtocol": "kubernetes.io/h2c",
                 },
-                {"name": "admin", "port": ADMIN_PORT, "targetPort": ADMIN_PORT},
+                {"name": "admin", "port": names.ADMIN_PORT, "targetPort": names.ADMIN_PORT},
             ],
         },
     )
@@ -185,7 +184,7 @@ def _pod(pool: Context) -> Object:
                 "args": [
                     f"--kubernetes={pool.namespace}/{pool.name}",
                     f"--listen=0.0.0.0:{EXT_PROC_PORT}",
-                    f"--admin=0.0.0.0:{ADMIN_PORT}",
+                    f"--admin=0.0.0.0:{names.ADMIN_PORT}",
                     f"--grace-seconds={GRACE_SECONDS}",
                     f"--log-level={spec.log_level}",
                     "--log-format=json",
@@ -197,7 +196,7 @@ def _pod(pool: Context) -> Object:
                 ],
                 "ports": [
                     {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
-                    {"name": "admin", "containerPort": ADMIN_PORT},
+                    {"name": "admin", "containerPort": names.ADMIN_PORT},
                 ],
                 "startupProbe": {
                     "httpGet": {"path": "/healthz", "port": "admin"},

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from perilune_api import names
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import Context
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from perilune_api.inference_pool.mooncake import Mooncake, Transfer
 from perilune_api.quantities import quantity
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
-from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
+from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 from perilune_operator.render.routing import mode
 
@@ -39,7 +39,10 @@ def network_policies(pool: Context) -> Iterator[Object]:
     yield _allow(
         pool,
         "gateway",
-        [{"ports": _ports(EXT_PROC_PORT), **_askers(pool)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
+        [
+            {"ports": _ports(EXT_PROC_PORT), **_askers(pool)},
+            {"ports": _ports(names.ADMIN_PORT), "from": watchers},
+        ],
     )
     if pool.spec.mooncake.store.enabled:
         yield _allow(

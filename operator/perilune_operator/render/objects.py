@@ -11,8 +11,8 @@ from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import Role
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
-from perilune_operator.observe import MANAGED_BY, MANAGER, Object
-from perilune_operator.topology import Fabric
+from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
+from perilune_operator.observe.topology import Fabric
 
 USER = 65_532
 """uid and gid of every container that we render."""

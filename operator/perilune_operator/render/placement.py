@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from perilune_api import names
 from perilune_api.inference_pool.topology import Placement
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.endpoints import engine_pods
 
 

@@ -6,7 +6,7 @@ Not quite a strategic merge: it needs no schema, and what cannot be laid over ou
 from typing import Any
 
 from perilune_api.pool import SpecError
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 
 ONE_OF = frozenset({"volumes", "volumeMounts", "env"})
 """Lists whose things have one of several fields (a volume's or a variable's source) or are of one piece (a

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.kinds import GATEWAY_API, INFERENCE
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 

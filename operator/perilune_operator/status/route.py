@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
-from perilune_operator.conditions.fact import Fact, listed
-from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
+from perilune_operator.observe.facts import Key, Object, Observed, ParentFacts, Rival, Verdict
+from perilune_operator.observe.readers import verdicts
 from perilune_operator.render import routing
 from perilune_operator.render.objects import Context
+from perilune_operator.status.fact import Fact, listed
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
     GatewayMode.ENVOY_GATEWAY: ("BackendTrafficPolicy", "EnvoyExtensionPolicy"),

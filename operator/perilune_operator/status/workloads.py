@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.pool import Role
-from perilune_operator.conditions.fact import Fact, listed
-from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.observe.facts import Key, Object, Observed
 from perilune_operator.render import endpoints, mooncake
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain, Former
+from perilune_operator.status.fact import Fact, listed
 
 
 def topology(pool: Context) -> Fact:

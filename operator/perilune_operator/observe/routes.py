@@ -13,7 +13,8 @@ Pure; costs a look at each claim. Routes that others than pools have made are no
 
 from collections.abc import Iterator, Mapping
 
-from perilune_operator.observe import Listener, Object, PoolName, Rival, verdicts
+from perilune_operator.observe.facts import Listener, Object, PoolName, Rival
+from perilune_operator.observe.readers import verdicts
 
 
 def rivals(

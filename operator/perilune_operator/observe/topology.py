@@ -19,7 +19,7 @@ from math import inf
 
 from perilune_api import names, pool
 from perilune_api.inference_pool.topology import DEFAULT_LEVELS, LevelName, LevelSpec, TopologySpec
-from perilune_operator.observe import NodeFacts, PodFacts
+from perilune_operator.observe.facts import NodeFacts, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")

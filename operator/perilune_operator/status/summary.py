@@ -13,14 +13,14 @@ from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
 from perilune_api.pool import Role
-from perilune_operator.conditions import workloads
-from perilune_operator.conditions.fact import Fact
-from perilune_operator.conditions.route import route
-from perilune_operator.observe import Object, Observed
+from perilune_operator.observe.facts import Object, Observed
+from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain, Former
-from perilune_operator.stamps import stamp
+from perilune_operator.status import workloads
+from perilune_operator.status.fact import Fact
+from perilune_operator.status.route import route
 
 
 def of_pool(
@@ -97,7 +97,7 @@ def _dated(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[Statu
     def since(fact: Fact) -> str:
         before = old.get(fact.type, {})
         same = before.get("status") == fact.status and "lastTransitionTime" in before
-        return str(before["lastTransitionTime"]) if same else stamp(now)
+        return str(before["lastTransitionTime"]) if same else timestamp(now)
 
     return tuple(
         StatusCondition(f.type, f.status, f.reason.value, f.message, since(f), observed.generation)
