@@ -119,7 +119,7 @@ async def test_engines_of_other_roles_go_once_each_role_serves_and_their_session
     split = {"spec": {"roles": roles, "mooncake": {"transfer": "connector"}}}
     await merge(client, pools(namespace, "/p"), split)
     body = await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "0/2")
-    assert "p-engine of the spec before goes once" in condition(body, "Progressing")["message"]
+    assert "p-engine of an earlier spec is removed once" in condition(body, "Progressing")["message"]
 
     async def left() -> list[str]:
         listed = await client.request("GET", deployments(namespace))

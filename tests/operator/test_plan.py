@@ -1,4 +1,4 @@
-"""Properties of every plan, and what is planned of engines of the spec before."""
+"""Properties of every plan, and plans for engines of an earlier spec."""
 
 import json
 from datetime import UTC, datetime
@@ -156,7 +156,7 @@ def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str
         pytest.param({}, {"replicas": 0} | SPANS, [], [], id="none wanted"),
     ],
 )
-def test_engines_of_the_spec_before_serve_until_there_are_others(
+def test_engines_of_an_earlier_spec_serve_until_there_are_others(
     before: Object, after: Object, serving: list[tuple[str, int]], kept: list[str]
 ) -> None:
     kinds = frozenset({LWS})
@@ -171,7 +171,7 @@ def test_engines_of_the_spec_before_serve_until_there_are_others(
     )
     assert sorted(k.name for k in planned.kept) == kept
     progress = {c.type: c for c in planned.status.conditions}["Progressing"]
-    assert ("of the spec before" in progress.message) is bool(kept)
+    assert ("of an earlier spec" in progress.message) is bool(kept)
 
 
 def former(*, since: float | None = None, answered: bool = False, leaving: bool = False) -> PodFacts:
@@ -244,7 +244,10 @@ def test_engines_of_other_roles_let_their_sessions_leave(
     assert said["Draining"].reason == draining
     assert ("old" in said["Draining"].message) is (draining != "NothingLeaving")
     if kept and draining == "SessionsLeaving":
-        assert said["Progressing"].message == "p-engine of the spec before goes once its sessions have left."
+        assert (
+            said["Progressing"].message
+            == "p-engine of an earlier spec is removed once its sessions have left."
+        )
         assert planned.again_in <= 31
 
 

@@ -11,8 +11,6 @@ the server.
 Objects that contain a user's own words (podTemplates, host names) are rehearsed first: the API server
 validates them in a dry run. If it refuses one, nothing at all is written, so that what runs goes on. An
 object of the wanted name that does not belong to the pool is left alone.
-
-kopf has no server-side apply; `kopf.adopt` sets owner references, which `render` already states.
 """
 
 import asyncio

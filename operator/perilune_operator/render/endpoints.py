@@ -1,7 +1,7 @@
-"""What an endpoint is: its role, its workload's name, its GPUs, and over how many nodes they are.
+"""What an endpoint is: its role, its workload, its GPUs, and the number of nodes that they span.
 
-An endpoint is one pod, or where its GPUs are more than a node has, a group of pods (a LeaderWorkerSet's), of
-which the first, the leader, serves and counts. `engines.py` makes objects of it.
+An endpoint is one pod. If it has more GPUs than a node, it is a group of pods (of a LeaderWorkerSet), of
+which the first, the leader, serves and is counted. `engines.py` renders its objects.
 """
 
 from perilune_api import names
@@ -11,11 +11,11 @@ from perilune_operator.observe.facts import Key, Object
 from perilune_operator.render.objects import Context
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
-"""Kinds that run engines."""
+"""Kinds of workloads that run engines."""
 
 
 def roles(pool: Context) -> list[tuple[Role, RoleSpec]]:
-    """Each with what is wanted of it; one, of both, where the spec has none."""
+    """The roles and what the spec asks of each; a spec without roles has the single role `both`."""
     given = pool.spec.roles
     if given is None or given.prefill is None or given.decode is None:
         return [(Role.BOTH, RoleSpec(replicas=pool.spec.replicas))]
@@ -27,14 +27,15 @@ def workload_name(pool: str, role: Role) -> str:
 
 
 def gpus(pool: Context) -> int:
-    """Of one endpoint."""
+    """GPUs of one endpoint."""
     engine = pool.spec.engine
     return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
 
 
 def nodes_per_endpoint(pool: Context) -> int:
-    """As few as can be that get the same number of GPUs, which is how vLLM counts ranks over nodes, and whole
-    stages of the pipeline, so that the tensors of none are split between nodes, unless it fills several."""
+    """The smallest number of nodes such that each gets the same number of GPUs, which vLLM's ranks require,
+    and whole pipeline stages, so that no tensors are split between nodes. A stage larger than a node fills
+    several."""
     engine, total = pool.spec.engine, gpus(pool)
     a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
     if total <= a_node:
@@ -49,20 +50,20 @@ def gpus_per_pod(pool: Context) -> int:
 
 
 def every_pod(pool: Context) -> Object:
-    """Selector of all pods of all endpoints, workers too: who loses one of them has to begin anew."""
+    """Selects all pods of all endpoints, workers too: an endpoint that loses one of them starts anew."""
     if nodes_per_endpoint(pool) == 1:
         return {"matchLabels": pool.labels("engine")}
     return engine_pods(pool.name)
 
 
 def engine_pods(pool: str) -> Object:
-    """The same, whatever an endpoint of this pool is made of."""
+    """Selects the same pods, whatever the number of nodes of an endpoint."""
     components = {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
     return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
 
 
 def workload(pool: Context, role: Role) -> Key:
-    """What runs the endpoints of a role."""
+    """The workload that runs the endpoints of a role."""
     kind = "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
     return Key(kind, pool.namespace, workload_name(pool.name, role))
 

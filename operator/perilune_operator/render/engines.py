@@ -1,8 +1,5 @@
-"""The engines: one Deployment per role (a LeaderWorkerSet where an endpoint spans nodes), a Service over all,
-what protects them from disruption, and the autoscaler of those that have no role.
-
-Parts of their pods are told elsewhere: `endpoints.py` (how many GPUs, how many pods), `engine_process.py`
-(what runs), `drain_hook.py` (how it ends), `placement.py` (where), `mooncake.py` (how it finds the store).
+"""The engines: one Deployment per role (a LeaderWorkerSet where an endpoint spans nodes), a Service over all
+of them, a disruption budget, and an autoscaler for a pool without roles.
 """
 
 from collections.abc import Iterator
@@ -36,8 +33,8 @@ from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
 
 LONGEST_SET = names.LONGEST_LABEL - len("-0123456789") - len("-999")
-"""Name of a LeaderWorkerSet: the workers of a group are a StatefulSet of that name and the group's index,
-whose pods bear a label of its name and a hash."""
+"""The longest name of a LeaderWorkerSet. A group's workers are a StatefulSet of that name and the group's
+index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 
 def engines(pool: Context) -> Iterator[Object]:
@@ -85,7 +82,7 @@ def _deployment(pool: Context, role: Role, spec: RoleSpec) -> Object:
 
 
 def _groups(pool: Context, role: Role, spec: RoleSpec) -> Object:
-    """Raises SpecError for a name that is too long."""
+    """A LeaderWorkerSet. Raises SpecError for a name that is too long."""
     name = workload_name(pool.name, role)
     if len(name) > LONGEST_SET:
         most = len(pool.name) - len(name) + LONGEST_SET
@@ -118,7 +115,7 @@ def _rolling(pool: Context) -> Object:
 
 
 def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str], *, serve: bool) -> Object:
-    """Of a pod that serves, or else of a worker."""
+    """The pod template. `serve`: whether the pod serves, or is a worker."""
     taints = _devices(pool) if gpus(pool) else {}
     has_store, shares_memory = pool.spec.mooncake.store.enabled, _shares_memory(pool)
     return overlaid(
@@ -188,25 +185,26 @@ def _image(pool: Context) -> str:
 
 
 def _devices(pool: Context) -> dict[str, str]:
-    """Extended resources of one pod: GPUs, and as many RDMA devices."""
+    """The extended resources of one pod: GPUs, and as many RDMA devices."""
     engine, here = pool.spec.engine, gpus_per_pod(pool)
     made = {engine.gpu_resource: str(here)} if here else {}
     return made | ({engine.rdma_resource: str(max(1, here))} if engine.rdma_resource else {})
 
 
 def _needs(pool: Context, spec: RoleSpec) -> Resources:
-    """The rest that one pod asks for: what it lends to others comes on top of its own."""
+    """The other resources of one pod. The memory that it lends to other engines comes on top of its own."""
     lent = mooncake.host_bytes(pool.spec.mooncake, gpus_per_pod(pool), gpus(pool))
     return with_memory(spec.resources or pool.spec.engine.resources, lent)
 
 
 def _shares_memory(pool: Context) -> bool:
-    """NCCL and vLLM's processes, one for each GPU, talk through it."""
+    """Whether the pod needs shared memory: NCCL and vLLM's processes, one for each GPU, communicate through
+    it."""
     return gpus(pool) > 1
 
 
 def _served(pool: Context) -> Object:
-    """Ports and probes."""
+    """Ports and probes of a container that serves."""
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
@@ -227,7 +225,7 @@ def _served(pool: Context) -> Object:
 
 
 def _autoscaler(pool: Context) -> Object:
-    """Sets the pool's `replicas` through its scale subresource."""
+    """An autoscaler that sets the pool's `replicas` through its scale subresource."""
     scaling = pool.spec.scaling
     assert scaling is not None
     return pool.object(

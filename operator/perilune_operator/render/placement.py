@@ -9,10 +9,11 @@ from perilune_operator.render.endpoints import engine_pods
 
 
 def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
-    """`affinity` and `topologySpreadConstraints` of a pod spec; `labels`: of the pods to be placed.
+    """`affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`: the
+    labels of the pods to be placed.
 
-    All of a pool's engines pack together, whatever their role; each role spreads by itself. While a
-    Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.
+    All engines of a pool pack together, whatever their role; each role spreads by itself. While a Deployment
+    rolls out, its new pods spread among themselves. Nodes whose taints refuse the pod do not count.
     """
     packed = [p for p in wanted if p.mode == "pack" and p.level in keys]
     spread = [p for p in wanted if p.mode == "spread" and p.level in keys]
