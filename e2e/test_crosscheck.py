@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perilune_lab.crosscheck import cli
-from perilune_lab.crosscheck.compare import Pair
+from perilune_research.crosscheck import cli
+from perilune_research.crosscheck.compare import Pair
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -25,30 +25,31 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from perilune_api import collector, kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import allocator, logs
-from perilune_gateway.admin import Admin, Sources
-from perilune_gateway.arguments import arguments
-from perilune_gateway.decision_log import DecisionLog, RotatedFile
-from perilune_gateway.explain import Decisions
+from perilune_gateway import allocator
+from perilune_gateway.config import arguments
+from perilune_gateway.extproc import Transport, new_server
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.tls import KeyPair
 from perilune_gateway.feeds import drained, engine_metrics
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.parity import ParityCheck
+from perilune_gateway.model import EngineMetrics
+from perilune_gateway.observe import logs
+from perilune_gateway.observe.admin import Admin, Sources
+from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.policy import LIVE
-from perilune_gateway.router import Router
-from perilune_gateway.snapshot import Snapshots
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.metrics import TokenMetrics
+from perilune_gateway.routing.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.tokens import Tokenizer
-from perilune_gateway.tokens.metrics import TokenMetrics
-from perilune_gateway.transport import Transport, new_server
-from perilune_gateway.transport.service import Service
-from perilune_gateway.transport.tls import KeyPair
 
 log = logging.getLogger(__name__)
 

@@ -55,22 +55,22 @@ COMMANDS = {
         "perilune bench-stream --target http://127.0.0.1:8000 --num-requests 32 --unique-prompts",
     ),
     "simulate": Command(
-        "perilune_lab.simulator.cli",
+        "perilune_research.simulator.cli",
         "what-if: every routing policy on modelled H20s, same seeds, with confidence intervals",
         "perilune simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
     ),
     "crosscheck": Command(
-        "perilune_lab.crosscheck.cli",
+        "perilune_research.crosscheck.cli",
         "one workload live and simulated, side by side: does the simulator tell the truth?",
         "perilune crosscheck --policies ear,round_robin --seconds 20",
     ),
     "fastpath": Command(
-        "perilune_lab.fastpath.cli",
+        "perilune_research.fastpath.cli",
         "do decisions from headers alone equal those that know the body? every turn weighed twice",
         "perilune fastpath --policies ear,perilune --turns 1000",
     ),
     "evaluate": Command(
-        "perilune_lab.evaluate.cli",
+        "perilune_research.evaluate.cli",
         "the whole evaluation on modelled H20s: every policy, bars, ten figures, tables, as files",
         "perilune evaluate --quick --out /tmp/evaluation",
     ),

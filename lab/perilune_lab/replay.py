@@ -29,7 +29,7 @@ from msgspec import UNSET
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from perilune_api.pool import SpecError
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab import admin_pages, report
 from perilune_lab.arguments import count, figure, output, positive, url
 from perilune_lab.bodies import Words

@@ -240,7 +240,8 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"resources": {"requests": {"memory": "80 GB"}}}),
-            "'80 GB' is not a quantity, such as 500m, 2 or 80Gi - at `$.spec.engine.resources.requests.memory`",
+            "'80 GB' is not a quantity, such as 500m, 2 or 80Gi"
+            " - at `$.spec.engine.resources.requests.memory`",
             id="no quantity",
         ),
         pytest.param(
@@ -274,7 +275,8 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(gateway={"podTemplate": {"metadata": {"annotations": {"inject": True}}}}),
-            "True is not text: put it in quotes - at `$.spec.gateway.podTemplate.metadata.annotations.inject`",
+            "True is not text: put it in quotes"
+            " - at `$.spec.gateway.podTemplate.metadata.annotations.inject`",
             id="an annotation that is no text",
         ),
         pytest.param(

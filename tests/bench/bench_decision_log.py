@@ -8,8 +8,8 @@ import pytest
 from bars import machine, publish
 from decision_rig import BLOCK, SHARED_TOKENS, Rig
 
-from perilune_gateway.decision_log import DecisionLog, RotatedFile, read
-from perilune_gateway.decision_log.lines import Writer
+from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile, read
+from perilune_gateway.observe.decision_log.lines import Writer
 from perilune_gateway.policy import LIVE
 from perilune_lab.whatif.arms import WhatIf
 

@@ -17,9 +17,10 @@ import msgspec
 import pytest
 from bars import Bar
 
-from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import BlockRemoved, BlockStored, decode
+from perilune_gateway.feeds.kv_events import decode
 from perilune_gateway.model import Tier
+from perilune_gateway.model.kv_events import BlockRemoved, BlockStored
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
 

@@ -21,7 +21,7 @@ from bars import DOCUMENT, write_section
 from running_envoy import Envoy
 
 from perilune_api import pool as spec
-from perilune_gateway.transport import Transport
+from perilune_gateway.extproc import Transport
 from perilune_lab import envoy
 from perilune_lab.child import start
 

@@ -8,10 +8,10 @@ from time import perf_counter
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
 
-from perilune_gateway.known_bodies import KnownBodies
-from perilune_gateway.openai import parse
-from perilune_gateway.tokens import chat_template
-from perilune_gateway.tokens.conversation import read
+from perilune_gateway.request.known_bodies import KnownBodies
+from perilune_gateway.request.openai import parse
+from perilune_gateway.request.tokens import chat_template
+from perilune_gateway.request.tokens.conversation import read
 from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
 PATH = "/v1/chat/completions"

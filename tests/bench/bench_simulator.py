@@ -18,12 +18,12 @@ import bars
 import pytest
 
 from perilune_gateway.policy import POLICIES
-from perilune_lab.simulator import large_fleet, measure
-from perilune_lab.simulator.faults import Faults
-from perilune_lab.simulator.fleet import SimulatedFleet
-from perilune_lab.simulator.h20 import H20
-from perilune_lab.simulator.harness import Comparison, OfferedLoad, piece
 from perilune_lab.traces.model import Mode
+from perilune_research.simulator import large_fleet, measure
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.h20 import H20
+from perilune_research.simulator.harness import Comparison, OfferedLoad, piece
 
 REAL_TIME = 2000.0
 """Simulated seconds per second of one core, at least, with 8 endpoints under a load near R."""

@@ -16,10 +16,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model
-from perilune_gateway.openai import ParsedRequest, parse
-from perilune_gateway.tokens import Tokenizer, encoder
-from perilune_gateway.tokens.encoder import Encoder, Library
-from perilune_gateway.tokens.incremental import IncrementalEncoder
+from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.tokens import Tokenizer, encoder
+from perilune_gateway.request.tokens.encoder import Encoder, Library
+from perilune_gateway.request.tokens.incremental import IncrementalEncoder
 
 START, MORE = 33_000, 2_000
 """Tokens."""

@@ -37,9 +37,8 @@ import pytest
 from running_envoy import Envoy
 
 from perilune_api import pool as spec
-from perilune_gateway import wire
-from perilune_gateway.messages import Continue, Kind, Pick
-from perilune_gateway.transport import Transport
+from perilune_gateway.extproc import Transport, wire
+from perilune_gateway.extproc.messages import Continue, Kind, Pick
 from perilune_lab import envoy
 from perilune_lab.child import Child, start
 

@@ -8,12 +8,12 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
-from perilune_gateway import blocks
-from perilune_gateway.explain import Decisions
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Encode, Outcome, RequestHead, Routed, Tier, Tokens, TokenSource
-from perilune_gateway.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.router import Router
+from perilune_gateway.model import Outcome, RequestHead, Routed, Tier, Tokens, TokenSource
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
+from perilune_gateway.routing.router import Encode, Router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import FIRST, PrefixIndex

@@ -13,9 +13,9 @@ import uvloop
 
 from perilune_api.pool import Limits
 from perilune_gateway import allocator
+from perilune_gateway.extproc import SERVERS, Transport
+from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import NEED_BODY, Routed
-from perilune_gateway.transport import SERVERS, Transport
-from perilune_gateway.transport.service import Service
 
 HOST = "127.0.0.1"
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"

@@ -23,19 +23,9 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
 
     from perilune_api import extproc_pb2 as pb
     from perilune_api.pool import Hashing, Limits, Model, SpecError
-    from perilune_gateway import decision_log, envelope, wire
-    from perilune_gateway.feeds import engine_metrics, kv_events
-    from perilune_gateway.feeds.pool_events import EventSink
-    from perilune_gateway.known_bodies import KnownBodies
-    from perilune_gateway.messages import BodyMode, ProtocolError
-    from perilune_gateway.model import Refusal
-    from perilune_gateway.openai import PATHS, ChatPrompt, ParsedRequest, parse
-    from perilune_gateway.parity import ParityCheck
-    from perilune_gateway.state.engine_blocks import EngineBlocks
-    from perilune_gateway.state.prefix_index import PrefixIndex
-    from perilune_gateway.tokens import Tokenizer
-    from perilune_gateway.transport.h2.connection import Connection
-    from perilune_gateway.transport.h2.frames import (
+    from perilune_gateway.extproc import envelope, wire
+    from perilune_gateway.extproc.h2.connection import Connection
+    from perilune_gateway.extproc.h2.frames import (
         END_HEADERS,
         PREFACE,
         Type,
@@ -44,8 +34,19 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
         number,
         settings,
     )
-    from perilune_gateway.transport.h2.hpack import Decoder
-    from perilune_gateway.transport.service import Service
+    from perilune_gateway.extproc.h2.hpack import Decoder
+    from perilune_gateway.extproc.messages import BodyMode
+    from perilune_gateway.extproc.service import Service
+    from perilune_gateway.feeds import engine_metrics, kv_events
+    from perilune_gateway.feeds.pool_events import EventSink
+    from perilune_gateway.model import ProtocolError, Refusal
+    from perilune_gateway.observe import decision_log
+    from perilune_gateway.request.known_bodies import KnownBodies
+    from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
+    from perilune_gateway.request.tokens import Tokenizer
+    from perilune_gateway.state.engine_blocks import EngineBlocks
+    from perilune_gateway.state.parity import ParityCheck
+    from perilune_gateway.state.prefix_index import PrefixIndex
 
 
 class Nobody:

@@ -10,20 +10,15 @@ from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
 from perilune_api.pool import PolicyParams
-from perilune_gateway.admin import PAGES, Admin, Sources
-from perilune_gateway.explain import DecisionRecord, Decisions, tenant_hash
-from perilune_gateway.health import Health, report
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Decision, Endpoint, Load, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason, tenant_hash
+from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.admin import PAGES, Admin, Sources
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.health import Health, report
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.stats import EndpointStats, SessionStats, Snapshot
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.stats import (
-    EndpointBlocks,
-    EndpointStats,
-    EventStats,
-    IndexStats,
-    SessionStats,
-    Snapshot,
-)
+from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
 @dataclass

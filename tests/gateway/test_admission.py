@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link, prefix, request
 
 from perilune_api.pool import Limits
-from perilune_gateway import admission
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.model import RefuseReason
+from perilune_gateway.model import H20_30B, RefuseReason
+from perilune_gateway.routing import admission
 
 
 def node(address: str = "a", **kwargs):

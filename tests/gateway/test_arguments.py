@@ -2,7 +2,7 @@
 
 import pytest
 
-from perilune_gateway.arguments import arguments
+from perilune_gateway.config import arguments
 
 WRONG = {
     "--drain-seconds": ("is no number of seconds", ["-1", "nan", "inf", "soon", ""]),

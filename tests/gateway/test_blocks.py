@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
-from perilune_gateway import blocks
+from perilune_gateway.request import block_hashes as blocks
 
 TOKENS = list(range(100, 164))
 SIXTY = (1 << 60) - 1

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import BlockRemoved, BlockStored
 from perilune_gateway.model import Tier
+from perilune_gateway.model.kv_events import BlockRemoved, BlockStored
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks, salt_of
 from perilune_gateway.state.prefix_index import PrefixIndex
 

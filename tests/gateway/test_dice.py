@@ -2,7 +2,7 @@
 
 import pytest
 
-from perilune_gateway.dice import Dice
+from perilune_gateway.routing.dice import Dice
 
 
 def test_the_first_numbers_are_splitmix64s():

@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 
 MEASURED_PREFILL_S = [
     (1_024, 0.078),

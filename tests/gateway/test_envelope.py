@@ -5,9 +5,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune_api import extproc_pb2 as pb
-from perilune_gateway import envelope, wire
-from perilune_gateway.envelope import Envelope
-from perilune_gateway.messages import Kind, ProtocolError
+from perilune_gateway.extproc import envelope, wire
+from perilune_gateway.extproc.envelope import Envelope
+from perilune_gateway.extproc.messages import Kind
+from perilune_gateway.model import ProtocolError
 
 REST = pb.ProcessingRequest(protocol_config=pb.ProtocolConfiguration(request_body_mode=2)).SerializeToString()
 

@@ -21,8 +21,8 @@ from exchange_rig import (
 )
 from msgspec import structs
 
-from perilune_gateway.exchange import ECHO_BYTES, Exchange, Wait
-from perilune_gateway.messages import (
+from perilune_gateway.extproc.exchange import ECHO_BYTES, Exchange, Wait
+from perilune_gateway.extproc.messages import (
     Body,
     BodyMode,
     Continue,

@@ -18,20 +18,19 @@ from exchange_rig import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.exchange import TABLE, Exchange, Send, State, diagram
-from perilune_gateway.messages import (
+from perilune_gateway.extproc.exchange import TABLE, Exchange, Send, State, diagram
+from perilune_gateway.extproc.messages import (
     Body,
     BodyMode,
     Continue,
     Echo,
     Kind,
     Pick,
-    ProtocolError,
     RequestHeaders,
     ResponseHeaders,
     Trailers,
 )
-from perilune_gateway.model import NEED_BODY, Refusal, Tokens
+from perilune_gateway.model import NEED_BODY, ProtocolError, Refusal, Tokens
 
 
 def test_every_step_is_a_method_of_the_exchange():

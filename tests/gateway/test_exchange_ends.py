@@ -17,9 +17,9 @@ from exchange_rig import (
     request,
 )
 
-from perilune_gateway.exchange import Abort
-from perilune_gateway.messages import Body, BodyMode, Continue, Kind, ProtocolError, ResponseHeaders, Trailers
-from perilune_gateway.model import Outcome
+from perilune_gateway.extproc.exchange import Abort
+from perilune_gateway.extproc.messages import Body, BodyMode, Continue, Kind, ResponseHeaders, Trailers
+from perilune_gateway.model import Outcome, ProtocolError
 
 CHUNK, END = Body(Kind.RESPONSE_BODY, b"x", False), Body(Kind.RESPONSE_BODY, b"", True)
 

@@ -7,30 +7,24 @@ from msgspec.structs import replace
 from routing_objects import PLAIN, candidate, fleet, link, prefix, request, session
 
 from perilune_api.pool import PolicyParams
-from perilune_gateway.admission import predict
-from perilune_gateway.explain import (
-    BECAUSE,
-    DecisionRecord,
-    Decisions,
-    Ending,
-    counterfactual,
-    sentence,
-    summary,
-    tenant_hash,
-    to_json,
-)
 from perilune_gateway.model import (
     NEED_BODY,
     Cost,
     Decision,
+    DecisionRecord,
+    Ending,
     Outcome,
     Phase,
     Reason,
     Refusal,
     RefuseReason,
     TokenSource,
+    tenant_hash,
 )
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.explain import BECAUSE, counterfactual, sentence, summary, to_json
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.admission import predict
 
 
 def record(ordinal: int = 0, *, of: str = "", rows: int = 1, **changes: object) -> DecisionRecord:

@@ -2,10 +2,11 @@
 
 import pytest
 
-from perilune_gateway.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.parity import Parity
-from perilune_gateway.stats import EndpointStats, EventStats, LogStats
+from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
+from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.state.parity import Parity
 
 
 def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **changes: object) -> EndpointStats:

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Refusal, Tokens, TokenSource
-from perilune_gateway.openai import PATHS, Api, ParsedRequest, parse
-from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.request.openai import PATHS, Api, ParsedRequest, parse
+from perilune_gateway.request.tokens import Tokenizer
 
 TEMPLATE = """\
 {%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content }}{%- endif %}

@@ -1,7 +1,8 @@
 import pytest
 
 from perilune_api.pool import SessionKeys
-from perilune_gateway.identity import MAX_ID, SessionKey, from_headers, with_body
+from perilune_gateway.model import SessionKey
+from perilune_gateway.request.identity import MAX_ID, from_headers, with_body
 
 KEYS = SessionKeys()
 

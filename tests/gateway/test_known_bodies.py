@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway import openai
-from perilune_gateway.known_bodies import KnownBodies
-from perilune_gateway.openai import ParsedRequest
+from perilune_gateway.request import openai
+from perilune_gateway.request.known_bodies import KnownBodies
+from perilune_gateway.request.openai import ParsedRequest
 
 CHAT, MESSAGES, COMPLETIONS = "/v1/chat/completions", "/v1/messages", "/v1/completions"
 CHUNK = 16

@@ -6,9 +6,9 @@ from router_rig import MODEL, A, B, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api.pool import Lora
-from perilune_gateway.gather import Prompt
-from perilune_gateway.known_prompts import SHORT_BYTES, KnownPrompt, KnownPrompts
 from perilune_gateway.model import Refusal, Routed, TokenSource
+from perilune_gateway.routing.gather import Prompt
+from perilune_gateway.routing.known_prompts import SHORT_BYTES, KnownPrompt, KnownPrompts
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOMETHING = KnownPrompt(Prompt(1, TokenSource.GIVEN), "", "")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_gateway.logs import JsonFormatter, TextFormatter, configure, levels
+from perilune_gateway.observe.logs import JsonFormatter, TextFormatter, configure, levels
 
 
 @pytest.mark.parametrize(

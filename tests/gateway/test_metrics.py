@@ -10,10 +10,10 @@ from routing_objects import candidate, request, session
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import Limits, Role
-from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.metrics import AT_ONCE, LEFT, Affinity, Metrics, Step, Window, affinity_of
+from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import (
     Decision,
+    DecisionRecord,
     Endpoint,
     Load,
     Outcome,
@@ -21,10 +21,13 @@ from perilune_gateway.model import (
     Reason,
     Refusal,
     RefuseReason,
+    Step,
     TokenSource,
 )
-from perilune_gateway.stats import EndpointBlocks, EndpointStats, EventStats, IndexStats, LogStats, Snapshot
-from perilune_gateway.transport.service import Service
+from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.metrics import AT_ONCE, LEFT, Affinity, Metrics, Window, affinity_of
+from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
+from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
 class Clock:

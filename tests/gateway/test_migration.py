@@ -10,17 +10,8 @@ from routing_objects import PLAIN, candidate, link
 
 from perilune_api.pool import MoveTrigger, PolicyParams
 from perilune_api.topology import Place
-from perilune_gateway.migration import (
-    Budget,
-    Move,
-    MoveReason,
-    Plan,
-    PrefixFacts,
-    SessionFacts,
-    plan_migration,
-    pressed,
-)
-from perilune_gateway.model import Candidate, Location
+from perilune_gateway.model import Candidate, Location, Move, MoveReason
+from perilune_gateway.moves.plan import Budget, Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 
 PARAMS = PolicyParams()
 PLENTY = Budget(moves=100, link_bytes=10**12)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_gateway.model import Refusal, RefuseReason
-from perilune_gateway.openai import (
+from perilune_gateway.request.openai import (
     Api,
     ChatPrompt,
     ParsedRequest,

@@ -3,9 +3,9 @@ from itertools import pairwise
 import pytest
 
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing
-from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import BlockStored
-from perilune_gateway.parity import CURES, Parity, ParityCheck, Report
+from perilune_gateway.model.kv_events import BlockStored
+from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.state.parity import CURES, Parity, ParityCheck, Report
 
 ENGINE = "10.0.0.1:8000"
 SIZE = 4

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Migration, MoveTrigger, PolicyParams
-from perilune_gateway.migration import Move, MoveReason, PrefixFacts, SessionFacts
-from perilune_gateway.model import Candidate, Decision, Location, Reason
-from perilune_gateway.planner import ACTIVE_S, LOOKED_AT, Lapse, Planner, State
-from perilune_gateway.state.moves import WINDOW_S
+from perilune_gateway.model import Candidate, Decision, Location, Move, MoveReason, Reason
+from perilune_gateway.moves.budget import WINDOW_S
+from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
+from perilune_gateway.moves.planner import ACTIVE_S, LOOKED_AT, Lapse, Planner, State
 
 PARAMS = PolicyParams(migrations_per_minute=4, migration_link_bytes=3_000_000)
 

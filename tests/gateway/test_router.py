@@ -5,13 +5,8 @@ from router_rig import A, B, C, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api.pool import Routing
-from perilune_gateway import blocks
-from perilune_gateway.deciding import decide
-from perilune_gateway.dice import Dice
-from perilune_gateway.gather import Prompt
 from perilune_gateway.model import (
     Decision,
-    Encode,
     NeedBody,
     Phase,
     Reason,
@@ -21,7 +16,12 @@ from perilune_gateway.model import (
     Tokens,
     TokenSource,
 )
-from perilune_gateway.openai import ParsedRequest
+from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.dice import Dice
+from perilune_gateway.routing.gather import Prompt
+from perilune_gateway.routing.router import Encode
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,6 @@ def test_a_decision_can_be_taken_again_from_its_record() -> None:
 def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.route(range(100, 120))
     assert not caplog.messages
-    with caplog.at_level("DEBUG", "perilune_gateway.recording"):
+    with caplog.at_level("DEBUG", "perilune_gateway.routing.recording"):
         rig.route(h=head("/v1/completions", x_request_id="abc"))
     assert [message.split()[:2] for message in caplog.messages] == [["decision", "request_id=abc"]]

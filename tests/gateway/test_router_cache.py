@@ -4,8 +4,8 @@ from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Lora, Model
-from perilune_gateway import blocks
 from perilune_gateway.model import Outcome, Tier, TokenSource
+from perilune_gateway.request import block_hashes as blocks
 
 
 def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> None:

@@ -9,9 +9,17 @@ from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecError, Topology
 from perilune_api.topology import Level
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.model import Decision, Location, Overlap, Refusal, RefuseReason, Routed, Tier
+from perilune_gateway.model import (
+    H20_30B,
+    Decision,
+    DecisionRecord,
+    Location,
+    Overlap,
+    Refusal,
+    RefuseReason,
+    Routed,
+    Tier,
+)
 from perilune_gateway.policy import LIVE, SIMULATED_ONLY
 from perilune_gateway.state.calibration import HALF_LIFE_S
 

@@ -4,8 +4,7 @@ import pytest
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
-from perilune_gateway.model import Outcome
+from perilune_gateway.model import EngineMetrics, Outcome
 from perilune_gateway.state.fleet import DEAD_SCRAPES
 
 

@@ -9,12 +9,11 @@ from router_rig import USUAL, A, B, C, Rig, completion, pool
 from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
-from perilune_gateway import move_rows
-from perilune_gateway.explain import DecisionRecord, to_json
-from perilune_gateway.migration import MoveReason
-from perilune_gateway.model import Outcome, Phase, Reason, Routed
-from perilune_gateway.planner import State
-from perilune_gateway.stats import Snapshot
+from perilune_gateway.model import DecisionRecord, MoveReason, Outcome, Phase, Reason, Routed
+from perilune_gateway.moves.planner import State
+from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe.explain import to_json
+from perilune_gateway.observe.stats import Snapshot
 
 LONG = 32_000
 """Tokens whose prefill takes about 4.5 s."""

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from perilune_api.pool import PolicyParams
 from perilune_api.topology import Level, Link
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.model import Candidate, Cost, Endpoint, Load, Overlap, RequestView, SessionView
+from perilune_gateway.model import H20_30B, Candidate, Cost, Endpoint, Load, Overlap, RequestView, SessionView
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.cost import pending_costs
-from perilune_gateway.rows import Costs, Rows, addresses, find, loads, ranked, totals
+from perilune_gateway.routing.rows import Costs, Rows, addresses, find, loads, ranked, totals
 
 LINK = Link(Level.RACK, 1e9)
 SLOW = H20_30B.scaled(2.0)

@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
+from perilune_gateway.extproc import SERVERS, Server, Transport, grpc_server
+from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
-from perilune_gateway.transport import SERVERS, Server, Transport, grpc_server
-from perilune_gateway.transport.service import Service
 
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
 METHOD = f"/{EXT_PROC_SERVICE}/Process"

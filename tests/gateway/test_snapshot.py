@@ -9,12 +9,12 @@ from router_rig import A, B, Rig, pool
 from routing_objects import head
 
 from perilune_api.pool import Hashing
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
-from perilune_gateway.health import Status
-from perilune_gateway.parity import ParityCheck
-from perilune_gateway.snapshot import Snapshots
+from perilune_gateway.model import EngineMetrics
+from perilune_gateway.observe.health import Status
+from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.parity import ParityCheck
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune_api import extproc_pb2 as pb
-from perilune_gateway import wire
-from perilune_gateway.messages import (
+from perilune_gateway.extproc import wire
+from perilune_gateway.extproc.messages import (
     Body,
     BodyMode,
     Continue,
@@ -16,12 +16,11 @@ from perilune_gateway.messages import (
     Kind,
     Override,
     Pick,
-    ProtocolError,
     RequestHeaders,
     ResponseHeaders,
     Trailers,
 )
-from perilune_gateway.model import RefuseReason, RequestHead
+from perilune_gateway.model import ProtocolError, RefuseReason, RequestHead
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 

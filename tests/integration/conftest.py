@@ -19,10 +19,10 @@ from envoy_doubles import ScriptedRouter, StubEndpoint, StubProcessor
 from running_envoy import Envoy
 
 from perilune_api.pool import Limits
+from perilune_gateway.extproc import SERVERS, Server, Transport
+from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Tokens
-from perilune_gateway.openai import ParsedRequest
-from perilune_gateway.transport import SERVERS, Server, Transport
-from perilune_gateway.transport.service import Service
+from perilune_gateway.request.openai import ParsedRequest
 from perilune_lab.envoy import Mode, config
 
 

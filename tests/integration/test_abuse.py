@@ -30,7 +30,7 @@ import zmq.asyncio
 from running_envoy import Envoy
 
 from perilune_api import pool as spec
-from perilune_gateway.transport import Transport
+from perilune_gateway.extproc import Transport
 from perilune_lab.envoy import Mode, config
 from perilune_lab.stack import EngineOptions, Stack
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from perilune_api import pool as spec
-from perilune_gateway.decision_log import Ended, Logged, read
+from perilune_gateway.observe.decision_log import Ended, Logged, read
 from perilune_gateway.policy import LIVE
 from perilune_lab.client import Load, run_load
 from perilune_lab.demo.load import demo_load

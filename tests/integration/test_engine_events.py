@@ -11,12 +11,12 @@ import pytest
 import zmq.asyncio
 
 from perilune_api.pool import HashAlgorithm, Hashing
-from perilune_gateway import blocks
 from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_events import BlockStored
 from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
-from perilune_gateway.parity import Parity, ParityCheck
+from perilune_gateway.model.kv_events import BlockStored
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.parity import Parity, ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 
 ENGINE = "engine"

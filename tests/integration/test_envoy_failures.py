@@ -15,8 +15,8 @@ from envoy_doubles import Call, until
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import REFUSE_REASON_HEADER
-from perilune_gateway import wire
-from perilune_gateway.messages import BodyMode, Continue, Echo, Kind, Override, Pick
+from perilune_gateway.extproc import wire
+from perilune_gateway.extproc.messages import BodyMode, Continue, Echo, Kind, Override, Pick
 from perilune_gateway.model import RefuseReason
 from perilune_lab.envoy import Cluster, Mode
 

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 GATEWAY = """
 import asyncio, signal, sys
 from perilune_api.pool import Limits
-from perilune_gateway.transport import SERVERS
-from perilune_gateway.transport.service import Service
+from perilune_gateway.extproc import SERVERS
+from perilune_gateway.extproc.service import Service
 from envoy_doubles import ScriptedRouter
 
 async def main():

@@ -6,10 +6,10 @@ from envoy_doubles import ScriptedRouter
 from running_envoy import Envoy
 
 from perilune_api.pool import Limits
+from perilune_gateway.extproc import Transport, new_server
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.tls import KeyPair
 from perilune_gateway.model import Outcome
-from perilune_gateway.transport import Transport, new_server
-from perilune_gateway.transport.service import Service
-from perilune_gateway.transport.tls import KeyPair
 from perilune_lab.envoy import config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

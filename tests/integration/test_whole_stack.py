@@ -14,7 +14,7 @@ import pytest_asyncio
 from msgspec import structs
 
 from perilune_api import pool as spec
-from perilune_gateway.transport import Transport
+from perilune_gateway.extproc import Transport
 from perilune_lab.stack import EngineOptions, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -5,9 +5,8 @@ import pytest
 from msgspec import UNSET
 from prometheus_client import CollectorRegistry, generate_latest
 
-from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.metrics import Metrics, Step
-from perilune_gateway.model import Decision, Reason, RequestView
+from perilune_gateway.model import Decision, DecisionRecord, Reason, RequestView, Step
+from perilune_gateway.observe.metrics import Metrics
 from perilune_lab.admin_pages import Seen, conclude, phases, scheduling, watch
 from perilune_lab.report import Scheduling
 

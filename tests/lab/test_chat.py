@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from perilune_gateway import openai
-from perilune_gateway.tokens import chat_template
-from perilune_gateway.tokens.conversation import read
+from perilune_gateway.request import openai
+from perilune_gateway.request.tokens import chat_template
+from perilune_gateway.request.tokens.conversation import read
 from perilune_lab.chat import render_chat
 from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 

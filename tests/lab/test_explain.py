@@ -13,10 +13,10 @@ from routing_objects import fleet, request, session
 
 from perilune_api.pool import PolicyParams
 from perilune_api.topology import Place
-from perilune_gateway.admin import Admin, Sources
-from perilune_gateway.explain import DecisionRecord, Decisions
-from perilune_gateway.health import report
-from perilune_gateway.model import Decision, Outcome, Reason, Refusal, RefuseReason
+from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason, Refusal, RefuseReason
+from perilune_gateway.observe.admin import Admin, Sources
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.health import report
 from perilune_gateway.policy import POLICIES
 from perilune_lab.explain import main
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec import UNSET
 from rich.console import Console
 
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.report import Ceiling, Hotspot, Measured, Migrations, Quantiles, Scheduling, figure
 from perilune_lab.result import Result

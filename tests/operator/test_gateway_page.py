@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
-from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Decision, Endpoint, Outcome, Reason
-from perilune_gateway.stats import EndpointStats, EventStats, Snapshot
+from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Outcome, Reason
+from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
 from perilune_operator.observe.facts import GatewayStats

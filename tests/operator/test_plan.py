@@ -14,7 +14,7 @@ from perilune_api import names
 from perilune_api.inference_pool.arguments import GATEWAY_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.pool import SpecError, parse
-from perilune_gateway.arguments import arguments
+from perilune_gateway.config import arguments
 from perilune_operator.kinds import OPTIONAL, full_name, path
 from perilune_operator.observe import facts
 from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts

@@ -2,7 +2,7 @@
 
     client ─▶ Envoy ─▶ StubEndpoint (says what it received, answers as its path tells)
                 │
-                └─ perilune_gateway.transport with ScriptedRouter, or StubProcessor: ext_proc by hand
+                └─ perilune_gateway.extproc with ScriptedRouter, or StubProcessor: ext_proc by hand
 
 Each request says by its own headers and path what is to happen to it, so that tests share one Envoy and run
 side by side. Nothing here measures, retries or sleeps on its own account.
@@ -22,11 +22,10 @@ from aiohttp.web_protocol import RequestHandler
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
-from perilune_gateway import wire
-from perilune_gateway.messages import Outbound
+from perilune_gateway.extproc import wire
+from perilune_gateway.extproc.messages import Outbound
 from perilune_gateway.model import (
     NEED_BODY,
-    Encode,
     NeedBody,
     Outcome,
     Refusal,
@@ -35,7 +34,8 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.routing.router import Encode
 
 ID = "x-test-id"
 ROUTE = "x-test-route"

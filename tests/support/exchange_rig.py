@@ -2,18 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from perilune_gateway.exchange import Exchange, Send
-from perilune_gateway.messages import Body, BodyMode, Immediate, Kind, RequestHeaders, ResponseHeaders
-from perilune_gateway.model import (
-    NEED_BODY,
-    Encode,
-    Refusal,
-    RefuseReason,
-    RequestHead,
-    Routed,
-    Tokens,
-    TokenSource,
-)
+from perilune_gateway.extproc.exchange import Exchange, Send
+from perilune_gateway.extproc.messages import Body, BodyMode, Immediate, Kind, RequestHeaders, ResponseHeaders
+from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, RequestHead, Routed, Tokens, TokenSource
+from perilune_gateway.routing.router import Encode
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 ROUTED = Routed(7, (A, B), "request-7")

@@ -14,16 +14,16 @@ from prometheus_client import CollectorRegistry
 from routing_objects import head
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec, Topology
-from perilune_gateway import blocks
-from perilune_gateway.explain import DecisionRecord, Decisions
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Encode, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
-from perilune_gateway.router import Router
+from perilune_gateway.model import DecisionRecord, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.routing.router import Encode, Router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Sessions
-from perilune_gateway.tokens import Tokenizer
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 SMALL = Engine(block_size=4, kv_pool_tokens=10_000)

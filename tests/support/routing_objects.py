@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
-from perilune_gateway.engine_model import H20_30B, EngineModel
 from perilune_gateway.model import (
+    H20_30B,
     NO_PREFIX,
     Candidate,
     Endpoint,
+    EngineModel,
     Load,
     Location,
     Overlap,

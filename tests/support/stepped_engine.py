@@ -1,6 +1,6 @@
 """A simulated engine whose clock the test turns."""
 
-from perilune_gateway.engine_model import H20_30B, EngineModel
+from perilune_gateway.model import H20_30B, EngineModel
 from perilune_lab.engine.hashing import BASE, Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.request import Request

@@ -2,7 +2,7 @@
 
 import json
 
-from perilune_gateway.openai import ParsedRequest, parse
+from perilune_gateway.request.openai import ParsedRequest, parse
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     "/v1/chat/completions",

@@ -20,10 +20,11 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from random import Random
 
 import aiohttp
+
+from perilune_gateway.model import EngineMetrics
 
 log = logging.getLogger(__name__)
 
@@ -33,28 +34,6 @@ MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 TIMEOUT_S = 2.0
 MAX_BYTES = 8 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMetrics:
-    """One server, its data-parallel ranks summed (`kv_usage`: their mean). Counters start with the engine."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    """0 to 1."""
-    prefix_queries_tokens: float = 0.0
-    """Prompt tokens that were looked up in its prefix cache, and those of them that were found."""
-    prefix_hits_tokens: float = 0.0
-    block_size: int = 0
-    """0: not said."""
-    gpu_blocks: int = 0
-    """KV blocks on the device; 0: not said."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that its device KV pool holds; 0: not said."""
-        return self.block_size * self.gpu_blocks
 
 
 Sink = Callable[[str, EngineMetrics | None, float], None]

@@ -14,55 +14,25 @@ messages are missing (kv_sequence.py), read sockets (kv_feed.py), know what a bl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 import msgspec
 
-from perilune_gateway.messages import ProtocolError
+from perilune_gateway.model import ProtocolError
+from perilune_gateway.model.kv_events import (
+    AllBlocksCleared,
+    Batch,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+)
 
 MAX_NESTING = 16
 """Of a block's extra keys; engines nest three deep."""
 END = b"\xff" * 8
 """Where a replay's last answer has its sequence number."""
-
-BlockHash = int | bytes
-"""As announced: the digest's low 64 bits, or the digest."""
-
-
-class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", gc=False):
-    """Full blocks of one request that entered a cache, in prompt order."""
-
-    block_hashes: tuple[BlockHash, ...]
-    parent_block_hash: BlockHash | None = None
-    """The block before the first; None: the prompt begins here."""
-    token_ids: tuple[int, ...] = ()
-    """`block_size` for each block; some connectors leave them out."""
-    block_size: int = 0
-    lora_id: int | None = None
-    medium: str | None = None
-    """`GPU`, `CPU`, …; None (old): the device. Lower-case `cpu`: the Mooncake store connector."""
-    lora_name: str | None = None
-    extra_keys: tuple[Any, ...] | None = None
-    """Per block None, or what else its hash covers: LoRA name, multimodal keys, cache salt (first block)."""
-    group_idx: int | None = None
-    session_id: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved", gc=False):
-    """Blocks that left a cache."""
-
-    block_hashes: tuple[BlockHash, ...]
-    medium: str | None = None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared", gc=False):
-    """The cache is empty."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
@@ -95,18 +65,6 @@ class _Payload(msgspec.Struct, array_like=True):
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What an engine announced in one step."""
-
-    published_s: float
-    """The engine's wall clock."""
-    events: tuple[Event, ...]
-    rank: int | None = None
-    unknown: int = 0
-    """Events of types that this module does not know."""
 
 
 _payload = msgspec.msgpack.Decoder(_Payload)

@@ -33,10 +33,11 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from perilune_api.pool import SpecError
-from perilune_gateway.feeds.kv_events import Batch, decode, live_frames, replay_frames
+from perilune_gateway.feeds.kv_events import decode, live_frames, replay_frames
 from perilune_gateway.feeds.kv_sequence import Replayed, SequenceTracker, Step, judge
 from perilune_gateway.feeds.turn_budget import TurnBudget
-from perilune_gateway.messages import ProtocolError
+from perilune_gateway.model import ProtocolError
+from perilune_gateway.model.kv_events import Batch
 
 log = logging.getLogger(__name__)
 

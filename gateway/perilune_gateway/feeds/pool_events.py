@@ -22,13 +22,12 @@ import zmq.asyncio
 
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_events import Batch, BlockStored
 from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
 from perilune_gateway.feeds.turn_budget import TurnBudget
 from perilune_gateway.model import Endpoint
-from perilune_gateway.parity import Parity, ParityCheck, Report
+from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
-from perilune_gateway.stats import EventStats
+from perilune_gateway.state.parity import Parity, ParityCheck, Report
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import Candidate, Cost, Load, RequestView
-from perilune_gateway.rows import Costs, addresses, find, loads, totals
+from perilune_gateway.routing.rows import Costs, addresses, find, loads, totals
 
 
 class Source(StrEnum):

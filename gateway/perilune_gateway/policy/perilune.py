@@ -34,7 +34,7 @@ from perilune_gateway.model import (
     RequestView,
 )
 from perilune_gateway.policy.cost import Seconds, all_seconds, cheapest, host_of, nearly_cheapest
-from perilune_gateway.rows import Costs, addresses
+from perilune_gateway.routing.rows import Costs, addresses
 
 _terms = attrgetter("terms")
 

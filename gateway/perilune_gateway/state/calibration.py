@@ -23,12 +23,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from perilune_gateway.stats import EndpointCalibration, RatioStats
-
 LOW, HIGH = 0.1, 30.0
 GAIN = 0.1
 HALF_LIFE_S = 600.0
 LEAST_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RatioStats:
+    """Observed / predicted seconds of something, averaged."""
+
+    ratio: float = 1.0
+    observations: int = 0
+    age_s: float = 0.0
+    """Since the last observation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointCalibration:
+    """What was learned of one endpoint."""
+
+    prefill: RatioStats = RatioStats()
+    ttft: RatioStats = RatioStats()
+    decode_s: float = 0.0
+    """Seconds that a request decodes; 0: unknown."""
+    sends: RatioStats = RatioStats()
+    """Transfers that others pulled from it."""
+    store: RatioStats = RatioStats()
+    """What it loaded from the shared store."""
 
 
 @dataclass(slots=True)

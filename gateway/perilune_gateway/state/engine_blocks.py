@@ -29,11 +29,11 @@ from typing import Any
 
 import msgspec
 
-from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.model import Tier
-from perilune_gateway.state.block_names import Names
+from perilune_gateway.model.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
+from perilune_gateway.state.prefix_index.block_names import Names
 
 STORE_MEDIUM = "cpu"
 """vLLM's MooncakeStoreConnector, lower case; it never announces a removal."""

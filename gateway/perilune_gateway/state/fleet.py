@@ -23,8 +23,7 @@ from msgspec import Struct
 
 from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
-from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.model import Endpoint, EngineMetrics, Load
 
 SUSPECT_S = 5.0
 """Without a metrics feed, an endpoint found dead is tried again after this."""

@@ -23,8 +23,7 @@ from math import inf
 
 from msgspec import Struct
 
-from perilune_gateway.identity import Identity, SessionKey
-from perilune_gateway.model import SessionView
+from perilune_gateway.model import Identity, SessionKey, SessionView
 
 _SORTING = 4
 """Going over a length costs as much as going over so many blocks."""

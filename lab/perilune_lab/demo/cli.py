@@ -32,7 +32,7 @@ from msgspec import UnsetType
 from rich.live import Live
 
 from perilune_api import pool
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.client import Load, run_load
 from perilune_lab.console import Console

@@ -21,7 +21,7 @@ import uvloop
 import zmq
 from aiohttp import web
 
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model.engine_model import H20_30B
 from perilune_lab.arguments import count, positive
 from perilune_lab.engine.events import Publisher
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace

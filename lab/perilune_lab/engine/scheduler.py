@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import inf
 
-from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.model.engine_model import EngineModel
 from perilune_lab.engine.kv_cache import Change, KvCache, Stored
 from perilune_lab.engine.request import Finish, Request
 from perilune_lab.engine.store import Store

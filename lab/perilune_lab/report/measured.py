@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.engine_model import EngineModel
-from perilune_gateway.model import MOVING, Reason
+from perilune_gateway.model import MOVING, EngineModel, Reason
 from perilune_lab.quantiles import mean
 from perilune_lab.report.document import (
     GOODPUT_TPOT_S,

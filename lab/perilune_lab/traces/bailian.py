@@ -32,7 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from perilune_api.pool import SpecError
-from perilune_gateway.engine_model import H20_30B, EngineModel
+from perilune_gateway.model import H20_30B, EngineModel
 from perilune_lab.traces.files import read_lines
 from perilune_lab.traces.model import Segment, Trace, Turn
 from perilune_lab.traces.recorded import recorded

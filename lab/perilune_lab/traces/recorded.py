@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from perilune_api.pool import SpecError
-from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.model import EngineModel
 from perilune_lab.traces.model import Session, Style, Trace, Turn
 from perilune_lab.traces.reuse import ideal_turn_s, reuse
 

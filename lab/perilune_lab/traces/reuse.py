@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from perilune_gateway.engine_model import EngineModel
+from perilune_gateway.model import EngineModel
 from perilune_lab.traces.model import Segment, Turn
 
 _ROOT = 0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from perilune_gateway.engine_model import H20_30B, EngineModel
+from perilune_gateway.model import H20_30B, EngineModel
 from perilune_lab.quantiles import mean, quantile
 from perilune_lab.traces.model import Trace, Turn
 from perilune_lab.traces.reuse import Reuse, reuse

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perilune_api.pool import PolicyParams, Routing, SpecError
-from perilune_gateway.admission import predict
-from perilune_gateway.deciding import decide
-from perilune_gateway.decision_log import Cut, Ended, Logged
-from perilune_gateway.dice import Dice
-from perilune_gateway.explain import DecisionRecord
-from perilune_gateway.model import Decision, NeedBody, Phase, Reason, Refusal, Verdict
+from perilune_gateway.model import Decision, DecisionRecord, NeedBody, Phase, Reason, Refusal, Verdict
+from perilune_gateway.observe.decision_log import Cut, Ended, Logged
 from perilune_gateway.policy import LIVE
 from perilune_gateway.policy.cost import seconds
+from perilune_gateway.routing.admission import predict
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.dice import Dice
 from perilune_lab.policy_arguments import changed
 
 RECORDED = "recorded"

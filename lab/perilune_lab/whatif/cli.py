@@ -24,7 +24,7 @@ from typing import IO
 import msgspec
 
 from perilune_api.pool import PolicyParams, SpecError
-from perilune_gateway.decision_log import read
+from perilune_gateway.observe.decision_log import read
 from perilune_gateway.policy import LIVE
 from perilune_lab.arguments import assignments, count, output
 from perilune_lab.console import Console

@@ -33,7 +33,7 @@ OptionalKey = Annotated[str, Meta(max_length=317, pattern=rf"^({_KEY})?$")]
 """The same, or empty."""
 _LEVEL = r"([A-Za-z_][A-Za-z0-9_.]*=)?(debug|info|warning|error)"
 LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]
-"""perilune_gateway.logs: level[,module=level…]."""
+"""perilune_gateway.observe.logs: level[,module=level…]."""
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 GatewayName = Annotated[str, Meta(max_length=244, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
 """Of an object; shorter by what a policy for it has behind its name."""

@@ -12,17 +12,15 @@ from msgspec import structs
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
 from perilune_api.pool import Limits, Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
-from perilune_gateway.deciding import decide
-from perilune_gateway.decision_log import SCHEMA, Cut, Ended, Logged, Writer, read
-from perilune_gateway.dice import Dice
-from perilune_gateway.explain import DecisionRecord, Ending, tenant_hash
-from perilune_gateway.identity import SessionKey
-from perilune_gateway.migration import Move, MoveReason
 from perilune_gateway.model import (
     Candidate,
     Cost,
     Decision,
+    DecisionRecord,
+    Ending,
     Location,
+    Move,
+    MoveReason,
     NeedBody,
     Outcome,
     Phase,
@@ -30,8 +28,13 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
     RequestView,
+    SessionKey,
+    tenant_hash,
 )
+from perilune_gateway.observe.decision_log import SCHEMA, Cut, Ended, Logged, Writer, read
 from perilune_gateway.policy import LIVE
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.dice import Dice
 
 POOL = Pool(
     Metadata("p", "n"),

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from routing_objects import candidate, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
-from perilune_gateway.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
-from perilune_gateway.explain import DecisionRecord, Decisions
-from perilune_gateway.model import Decision, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
+from perilune_gateway.observe.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
+from perilune_gateway.observe.decisions import Decisions
 
 POOL = Pool(Metadata("p"), Spec(Model("m")))
 

@@ -8,7 +8,7 @@ from perilune_api.pool import Topology
 from perilune_gateway.feeds import drained
 from perilune_gateway.feeds.drained import SILENT_S, answers, is_idle
 from perilune_gateway.feeds.kubernetes import KubernetesPool
-from perilune_gateway.identity import SessionKey
+from perilune_gateway.model import SessionKey
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.sessions import Sessions
 

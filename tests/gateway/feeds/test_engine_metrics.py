@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from perilune_gateway.feeds.engine_metrics import EngineMetrics, interval_s, parse, run
+from perilune_gateway.feeds.engine_metrics import interval_s, parse, run
+from perilune_gateway.model import EngineMetrics
 
 LABELS = ("engine", "model_name")
 HISTOGRAMS = [

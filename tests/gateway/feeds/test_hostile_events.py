@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from perilune_api.pool import Hashing
 from perilune_gateway.feeds.kv_events import Batch, decode
 from perilune_gateway.feeds.pool_events import EventSink
-from perilune_gateway.messages import ProtocolError
-from perilune_gateway.parity import ParityCheck
+from perilune_gateway.model import ProtocolError
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
 
 encode = msgspec.msgpack.Encoder().encode

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.feeds.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    decode,
-    live_frames,
-    replay_frames,
-)
-from perilune_gateway.messages import ProtocolError
+from perilune_gateway.feeds.kv_events import decode, live_frames, replay_frames
+from perilune_gateway.model import ProtocolError
+from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 pack = msgspec.msgpack.encode
 

@@ -6,16 +6,16 @@ from math import isnan
 import pytest
 
 from perilune_api.pool import Hashing, SpecError
-from perilune_gateway import blocks
 from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_events import Batch, BlockStored
+from perilune_gateway.feeds.kv_events import Batch
 from perilune_gateway.feeds.kv_feed import ResetCause
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import Endpoint
-from perilune_gateway.parity import Parity, ParityCheck
+from perilune_gateway.model.kv_events import BlockStored, EventStats
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
+from perilune_gateway.state.parity import Parity, ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.stats import EventStats
 
 OURS, OTHERS = Hashing(), Hashing(seed="7")
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, fleet, link, prefix, request
 
 from perilune_api.pool import PolicyParams
-from perilune_gateway.engine_model import H20_30B
-from perilune_gateway.model import Cost
+from perilune_gateway.model import H20_30B, Cost
 from perilune_gateway.policy.cost import (
     Source,
     lasting_turns,

@@ -14,9 +14,9 @@ from routing_objects import candidate, link, prefix, request, session
 
 from perilune_api.pool import ConductorArm, PolicyParams, Role
 from perilune_api.topology import Level
-from perilune_gateway.admission import engine_priority
 from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
 from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
+from perilune_gateway.routing.admission import engine_priority
 
 NAMES = "abcdef"
 links_strategy = st.dictionaries(

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.state.calibration import GAIN, HALF_LIFE_S, HIGH, LOW, Calibration, Ratio
-from perilune_gateway.stats import EndpointCalibration
+from perilune_gateway.state.calibration import (
+    GAIN,
+    HALF_LIFE_S,
+    HIGH,
+    LOW,
+    Calibration,
+    EndpointCalibration,
+    Ratio,
+)
 
 
 def test_nothing_observed_is_as_predicted() -> None:

@@ -1,8 +1,8 @@
 import pytest
 
-from perilune_gateway import blocks
-from perilune_gateway.feeds.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from perilune_gateway.model import Tier
+from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks, Unused
 from perilune_gateway.state.prefix_index import PrefixIndex
 

@@ -5,8 +5,7 @@ from routing_objects import endpoint
 
 from perilune_api.pool import NodePlace, Topology
 from perilune_api.topology import Level
-from perilune_gateway.feeds.engine_metrics import EngineMetrics
-from perilune_gateway.model import Endpoint, Load
+from perilune_gateway.model import Endpoint, EngineMetrics, Load
 from perilune_gateway.state.fleet import FRESH_S, SUSPECT_S, Fleet
 
 POOL = 10_000

@@ -3,8 +3,8 @@
 import pytest
 
 from perilune_api.pool import PolicyParams
-from perilune_gateway.migration import Move, MoveReason
-from perilune_gateway.state.moves import WINDOW_S, Moves
+from perilune_gateway.model import Move, MoveReason
+from perilune_gateway.moves.budget import WINDOW_S, Moves
 
 PARAMS = PolicyParams(migrations_per_minute=3, migration_link_bytes=1_000)
 

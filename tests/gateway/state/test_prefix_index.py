@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from perilune_gateway import blocks
 from perilune_gateway.model import Tier
+from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.prefix_index import FIRST, Matches, PrefixIndex
-from perilune_gateway.state.run_map import RunMap
-from perilune_gateway.state.runs import last
+from perilune_gateway.state.prefix_index.run_map import RunMap
+from perilune_gateway.state.prefix_index.runs import last
 
 DEVICE, HOST, STORE = Tier
 A, B, C, D, E = blocks.chain(range(5), 1, 0)

@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_gateway.identity import Identity, SessionKey
+from perilune_gateway.model import Identity, SessionKey
 from perilune_gateway.state.sessions import Session, Sessions
 
 A, B = SessionKey("t", "a"), SessionKey("t", "b")

@@ -5,8 +5,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.state.runs import Run
-from perilune_gateway.state.where import Where
+from perilune_gateway.state.prefix_index.runs import Run
+from perilune_gateway.state.prefix_index.where import Where
 
 RUNS = [Run(0.0) for _ in range(4)]
 rows = st.lists(st.integers(0, 90), min_size=1, max_size=20, unique=True)

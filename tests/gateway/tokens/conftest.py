@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from perilune_api.pool import Model
-from perilune_gateway.tokens import Tokenizer
+from perilune_gateway.request.tokens import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from datetime import datetime
 
 import pytest
 
-from perilune_gateway.tokens.chat_template import ChatTemplate, TemplateError, load
-from perilune_gateway.tokens.conversation import Conversation
+from perilune_gateway.request.tokens.chat_template import ChatTemplate, TemplateError, load
+from perilune_gateway.request.tokens.conversation import Conversation
 
 HI = {"role": "user", "content": "hi"}
 CHATML = """\

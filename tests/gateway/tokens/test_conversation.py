@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.openai import Api, ParsedRequest, parse
-from perilune_gateway.tokens.conversation import Conversation, ConversationError, as_sent, read
+from perilune_gateway.request.openai import Api, ParsedRequest, parse
+from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, as_sent, read
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 HI = {"role": "user", "content": "hi"}

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, pre_tokenizers, processors, trainers
 
-from perilune_gateway.tokens import encoder
-from perilune_gateway.tokens.encoder import Library, corpus, load, of
+from perilune_gateway.request.tokens import encoder
+from perilune_gateway.request.tokens.encoder import Library, corpus, load, of
 
 
 @pytest.fixture(scope="module")

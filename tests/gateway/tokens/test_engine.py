@@ -11,8 +11,8 @@ from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, request
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.tokens import Tokenizer, prompts
-from perilune_gateway.tokens.causes import Cause
+from perilune_gateway.request.tokens import Tokenizer, prompts
+from perilune_gateway.request.tokens.causes import Cause
 
 
 class Engine:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
 
-from perilune_gateway.tokens import encoder
-from perilune_gateway.tokens.cuts import cuts_of
-from perilune_gateway.tokens.encoder import Library
-from perilune_gateway.tokens.incremental import GRID as PLACES
-from perilune_gateway.tokens.incremental import MAX_ENDS, NODE_BYTES, IncrementalEncoder, Why
+from perilune_gateway.request.tokens import encoder
+from perilune_gateway.request.tokens.cuts import cuts_of
+from perilune_gateway.request.tokens.encoder import Library
+from perilune_gateway.request.tokens.incremental import GRID as PLACES
+from perilune_gateway.request.tokens.incremental import MAX_ENDS, NODE_BYTES, IncrementalEncoder, Why
 
 GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import models, pre_tokenizers, trainers
 
 from perilune_api.pool import Model
-from perilune_gateway.openai import ParsedRequest, parse
-from perilune_gateway.tokens import Tokenizer
-from perilune_gateway.tokens.metrics import TokenMetrics
+from perilune_gateway.request.openai import ParsedRequest, parse
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.metrics import TokenMetrics
 
 
 def scrape(tokenizer: Tokenizer) -> str:

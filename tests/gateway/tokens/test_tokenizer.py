@@ -11,9 +11,9 @@ from token_requests import CHAT, COMPLETIONS, HALF_EMOJI, HI, MESSAGES, PICTURE,
 
 from perilune_api.pool import Model, SpecError
 from perilune_gateway.model import Tokens, TokenSource
-from perilune_gateway.tokens import Tokenizer
-from perilune_gateway.tokens.causes import Cause
-from perilune_gateway.tokens.prompts import MEDIA_TOKENS, size_bytes
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.causes import Cause
+from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS, size_bytes
 
 
 @pytest.mark.parametrize("mode", ["auto", "engine", "estimate"])

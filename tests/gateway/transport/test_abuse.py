@@ -10,10 +10,9 @@ from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_api.pool import Limits
-from perilune_gateway.model import Outcome
-from perilune_gateway.transport import SERVERS, Transport
-from perilune_gateway.transport.h2 import server as h2_server
-from perilune_gateway.transport.h2.frames import (
+from perilune_gateway.extproc import SERVERS, Transport
+from perilune_gateway.extproc.h2 import server as h2_server
+from perilune_gateway.extproc.h2.frames import (
     END_HEADERS,
     END_STREAM,
     HEADER,
@@ -26,7 +25,8 @@ from perilune_gateway.transport.h2.frames import (
     number,
     settings,
 )
-from perilune_gateway.transport.service import Service
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.model import Outcome
 
 BLOCK = b"\x83\x86" + b"".join(
     literal(name, value)

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.transport.h2 import connection as h2
-from perilune_gateway.transport.h2 import frames, replies
-from perilune_gateway.transport.h2.connection import Connection
-from perilune_gateway.transport.h2.events import Ended, Message, Opened, Reset
-from perilune_gateway.transport.h2.frames import (
+from perilune_gateway.extproc.h2 import connection as h2
+from perilune_gateway.extproc.h2 import frames, replies
+from perilune_gateway.extproc.h2.connection import Connection
+from perilune_gateway.extproc.h2.events import Ended, Message, Opened, Reset
+from perilune_gateway.extproc.h2.frames import (
     ACK,
     END_HEADERS,
     END_STREAM,
@@ -28,7 +28,7 @@ from perilune_gateway.transport.h2.frames import (
     literal,
     number,
 )
-from perilune_gateway.transport.h2.replies import Status
+from perilune_gateway.extproc.h2.replies import Status
 
 BLOCK = b"\x83" + literal(b":path", b"/p")
 GREETING = PREFACE + frames.settings({})

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from perilune_gateway.exchange import Abort, Wait
-from perilune_gateway.transport.h2.server import ExtProc
-from perilune_gateway.transport.service import Step
+from perilune_gateway.extproc.exchange import Abort, Wait
+from perilune_gateway.extproc.h2.server import ExtProc
+from perilune_gateway.extproc.service import Step
 
 
 class Stream:

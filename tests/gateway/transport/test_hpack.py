@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.transport.h2.frames import Code, FrameError, literal
-from perilune_gateway.transport.h2.hpack import Decoder, huffman
+from perilune_gateway.extproc.h2.frames import Code, FrameError, literal
+from perilune_gateway.extproc.h2.hpack import Decoder, huffman
 
 GET = [(":method", "GET"), (":scheme", "http"), (":path", "/"), (":authority", "www.example.com")]
 GET_AGAIN = [*GET, ("cache-control", "no-cache")]

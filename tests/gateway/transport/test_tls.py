@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from perilune_api.pool import Limits, SpecError
 from perilune_gateway import main
-from perilune_gateway.transport import Transport, grpc_server, new_server
-from perilune_gateway.transport.service import Service
-from perilune_gateway.transport.tls import KeyPair
+from perilune_gateway.extproc import Transport, grpc_server, new_server
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.tls import KeyPair
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -8,9 +8,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, generate_latest
 
-from perilune_gateway.explain import DecisionRecord, summary
-from perilune_gateway.metrics import Metrics
-from perilune_gateway.model import Decision, Reason, RequestView
+from perilune_gateway.model import Decision, DecisionRecord, Reason, RequestView
+from perilune_gateway.observe.explain import summary
+from perilune_gateway.observe.metrics import Metrics
 from perilune_lab.demo.watch import Watch
 from perilune_lab.report import Scheduling
 

@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 from stepped_engine import SteppedEngine
 
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab.engine.kv_cache import Stored
 from perilune_lab.engine.request import Finish
 from perilune_lab.engine.scheduler import Limits

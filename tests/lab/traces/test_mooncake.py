@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab.traces import mooncake
 from perilune_lab.traces.model import Segment, Style
 from perilune_lab.traces.reuse import ideal_turn_s

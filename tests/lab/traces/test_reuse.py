@@ -1,6 +1,6 @@
 import pytest
 
-from perilune_gateway.engine_model import H20_30B
+from perilune_gateway.model import H20_30B
 from perilune_lab.traces.model import Segment, Turn
 from perilune_lab.traces.reuse import Reuse, ideal_decode_s, ideal_ttft_s, ideal_turn_s, reuse
 

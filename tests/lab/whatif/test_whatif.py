@@ -14,9 +14,18 @@ from rich.console import Console
 from routing_objects import PLAIN, candidate, fleet, request, session
 
 from perilune_api.pool import Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
-from perilune_gateway.decision_log import Logged, Writer
-from perilune_gateway.explain import DecisionRecord, Ending
-from perilune_gateway.model import Candidate, Decision, Outcome, Phase, Reason, Refusal, RefuseReason
+from perilune_gateway.model import (
+    Candidate,
+    Decision,
+    DecisionRecord,
+    Ending,
+    Outcome,
+    Phase,
+    Reason,
+    Refusal,
+    RefuseReason,
+)
+from perilune_gateway.observe.decision_log import Logged, Writer
 from perilune_gateway.policy import LIVE
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf

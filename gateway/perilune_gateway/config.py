@@ -1,0 +1,153 @@
+"""The command line of perilune-gateway: words → checked values. Opens nothing but the key pair."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+
+from perilune_api.pool import SpecError
+from perilune_gateway.extproc import Transport
+from perilune_gateway.extproc.tls import KeyPair
+from perilune_gateway.observe import decision_log, logs
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Leaves the process with status 2, and says why, where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="perilune-gateway",
+        description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
+        epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.observe=debug",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--pool", type=Path, metavar="FILE", help="pool document, read again when it changes")
+    source.add_argument(
+        "--kubernetes",
+        type=_object_name,
+        metavar="NAMESPACE/NAME",
+        help="the pool of that name, watched through the Kubernetes API",
+    )
+    parser.add_argument(
+        "--listen",
+        type=_address,
+        default="127.0.0.1:9002",
+        metavar="IP:PORT",
+        help="ext_proc and gRPC health (default %(default)s; port 0: any)",
+    )
+    parser.add_argument(
+        "--admin",
+        type=_address,
+        default="127.0.0.1:9003",
+        metavar="IP:PORT",
+        help="metrics and explanations over HTTP; says session ids, so keep it private (default %(default)s)",
+    )
+    parser.add_argument(
+        "--transport",
+        type=Transport,
+        choices=tuple(Transport),
+        default=Transport.H2,
+        help="who serves ext_proc: h2, a lean HTTP/2 server for a trusted Envoy at a sixth of the CPU, or"
+        " grpc's own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
+    )
+    tls = parser.add_argument_group("TLS towards Envoy", "with --transport grpc; renewed files are taken up")
+    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
+    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM, without password")
+    parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of Envoy's"
+        " health checks and 1 s, its update_merge_window; in Kubernetes preStop does it (%(default)s)",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="after that, how long running answers may take to end (default %(default)s)",
+    )
+    parser.add_argument(
+        "--conformance",
+        action="store_true",
+        help="honour the test header test-epp-endpoint-selection; never in production",
+    )
+    parser.add_argument("--seed", type=int, help="dice of the policies, for repeatable runs")
+    log_file = parser.add_argument_group("decision log", "docs/decision-log.md; perilune whatif reads it")
+    log_file.add_argument(
+        "--decision-log", type=Path, metavar="FILE", help="write every decision there, as JSON lines"
+    )
+    log_file.add_argument(
+        "--decision-log-max-bytes",
+        type=_whole,
+        default=decision_log.MAX_BYTES,
+        metavar="N",
+        help="a larger file is renamed FILE.1, the one before it FILE.2 … (default %(default)s)",
+    )
+    log_file.add_argument(
+        "--decision-log-keep",
+        type=_whole,
+        default=decision_log.KEEP,
+        metavar="N",
+        help="how many of those stay (default %(default)s)",
+    )
+    parser.add_argument(
+        "--log-level",
+        type=_levels,
+        default="info",
+        metavar="LEVELS",
+        help="level[,module=level…] (default %(default)s)",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
+    parser.add_argument("--version", action="version", version=f"perilune {version('perilune')}")
+    args = parser.parse_args(argv)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        parser.error("--tls-cert and --tls-key go together")
+    try:
+        args.key_pair = KeyPair(args.tls_cert, args.tls_key) if args.tls_cert else None
+        if args.key_pair and args.transport is not Transport.GRPC:
+            parser.error("TLS needs --transport grpc")
+    except SpecError as error:
+        parser.error(str(error))
+    return args
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    known = port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65_536
+    if not (host and colon and known):
+        raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _object_name(text: str) -> tuple[str, str]:
+    namespace, slash, name = text.partition("/")
+    if not (namespace and slash and name) or "/" in name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAMESPACE/NAME")
+    return namespace, name
+
+
+def _levels(text: str) -> str:
+    try:
+        logs.levels(text)
+    except SpecError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

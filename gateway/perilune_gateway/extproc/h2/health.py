@@ -1,0 +1,132 @@
+"""gRPC health (grpc.health.v1) as calls of the HTTP/2 server: Check answers once, Watch with every change.
+
+The states are those of the gRPC server's servicer: `liveness` serves from `start` to `stop`, all others
+while ready; a service that is not known is NOT_FOUND to Check and SERVICE_UNKNOWN to Watch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+
+from perilune_api.names import HEALTH_SERVICES, LIVENESS
+from perilune_gateway.extproc.h2.replies import Status
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Link(Protocol):
+    """server.Link, as far as these calls need it."""
+
+    def send(self, stream: int, raw: bytes) -> None: ...
+    def handled(self, stream: int, size_bytes: int) -> None: ...
+    def finish(self, stream: int, status: Status = ..., message: str = ...) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Health:
+    """What is said of each service, and who wants to know."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, Any] = {}
+        self._watches: set[HealthWatch] = set()
+
+    def start(self) -> None:
+        self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING) | {LIVENESS: SERVING})
+
+    def set_ready(self, ready: bool) -> None:
+        self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
+
+    def stop(self) -> None:
+        """Ends the watches too: they would keep a drain waiting."""
+        self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
+        for watch in list(self._watches):
+            watch.finish()
+
+    def says(self, service: str) -> Any:
+        """None: not known."""
+        return self._said.get(service)
+
+    def watch(self, watch: HealthWatch) -> None:
+        self._watches.add(watch)
+
+    def forget(self, watch: HealthWatch) -> None:
+        self._watches.discard(watch)
+
+    def _set(self, said: dict[str, Any]) -> None:
+        self._said = said
+        for watch in list(self._watches):
+            watch.tell()
+
+
+class HealthCheck:
+    def __init__(self, health: Health, link: Link, number: int) -> None:
+        self._health, self._link, self._number = health, link, number
+
+    def message(self, raw: bytes) -> None:
+        service = _service(raw)
+        status = None if service is None else self._health.says(service)
+        if service is None:
+            self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
+        elif status is None:
+            self._link.finish(self._number, Status.NOT_FOUND, "unknown service")
+        else:
+            self._link.send(self._number, _response(status))
+            self._link.finish(self._number)
+
+    def ended(self) -> None:
+        self._link.finish(self._number, Status.INTERNAL, "no request")
+
+    def closed(self) -> None:
+        pass
+
+
+class HealthWatch:
+    def __init__(self, health: Health, link: Link, number: int) -> None:
+        self._health, self._link, self._number = health, link, number
+        self._service: str | None = None
+        self._told: Any = None
+
+    def message(self, raw: bytes) -> None:
+        self._link.handled(self._number, len(raw))
+        self._service = _service(raw)
+        if self._service is None:
+            self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
+        else:
+            self._health.watch(self)
+            self.tell()
+
+    def tell(self) -> None:
+        """Say it, where it has changed."""
+        assert self._service is not None
+        status = self._health.says(self._service)
+        status = SERVICE_UNKNOWN if status is None else status
+        if status != self._told:
+            self._told = status
+            self._link.send(self._number, _response(status))
+            self._link.flush()
+
+    def finish(self) -> None:
+        self._link.finish(self._number)
+        self._link.flush()
+
+    def ended(self) -> None:
+        """A watch is one request: its end means nothing."""
+
+    def closed(self) -> None:
+        self._health.forget(self)
+
+
+def _service(raw: bytes) -> str | None:
+    try:
+        return str(health_pb2.HealthCheckRequest.FromString(raw).service)
+    except DecodeError:
+        return None
+
+
+def _response(status: Any) -> bytes:
+    return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())

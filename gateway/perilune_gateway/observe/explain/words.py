@@ -1,0 +1,92 @@
+"""A decision in one line of plain English.
+
+    10.0.0.2:8000 because it is the session's host (hot: no): 33,200 of 33,600 prompt tokens cached there; …
+
+The reason's words (`BECAUSE`), then the numbers that a reader asks for next, then who was not considered and
+who served instead. Costs 30 µs, so the router asks only when its log shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from perilune_gateway.model import Decision, DecisionRecord, Phase, Reason, Refusal, TokenSource
+from perilune_gateway.observe.explain.expectation import expected
+from perilune_gateway.routing.rows import find
+
+BECAUSE: Mapping[Reason, str] = {
+    Reason.ROUND_ROBIN: "it is next in turn",
+    Reason.RANDOM: "the dice fell so",
+    Reason.LEAST_LOADED: "it has the fewest pending prefill tokens",
+    Reason.POWER_OF_TWO: "it is the less loaded of two drawn at random",
+    Reason.COLD: "the session has no host yet and its cost is the lowest",
+    Reason.HOST: "it is the session's host",
+    Reason.MOVED: "the session moves here from {moved_from}, {why}",
+    Reason.HOT_COOLDOWN: "it is the session's host ({why}, but the session moved too recently)",
+    Reason.HOT_NOWHERE: "it is the session's host (hot: yes, but no endpoint with KV room has less pending)",
+    Reason.PASS_THROUGH: "the request is not one for the model, so any ready endpoint may take it",
+    Reason.FORCED: "the conformance header names it",
+    Reason.LOWEST_COST: "its cost is the lowest",
+    Reason.SAMPLED: "the dice, weighted by cost, fell so",
+    Reason.CACHE_NODE: "it holds the prefix and has the shortest queue of those that do",
+    Reason.NEAR_CACHE: "no holder of the prefix will do and it is near one, by distance and queue",
+    Reason.NO_CACHE: "nothing worth using is cached and it is the least loaded",
+    Reason.CACHE_AWARE: "its predicted time to the first token is the lowest",
+    Reason.CACHE_BALANCING: "its predicted time to the first token is the lowest with the prefix pulled",
+    Reason.NOT_WORTH: "it is the session's host; another is cheaper, but not by enough to move",
+    Reason.SPLIT: "it decodes, and the prefill runs elsewhere",
+    Reason.PLANNED: "the planner moves the session here from {moved_from} ({trigger})",
+    Reason.REPLICA: "the planner wants a copy of its prefix here too",
+}
+
+
+def sentence(record: DecisionRecord) -> str:
+    """The decision in one line of plain English."""
+    if isinstance(record.verdict, Refusal):
+        refusal = record.verdict
+        return _line(f"refused with {refusal.status} {refusal.reason.value}: {refusal.message}", record)
+    decision = record.verdict
+    why = f"{decision.target} because {_because(decision, record)}"
+    if decision.reason in (Reason.PASS_THROUGH, Reason.FORCED):
+        return _line(why, record)
+    about = "~" if record.token_source is TokenSource.ESTIMATE else ""
+    where = f"cached there or at {decision.replicate_from}" if decision.replicate_from else "cached there"
+    facts = [f"{record.cached_tokens:,} of {about}{record.prompt_tokens:,} prompt tokens {where}"]
+    if (chosen := record.chosen) is not None:
+        load = chosen.load
+        facts.append(
+            f"{load.pending_prefill_tokens:,} tokens ({load.pending_prefill_s:.2f} s) queued before it"
+        )
+        after_s = expected(chosen, record.view, record.verdict).ttft_s
+        facts.append(f"first token expected after {after_s:.2f} s")
+    if record.phase is Phase.HEADERS:
+        facts.append("decided without the body")
+    return _line(f"{why}: {'; '.join(facts)}", record)
+
+
+def _because(decision: Decision, record: DecisionRecord) -> str:
+    """The reason's words, as true as the facts allow."""
+    session = record.view.session
+    if decision.reason is Reason.COLD and session and session.host:
+        return f"the session's host {session.host} may not be chosen and its cost is the lowest"
+    if decision.reason is Reason.HOST and record.policy == "ear":
+        return f"{BECAUSE[Reason.HOST]} (hot: no)"
+    trigger = decision.move.reason.value if decision.move else ""
+    host = find(record.candidates, decision.moved_from or decision.target)
+    if host is not None and host.draining:
+        why = "which drains"
+    else:
+        why = "which is hot" if record.policy == "ear" else "which costs more"
+    return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger, why=why)
+
+
+def _line(text: str, record: DecisionRecord) -> str:
+    """Append what else is worth a word: exclusions and the end."""
+    if record.excluded:
+        checks = ", ".join(f"{address} ({check})" for address, check in list(record.excluded.items())[:3])
+        more = len(record.excluded) - 3
+        text += f"; not considered: {checks}" + (f" and {more} more" if more > 0 else "")
+    ending = record.ending
+    if ending is not None and ending.served and ending.served != record.target:
+        text += f"; served by fallback {ending.served}"
+    return text + "."

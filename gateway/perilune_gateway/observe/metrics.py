@@ -1,0 +1,354 @@
+"""The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
+
+Decisions are counted some together, into dicts; these, and that of ends, are emptied into the counters when a
+scrape begins: about 3 µs for a request decided from its headers. What *is* (load, index,
+feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what the tokenizer
+did (tokens/metrics.py): requests pay nothing.
+
+Labels come from enums, policy names and endpoint addresses, never from what a client sent.
+
+Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
+token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
+among others), node load by endpoint and role = perilune_endpoint_*, cache migrations =
+perilune_migrations_total.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
+from itertools import accumulate
+from math import inf
+from typing import Protocol
+
+import prometheus_client as prometheus
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
+
+from perilune_gateway.model import (
+    Decision,
+    DecisionRecord,
+    Outcome,
+    Phase,
+    Reason,
+    RefuseReason,
+    Step,
+    TokenSource,
+)
+from perilune_gateway.observe import snapshot_metrics
+from perilune_gateway.observe.stats import Snapshot
+
+SCHEDULING_BUCKETS_S = (
+    *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
+    *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
+)
+AT_ONCE = 16
+"""Decisions that wait to be counted, at most."""
+LEFT = "left"
+"""Stands for all endpoints that have left the pool."""
+
+
+class Affinity(StrEnum):
+    """What a decision did with its session's host."""
+
+    HIT = "hit"
+    """The request went to the session's host."""
+    MOVED = "moved"
+    """The policy moved the session."""
+    LEFT = "left"
+    """Another endpoint without a move: the host is gone or draining, or the policy knows no sessions."""
+    NEW = "new"
+    """The session had no host yet."""
+
+
+class Window:
+    """Sums of (part, whole) over about the last `seconds`: a ring of slots, each overwritten when it is due.
+
+    Time is an argument; reading changes nothing.
+    """
+
+    def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:
+        self._slot_s = seconds / slots
+        self._ages = [-1] * slots
+        self._parts = [0.0] * slots
+        self._wholes = [0.0] * slots
+
+    def add(self, part: float, whole: float, now: float) -> None:
+        age = int(now / self._slot_s)
+        slot = age % len(self._ages)
+        if self._ages[slot] != age:
+            self._ages[slot] = age
+            self._parts[slot] = self._wholes[slot] = 0.0
+        self._parts[slot] += part
+        self._wholes[slot] += whole
+
+    def ratio(self, now: float) -> float | None:
+        """None: nothing was added in the window."""
+        oldest = int(now / self._slot_s) - len(self._ages) + 1
+        live = [i for i, age in enumerate(self._ages) if age >= oldest]
+        whole = sum(self._wholes[i] for i in live)
+        return sum(self._parts[i] for i in live) / whole if whole else None
+
+
+class Distribution:
+    """A histogram's counts: a quarter of the cost of prometheus_client's."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: upper ends of the buckets, ascending."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, values: Iterable[float]) -> None:
+        for value in values:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self.sum += value
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """(upper end, how many are not above it)."""
+        ends = [floatToGoString(bound) for bound in (*self._bounds, inf)]  # type: ignore[no-untyped-call]
+        return list(zip(ends, accumulate(self._counts), strict=True))
+
+
+_Kind = tuple[str, Reason, Phase, str, TokenSource, Affinity | None]
+"""Policy, reason, phase, target, where the token count comes from, what came of the session's host."""
+
+
+class _Alike(Struct, gc=False):
+    """Decisions of one kind."""
+
+    count: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class StreamCounts(Protocol):
+    """transport.Service, as far as a scrape reads it."""
+
+    streams_open: int
+    streams_total: int
+    body_bytes_received: int
+    protocol_errors: int
+    failures: int
+    late_tokens: int
+
+
+class Metrics:
+    """What the router and the feeds report, and what a scrape reads."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = registry
+        registry.register(_Emptied(self))  # the first, so that all others are up to date
+        self._clock = clock
+        self._uncounted: list[tuple[DecisionRecord, float]] = []
+        """And when they were taken."""
+        self._alike: dict[_Kind, _Alike] = {}
+        self._ended: Counter[tuple[str, Outcome]] = Counter()
+        """Decisions by kind, and requests that ended by endpoint and outcome, since the last scrape."""
+        self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
+        self._left: set[str] = set()
+        """Endpoints that are out of the pool, where requests may still be in flight."""
+        self._window = Window()
+        self._snapshot: Callable[[], Snapshot] | None = None
+        self._streams: StreamCounts | None = None
+
+        def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
+            return prometheus.Counter(f"perilune_{name}", text, labels, registry=registry)
+
+        # Decisions
+        self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
+        refusals = counter("refusals", "Requests answered with an error instead of an endpoint.", "reason")
+        sources = counter("token_counts", "Prompts by where their token count came from.", "source")
+
+        # Cache and sessions
+        self._prompt = counter("prompt_tokens", "Prompt tokens sent to an endpoint.", "endpoint")
+        self._cached = counter(
+            "predicted_cached_tokens", "Of these, tokens predicted to be in its KV cache.", "endpoint"
+        )
+        affinity = counter("session_requests", "Requests of sessions, by what came of the host.", "affinity")
+        self._migrations = counter("migrations", "Sessions moved to another endpoint because that pays.")
+
+        # Ends, scrapes, the build
+        self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
+        self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
+        self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
+
+        # Children of enum labels exist from the start: a rate() over a series that appears late is wrong.
+        self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
+        self._sources = {source: sources.labels(source.value) for source in TokenSource}
+        self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
+        registry.register(_Mirror(self))
+
+    # What happens
+
+    def decided(self, record: DecisionRecord) -> None:
+        """Count one decision or refusal, soon."""
+        self._uncounted.append((record, self._clock()))
+        if len(self._uncounted) >= AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        """Many at once, which the CPU's caches make cheaper than each when it comes."""
+        uncounted, self._uncounted = self._uncounted, []
+        for step, seconds in self._seconds.items():
+            seconds.observe([r.timings_us[step] * 1e-6 for r, _ in uncounted if step in r.timings_us])
+        for record, now in uncounted:
+            self._counted(record, now)
+
+    def _counted(self, record: DecisionRecord, now: float) -> None:
+        verdict, view = record.verdict, record.view
+        if not isinstance(verdict, Decision):
+            self.refused(verdict.reason)
+            return
+        affinity = None if view.session is None else affinity_of(view.session.host, verdict)
+        kind = (record.policy, verdict.reason, view.phase, verdict.target, view.token_source, affinity)
+        alike = self._alike.get(kind) or self._alike.setdefault(kind, _Alike())
+        alike.count += 1
+        alike.prompt_tokens += view.prompt_tokens
+        alike.cached_tokens += record.cached_tokens
+        if verdict.reason is not Reason.PASS_THROUGH:
+            self._window.add(record.cached_tokens, view.prompt_tokens, now)
+        if verdict.moved_from:
+            self._migrations.inc()
+
+    def refused(self, reason: RefuseReason) -> None:
+        """Count one refusal."""
+        self._refusals[reason].inc()
+
+    def ended(self, endpoint: str, outcome: Outcome) -> None:
+        """Count the end of a request, under the endpoint that served it."""
+        self._ended[endpoint, outcome] += 1
+
+    def scrape_failed(self, endpoint: str) -> None:
+        self._scrape_errors.labels(endpoint).inc()
+
+    def empty(self) -> None:
+        """The counters get what was counted since the last time."""
+        self._count()
+        decisions, self._alike = self._alike, {}
+        for (policy, reason, phase, target, source, affinity), alike in decisions.items():
+            self._left.discard(target)
+            self._decisions.labels(policy, reason, phase).inc(alike.count)
+            if reason is Reason.PASS_THROUGH:
+                continue
+            self._prompt.labels(target).inc(alike.prompt_tokens)
+            self._cached.labels(target).inc(alike.cached_tokens)
+            self._sources[source].inc(alike.count)
+            if affinity is not None:
+                self._affinity[affinity].inc(alike.count)
+        ended, self._ended = self._ended, Counter()
+        for (endpoint, outcome), count in ended.items():
+            self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc(count)
+
+    # What is
+
+    def describe(self, version: str, policy: str) -> None:
+        self._info.info({"version": version, "policy": policy})
+
+    def mirror(self, snapshot: Callable[[], Snapshot]) -> None:
+        """From now on a scrape shows what this function returns."""
+        self._snapshot = snapshot
+
+    def count_streams(self, streams: StreamCounts) -> None:
+        """From now on a scrape shows these counts too."""
+        self._streams = streams
+
+    def hit_ratio(self) -> float | None:
+        """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
+        self._count()
+        return self._window.ratio(self._clock())
+
+    def forget(self, endpoint: str) -> None:
+        """Drop the series of an endpoint that has left the pool. What ends there afterwards counts as LEFT's:
+        else every pod that ever was would have its series again."""
+        self.empty()
+        self._left.add(endpoint)
+        for counter in (self._prompt, self._cached, self._scrape_errors):
+            counter.remove(endpoint)
+        for outcome in Outcome:
+            self._requests.remove(endpoint, outcome)
+
+    def scheduling(self) -> HistogramMetricFamily:
+        self._count()
+        found = HistogramMetricFamily(
+            "perilune_scheduling_seconds",
+            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
+            labels=("step",),
+        )
+        for step, seconds in self._seconds.items():
+            found.add_metric((step.value,), seconds.cumulated(), seconds.sum)
+        return found
+
+    def streams(self) -> Iterator[Metric]:
+        streams = self._streams
+        if streams is None:
+            return
+        yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
+        for name, text, field in STREAM_COUNTERS:
+            yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
+
+    def snapshot(self) -> Snapshot | None:
+        return self._snapshot() if self._snapshot else None
+
+
+def affinity_of(host: str, decision: Decision) -> Affinity:
+    """What `decision` did with a session bound to `host` (empty: to none)."""
+    if not host:
+        return Affinity.NEW
+    if decision.target == host:
+        return Affinity.HIT
+    return Affinity.MOVED if decision.moved_from else Affinity.LEFT
+
+
+STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("streams", "Envoy streams opened.", "streams_total"),
+    ("body_received_bytes", "Request body bytes that reached the gateway.", "body_bytes_received"),
+    ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
+    ("stream_failures", "Streams ended by a bug of this gateway.", "failures"),
+    ("late_tokens", "Prompts routed by their bytes, since their tokens came too late.", "late_tokens"),
+)
+"""perilune_<name>_total, and its field of StreamCounts."""
+
+
+class _Emptied:
+    """Yields nothing: what was counted goes into the counters."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        self._metrics.empty()
+        return iter(())
+
+
+class _Mirror:
+    """What is read at scrape time."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: registering must not take a snapshot."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metrics.scheduling()
+        ratio = self._metrics.hit_ratio()
+        hit = GaugeMetricFamily(
+            "perilune_cache_hit_ratio",
+            "Predicted cached tokens / prompt tokens over the last minute; absent without prompts.",
+        )
+        if ratio is not None:
+            hit.add_metric((), ratio)
+        yield hit
+        yield from self._metrics.streams()
+        if (snapshot := self._metrics.snapshot()) is not None:
+            yield from snapshot_metrics.families(snapshot)

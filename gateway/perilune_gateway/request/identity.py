@@ -1,0 +1,90 @@
+"""Whose request it is: tenant, session, parent session, and whether it is the last turn.
+
+Headers come first, so that the answer is the same with and without the body:
+
+1. the pool's own session headers, then the well-known ones (names.SESSION_HEADERS), then the cookie;
+   a sub-agent (`x-claude-code-agent-id`) is a session of its own, whose parent is the session;
+2. the body's `session_id`, then `user` where the pool says so;
+3. nothing: the router then infers, see state/sessions.py.
+
+A session id is a name that a client chose, no authority: it is looked up under (tenant, id), tenant being a
+configured header or a hash of the Authorization value. Ids over 256 characters are replaced by a hash.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from http.cookies import CookieError, SimpleCookie
+
+from xxhash import xxh3_128_hexdigest
+
+from perilune_api import names
+from perilune_api.pool import SessionKeys
+from perilune_gateway.model import Identity
+
+_new = tuple.__new__
+"""A third of a named tuple's own constructor."""
+MAX_ID = 256
+_SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
+"""Most requests carry none of these."""
+
+
+def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
+    """`headers` by lower-case name."""
+    session_id = _first(headers, _session_headers(keys.headers))
+    if keys.cookie and not session_id:
+        session_id = _cookie(headers, keys.cookie)
+    if _SPECIAL.isdisjoint(headers):
+        return _new(Identity, (_tenant(headers, keys.tenant_header), _bounded(session_id), "", False, False))
+    parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
+    agent = headers.get(names.SUB_AGENT_HEADER, "")
+    if agent and session_id:
+        parent_id = f"{session_id}/{parent_id}" if parent_id else session_id
+        session_id = f"{session_id}/{agent}"
+    final = any(headers.get(name, "").lower() == "true" for name in names.FINAL_TURN_HEADERS)
+    return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id), _bounded(parent_id), final)
+
+
+def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys) -> Identity:
+    """The body's word counts only where the headers were silent."""
+    told = session_id or (user if keys.body_user else "")
+    if identity.session_id or not told:
+        return identity
+    return named(identity, _bounded(told))
+
+
+def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
+    """With that session."""
+    return _new(Identity, (identity[0], session_id, identity[2], identity[3], inferred))
+
+
+@lru_cache(maxsize=16)
+def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
+    """In lower case."""
+    return tuple(name.lower() for name in (*own, *names.SESSION_HEADERS))
+
+
+def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
+    return next(filter(None, map(headers.get, wanted)), "")
+
+
+def _cookie(headers: Mapping[str, str], name: str) -> str:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""
+
+
+def _tenant(headers: Mapping[str, str], tenant_header: str) -> str:
+    if tenant_header:
+        return _bounded(headers.get(tenant_header.lower(), ""))
+    authorization = headers.get("authorization", "")
+    return _digest(authorization) if authorization else ""
+
+
+def _bounded(value: str) -> str:
+    return value if len(value) <= MAX_ID else _digest(value)
+
+
+def _digest(value: str) -> str:
+    return xxh3_128_hexdigest(value.encode(errors="surrogatepass"))

@@ -1,0 +1,215 @@
+"""A folder's tokenizer.json → `Encoder`: text to token ids, by fastokens where its ids are equal.
+
+1. Load the file with `tokenizers`, which is the reference: what it does is what the engines do.
+2. Load it with fastokens too, and encode a fixed corpus with both: prose, code, runs of white space, scripts
+   and emoji, bytes read as text, the model's own added tokens and look-alikes of them.
+3. All ids equal: fastokens, and the reference is dropped. Any difference or error: the reference.
+4. Learn which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
+
+Costs: 20–60 ms besides the two loads, once (fastokens' first call compiles its patterns). Encoding: fastokens
+2–40 ns a byte (words seen before, or not), and it keeps at most some 250 MiB of words, but takes 48 bytes for
+each byte of the longest (`prompts.too_much` bounds that); tokenizers 250–350 ns.
+Both release the GIL. The self-test is a sample, not a proof: what an engine announces is compared all the
+time (parity.py).
+"""
+
+import json
+import logging
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tokenizers import Tokenizer as Reference
+
+from perilune_gateway.request.tokens.cuts import Cuts, cuts_of
+
+log = logging.getLogger(__name__)
+
+Ids: TypeAlias = "array[int]"
+"""Token ids, typecode "I"."""
+
+MAX_TESTED_TOKENS = 400
+"""Added tokens that the self-test writes; some models have thousands, alike."""
+
+
+class Library(StrEnum):
+    """What encodes: metric label, log field."""
+
+    FASTOKENS = "fastokens"
+    TOKENIZERS = "tokenizers"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """One model's tokenizer."""
+
+    library: Library
+    why: str
+    """Why it is not fastokens; empty: it is."""
+    plain: Callable[[str], Ids]
+    """Ids of a text, nothing around them. Raises whatever the library raises, its panics too, which are no
+    Exceptions; UnicodeEncodeError for half a surrogate pair."""
+    around: tuple[Ids, Ids] | None
+    """Ids that `add_special_tokens` puts before and after a text; None: it does something else."""
+    special: Callable[[str], Ids]
+    """As `plain`, with what `add_special_tokens` adds."""
+    cuts: Cuts
+
+
+def load(folder: Path, template: str = "") -> Encoder:
+    """The folder's tokenizer. `template`: the source of its chat template, for the choice of cuts.
+
+    Raises OSError, ValueError, and plain Exception for a file that tokenizers does not take.
+    """
+    return of((folder / "tokenizer.json").read_text(encoding="utf-8"), template)
+
+
+def of(text: str, template: str = "") -> Encoder:
+    """The tokenizer that a tokenizer.json's text describes; see `load`."""
+    spec = json.loads(text)
+    if not isinstance(spec, dict):
+        raise ValueError("tokenizer.json is no JSON object")
+    reference = _reference(text)
+    encode, library, why = reference, Library.TOKENIZERS, ""
+    fast = _fast(text)
+    if isinstance(fast, str):
+        why = fast
+    elif not (why := _first_difference(reference, fast, corpus(spec))):
+        encode, library = fast, Library.FASTOKENS
+    log.info("tokenizer library=%s%s", library, f" why={why}" if why else "")
+    return Encoder(
+        library,
+        why,
+        lambda prompt: encode(prompt, False),
+        _around(encode),
+        lambda prompt: encode(prompt, True),
+        cuts_of(spec, template),
+    )
+
+
+_Encode = Callable[[str, bool], Ids]
+"""Text, whether special tokens are added → ids."""
+
+
+def _reference(text: str) -> _Encode:
+    tokenizer = Reference.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(prompt: str, special: bool) -> Ids:
+        return array("I", tokenizer.encode_batch_fast([prompt], add_special_tokens=special)[0].ids)
+
+    return encode
+
+
+def _fast(text: str) -> _Encode | str:
+    """fastokens, or why it cannot be had."""
+    try:
+        from fastokens import Tokenizer  # type: ignore[import-untyped]
+    except ImportError as error:
+        return f"not installed: {error}"
+    try:
+        tokenizer = Tokenizer.from_json_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # Rust's panics are no Exceptions
+        return f"does not load: {error}"
+
+    def encode(prompt: str, special: bool) -> Ids:
+        flat, _ = tokenizer.encode_batch_flat([prompt], add_special_tokens=special)
+        return array("I", flat)
+
+    return encode
+
+
+def _first_difference(reference: _Encode, fast: _Encode, texts: Sequence[str]) -> str:
+    """Where the two do not agree; empty: nowhere."""
+    for text in texts:
+        for special in (False, True):
+            expected = reference(text, special)
+            try:
+                ids = fast(text, special)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                return f"fails on {text[:40]!r}: {error}"
+            if ids != expected:
+                at = next(
+                    (i for i, pair in enumerate(zip(ids, expected, strict=False)) if pair[0] != pair[1]), 0
+                )
+                return f"other ids for {text[:40]!r}, from token {at}"
+    return ""
+
+
+def _around(encode: _Encode) -> tuple[Ids, Ids] | None:
+    """What the post-processor puts before and after a text, if for three texts it is the same."""
+    found = {_wrapping(encode(text, False), encode(text, True)) for text in ("hello", "a b", "\n1")}
+    only = found.pop()
+    if found or only is None:
+        return None
+    return array("I", only[0]), array("I", only[1])
+
+
+def _wrapping(inner: Ids, outer: Ids) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """What is before and after `inner` in `outer`; None: not once in it."""
+    n = len(inner)
+    at = [i for i in range(len(outer) - n + 1) if outer[i : i + n] == inner]
+    return (tuple(outer[: at[0]]), tuple(outer[at[0] + n :])) if len(at) == 1 else None
+
+
+# The self-test's texts.
+
+_PROSE = """\
+It's the reader's turn: they'll say "I'd rather not", won't they? We've 1,234.56 reasons, 100% of 2³ – and
+THAT'S NOT ALL, he’s “quoted” — naïve café, Straße, ǅ, ﬁ, Ⅷ, ½.
+e\u0301 vs é; A\u030a, o\u0308\u0304, q\u0323\u0307.
+"""
+_CODE = """\
+def f(x: int = 0x_FF) -> dict[str, list[int]]:\n\treturn {"a\\n": [*range(10**3)]}  # TODO(b/12): fix\n\n\n
+  if (a&&b||!c) { return x?.y ?? z[0]->w::<T>(); }\r\n\r\n/* <div class="x">&nbsp;</div> */  $HOME/../.env
+{"id":"call_9aF","arguments":"{\\"path\\": \\"/usr/lib\\"}"}\n```json\n[1.0e-9, null, true]\n```
+@@ -1,7 +1,9 @@
+"""
+_SCRIPTS = """\
+漢字かな交じり文。カタカナ、ﾊﾝｶｸ。한국어 문장입니다. 中文,全角！
+Ελληνικά Русский язык עברית العربية ١٢٣ हिन्दी ไทย
+👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇫🇷 ❤️ \u200b\u200d\ufeff\u00ad\u2028\u2029\u0085 𝔘𝔫𝔦 𐍈 \U0010ffff \ufffd
+"""
+
+
+def corpus(spec: dict[str, Any]) -> list[str]:
+    """The self-test's texts, the same for the same tokenizer.json."""
+    dice = random.Random(0)
+    raw = dice.randbytes(4096)
+    runs = "".join(dice.choice(" \t\n\r\u00a0\u3000a1.") * dice.randrange(1, 40) for _ in range(200))
+    points = "".join(
+        chr(point) for _ in range(2000) if not 0xD800 <= (point := dice.randrange(1, 0x11000)) < 0xE000
+    )
+    words = " ".join(
+        "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randrange(1, 14))) for _ in range(600)
+    )
+    return [
+        "", " ", "a", " a", "\n", "  \n", *("x" * n for n in (31, 32, 33, 500)),
+        _PROSE, _CODE, _SCRIPTS, _PROSE + _CODE + _SCRIPTS, _PROSE.upper(), words, runs, points,
+        raw.decode("latin-1"), raw.decode("utf-8", "replace"), "".join(map(chr, range(0x250))),
+        *_added(spec),
+    ]  # fmt: skip
+
+
+def _added(spec: dict[str, Any]) -> Iterator[str]:
+    """The model's added tokens: bare, in text, side by side, and almost."""
+    tokens = [token["content"] for token in spec.get("added_tokens") or ()][:MAX_TESTED_TOKENS]
+    if not tokens:
+        return
+    yield "".join(tokens)
+    yield " ".join(tokens)
+    yield "".join(f"{token}it's  {token}\n\n{token} \t{token}é" for token in tokens)
+    yield " ".join(
+        f"{token[:-1]} {token[1:]} {token.upper()} {token[0]}{token}{token[-1]}" for token in tokens if token
+    )

@@ -1,0 +1,103 @@
+"""Tokens by an engine: `POST /tokenize` of an endpoint, exact whatever its template.
+
+Costs a round trip and the engine's CPU; at most `max_concurrent` questions at a time, the others wait. A long
+question is written in a thread. Of several prompts only the first is asked for, the bytes of the others are
+counted. Does not: end what takes too long.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from perilune_gateway.model import Tokens, TokenSource
+from perilune_gateway.request.openai import Api, ChatPrompt, ParsedRequest, TextPrompt, TokenId
+from perilune_gateway.request.tokens.causes import CannotTellError, Cause
+from perilune_gateway.request.tokens.conversation import as_sent
+from perilune_gateway.request.tokens.prompts import size_bytes, text_conversation
+
+AT_ONCE_BYTES = 32_768
+"""A longer prompt's question is written in a thread: it takes 0.2 ms a kilobyte at worst."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    tokens: list[TokenId]
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_HOW: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_redirects": False}
+"""An engine does not choose whom the gateway asks."""
+
+
+class EngineTokenizer:
+    """`choose` names the endpoint (`ip:port`) that is to tokenize, or "" if none can. Used by one event loop;
+    `close` frees the connections, the `threads` are the caller's."""
+
+    def __init__(
+        self, choose: Callable[[], str], bytes_per_token: float, max_concurrent: int, threads: Executor
+    ) -> None:
+        self._choose = choose
+        self._bytes_per_token = bytes_per_token
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._threads = threads
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def ask(self, request: ParsedRequest) -> Tokens:
+        """Raises CannotTellError."""
+        if size_bytes(request) <= AT_ONCE_BYTES:
+            question, rest_bytes = self._question(request)
+        else:
+            loop = asyncio.get_running_loop()
+            question, rest_bytes = await loop.run_in_executor(self._threads, self._question, request)
+        if not (endpoint := self._choose()):
+            raise CannotTellError(Cause.NO_ENGINE)
+        if self._http is None:
+            self._http = aiohttp.ClientSession()
+        url = f"http://{endpoint}/tokenize"
+        try:
+            async with self._slots, self._http.post(url, data=question, **_HOW) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise CannotTellError(Cause.ENGINE_UNREACHABLE, f"{endpoint} {error!r}") from None
+        if answer.status != 200:
+            raise CannotTellError(Cause.ENGINE_STATUS, f"{endpoint} {answer.status}")
+        try:
+            ids = _ANSWER.decode(content).tokens
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
+        return Tokens(len(ids) + math.ceil(rest_bytes / self._bytes_per_token), TokenSource.ENGINE, ids)
+
+    def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
+        """Body for /tokenize, and the bytes of further prompts, which are not asked for.
+        Raises CannotTellError."""
+        match request.prompt:
+            case ChatPrompt() as chat:
+                conversation = text_conversation(request, chat, self._bytes_per_token)
+                kwargs = dict(conversation.template_kwargs)
+                if conversation.documents is not None:
+                    kwargs["documents"] = conversation.documents
+                question: dict[str, Any] = {
+                    "messages": chat.messages if request.api is Api.CHAT else as_sent(conversation.messages),
+                    "tools": (chat.tools or None) if request.api is Api.CHAT else conversation.tools,
+                    "chat_template": chat.own_template or None,
+                    "chat_template_kwargs": kwargs or None,
+                    "add_generation_prompt": chat.add_generation_prompt,
+                    "continue_final_message": chat.continue_final_message,
+                    "add_special_tokens": chat.add_special_tokens,
+                }
+                rest_bytes = 0
+            case TextPrompt(texts=texts, add_special_tokens=special) if texts:
+                question = {"prompt": texts[0], "add_special_tokens": special}
+                rest_bytes = sum(len(text.encode()) for text in texts[1:])
+            case _:
+                raise CannotTellError(Cause.NO_TEXT)
+        asked = {key: value for key, value in question.items() if value is not None}
+        return msgspec.json.encode(asked | {"model": request.model}), rest_bytes

@@ -1,0 +1,65 @@
+"""What the tokenizer did, on /metrics: read when a scrape asks for it. Series of every label exist from the
+start: a rate over one that appears late is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from perilune_gateway.model import TokenSource
+from perilune_gateway.request.tokens.causes import Cause
+from perilune_gateway.request.tokens.incremental import IncrementalEncoder, Why
+from perilune_gateway.request.tokens.tokenizer import Tokenizer
+
+
+class TokenMetrics:
+    """A collector; register it once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def describe(self) -> Iterator[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        tokenizer = self._tokenizer
+        prompts = CounterMetricFamily(
+            "perilune_tokenized_prompts",
+            "Prompts tokenized, by the source of their tokens.",
+            labels=("source",),
+        )
+        for source in TokenSource:
+            prompts.add_metric((source.value,), tokenizer.counts[source])
+        yield prompts
+        passed = CounterMetricFamily(
+            "perilune_tokenizer_passed_on", "Times that a source could not tell.", labels=("cause",)
+        )
+        for cause in Cause:
+            passed.add_metric((cause.value,), tokenizer.causes[cause])
+        yield passed
+        if tokenizer.local is not None:
+            yield from _local(tokenizer.local)
+
+
+def _local(local: IncrementalEncoder) -> Iterator[Metric]:
+    encoder = local.encoder
+    about = {"library": encoder.library.value, "why": encoder.why, "why_whole": encoder.cuts.why_none}
+    yield InfoMetricFamily("perilune_tokenizer", "What encodes here; why not fastokens.", value=about)
+    texts = CounterMetricFamily(
+        "perilune_encoded_texts", "Texts encoded here, by what was known of them.", labels=("known",)
+    )
+    texts.add_metric(("part",), local.hits)
+    for why in Why:  # threads may add one meanwhile
+        texts.add_metric((why.value,), local.whole[why])
+    yield texts
+    yield _count("perilune_kept_tokens", "Tokens of texts that were known.", local.kept_tokens)
+    yield _count("perilune_encoded_tokens", "Tokens of texts that had to be encoded.", local.encoded_tokens)
+    yield _count("perilune_known_texts_evicted", "Parts dropped for want of room.", local.evicted)
+    held = GaugeMetricFamily("perilune_known_texts_bytes", "Held of earlier texts' tokens.")
+    held.add_metric((), local.held_bytes)
+    yield held
+
+
+def _count(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)

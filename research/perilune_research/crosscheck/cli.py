@@ -1,0 +1,129 @@
+"""`perilune crosscheck`: one workload through real Envoy, gateway and engines in real time, and simulated.
+
+    workload ─▶ play: live, a policy at a time ─┐
+                play: simulated ────────────────┴─▶ compare: a table, three verdicts
+
+The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
+decide which endpoint a turn meets, so no two live runs are equal: simulated figures are means over plays
+whose think times are up to 10 ms longer, with their standard deviation. The live run is one play, or the few
+of `--plays`: of its hit rate's difference, two standard deviations of such a mean count as chance.
+
+Live times are wall times: a machine that has other things to do makes them longer. How long our processes
+waited for a CPU is measured (Linux's schedstat), and said; a verdict of a busy machine is none.
+
+Exit status: 0: everything agrees; 1: it does not, or the stack failed; 3: it does not, but the machine was
+too busy to tell; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import uvloop
+
+from perilune_api.pool import SpecError
+from perilune_lab.arguments import count, output, positive
+from perilune_lab.console import Console
+from perilune_lab.exits import wrong_call
+from perilune_lab.policy_arguments import live_policies
+from perilune_lab.stack import StackError
+from perilune_research.crosscheck.compare import Pair, table, verdicts
+from perilune_research.crosscheck.play import Crosscheck
+from perilune_research.crosscheck.workload import POLICIES, Options
+
+FAILED, TOO_BUSY = 1, 3
+_MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
+"""Each engine is a process here, each session is played in real time. Of fewer turns a single one is more
+than the two points within which hit rates have to agree."""
+
+_EPILOG = """\
+examples:
+  perilune crosscheck
+  perilune crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
+  perilune crosscheck --policies dynamo --plays 4
+"""
+
+
+def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
+    """JSON, table, verdicts; the exit status."""
+    try:
+        if options.json:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
+    finally:  # the rest comes all the same
+        status = _tell(pairs, out)
+    return status
+
+
+def _tell(pairs: Sequence[Pair], out: Console) -> int:
+    out.print(table(pairs))
+    found = verdicts(pairs)
+    for holds, text in found:
+        out.print(f"{'met' if holds else 'MISSED'}: {text}", highlight=False)
+    busiest = max(pairs, key=lambda pair: pair.waited_s)
+    if busiest.disturbed:
+        out.print(
+            f"This machine was busy with other things: a request waited {busiest.waited_s * 1e3:.0f} ms for a"
+            f" CPU ({busiest.policy}). Live times are too long; do not judge by this run.",
+            highlight=False,
+        )
+    if all(holds for holds, _ in found):
+        return 0
+    return TOO_BUSY if busiest.disturbed else FAILED
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+        crosscheck = Crosscheck(options, Console(stderr=True))
+        if (turns := crosscheck.trace.requests) < _LEAST_TURNS:
+            raise SpecError(
+                f"{turns} turns tell too little: {_LEAST_TURNS} at least - at `--seconds`, `--rate`"
+            )
+        pairs = uvloop.run(crosscheck.run())
+    except SpecError as error:
+        return wrong_call("perilune crosscheck", error)
+    except StackError as error:
+        print(f"perilune crosscheck: {error}", file=sys.stderr)
+        return FAILED
+    return conclude(options, pairs, Console(width=None if sys.stdout.isatty() else 140))
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    default = Options()
+    parser = argparse.ArgumentParser(
+        prog="perilune crosscheck",
+        description="Play one workload live (Envoy, gateway, engines in real time) and simulated; compare.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--policies", default=",".join(POLICIES), metavar="A,B", help="[%(default)s]")
+    add("--endpoints", type=count, default=default.endpoints, metavar="N", help="[%(default)s]")
+    add("--seconds", type=positive, default=default.seconds, metavar="S", help="of traffic [%(default)s]")
+    add(
+        "--rate",
+        type=positive,
+        default=default.rate,
+        metavar="X",
+        help="sessions/s and endpoint [%(default)s]",
+    )
+    add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
+    add(
+        "--plays",
+        type=count,
+        default=default.plays,
+        metavar="N",
+        help="live ones of each policy, taken together: single plays differ [%(default)s]",
+    )
+    add("--json", type=output, metavar="FILE", help="write both reports of each policy")
+    args = parser.parse_args(argv)
+    policies = live_policies(args.policies, "--policies")
+    if args.endpoints > _MOST_ENGINES:
+        raise SpecError(f"{args.endpoints:,} engines: at most {_MOST_ENGINES} - at `--endpoints`")
+    if (sessions := args.rate * args.endpoints * args.seconds) > _MOST_SESSIONS:
+        raise SpecError(f"{sessions:,.0f} sessions: at most {_MOST_SESSIONS:,} - at `--rate`, `--seconds`")
+    return Options(policies, args.endpoints, args.seconds, args.rate, args.seed, args.plays, args.json)

@@ -1,0 +1,123 @@
+"""Plays the workload both ways, policy by policy.
+
+Live: one stack, engines at their own speed; each request names the policy in a header, and sessions and texts
+are renamed, so that no play finds the caches of the one before. Simulated: the same engine model, beliefs
+that start right; engines do not pull KV from each other, as the live ones cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from random import Random
+from statistics import stdev
+
+from rich.console import Console
+
+from perilune_api import names, pool
+from perilune_gateway.model import H20_30B
+from perilune_lab import report
+from perilune_lab.bodies import Words
+from perilune_lab.client import Load, run_load
+from perilune_lab.quantiles import mean
+from perilune_lab.report import Run
+from perilune_lab.result import Result
+from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.traces.model import Mode, Session
+from perilune_lab.vocabulary import Vocabulary
+from perilune_research.crosscheck.compare import Pair, Simulated, p90_s
+from perilune_research.crosscheck.workload import Options, jittered, renamed
+from perilune_research.simulator import measure
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.h20 import H20
+from perilune_research.simulator.setting import Setting
+from perilune_research.simulator.simulation import simulate
+from perilune_research.simulator.workload import prepare
+
+SIMULATED = 16
+"""Plays of each policy."""
+
+
+class Crosscheck:
+    """`err`: where progress is told."""
+
+    def __init__(self, options: Options, err: Console) -> None:
+        self.options = options
+        self.err = err
+        self.trace = options.trace()
+        self.words: Words = Vocabulary().words_for
+
+    async def run(self) -> list[Pair]:
+        """Raises StackError when a part of the live path dies."""
+        o = self.options
+        self.err.print(
+            f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
+            f" {len(o.policies)} policies; about {len(o.policies) * o.plays * (o.seconds + 3) + 20:.0f} s",
+            highlight=False,
+        )
+        engines = EngineOptions(kv_tokens=o.kv_tokens, context_tokens=o.context_tokens)
+        pairs = []
+        async with Stack(o.endpoints, engines, pool.Routing(allow_policy_header=True)) as stack:
+            for policy in o.policies:
+                live, waited_s = await self._live(stack, policy)
+                simulated = await asyncio.to_thread(self._simulated, policy)
+                pairs.append(Pair(live, simulated, waited_s, o.plays))
+                self.err.print(
+                    f"{policy}: {live.succeeded} of {live.requests} requests live, each waited"
+                    f" {waited_s * 1e3:.1f} ms for a CPU",
+                    highlight=False,
+                )
+        return pairs
+
+    async def _live(self, stack: Stack, policy: str) -> tuple[Run, float]:
+        named = ((names.POLICY_HEADER, policy),)
+        load = Load(stack.url, stack.options.model, self.trace.style, headers=named)
+        pids = [os.getpid(), *(child.pid for child in stack.children.values())]
+        before_s = _waited_s(pids)
+        sessions: list[Session] = []
+        results: list[Result] = []
+        for play in range(self.options.plays):
+            again = renamed(self.trace, f"{policy}/{play}/").sessions
+            results += await run_load(again, load, self.words)
+            sessions += again
+        waited_s = (_waited_s(pids) - before_s) / len(results)
+        measured = report.Measured(
+            policy, results, sessions, Mode.THINKTIME, complete=self.options.plays == 1, engine=H20_30B
+        )
+        return report.run(measured), waited_s
+
+    def _simulated(self, policy: str) -> Simulated:
+        o = self.options
+        hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
+        runs = []
+        for play in range(SIMULATED):
+            workload = prepare(jittered(self.trace, Random(play)), hardware.engine)
+            outcome = simulate(
+                workload,
+                Setting(policy, pullable=False),
+                SimulatedFleet(o.endpoints, hardware),
+                Faults(engine_belief=1.0, link_belief=1.0),
+                play,
+            )
+            runs.append(measure.run(outcome, workload))
+        p90, apc = [p90_s(run) for run in runs], [run.apc or 0.0 for run in runs]
+        p50 = mean(run.ttft_s.p50 if run.ttft_s else inf for run in runs)
+        return Simulated(p50, mean(p90), stdev(p90), mean(apc), stdev(apc))
+
+
+def _waited_s(pids: Sequence[int]) -> float:
+    """Seconds that the living threads of these processes have waited for a CPU; 0 where Linux does not
+    tell."""
+    waited_ns = 0
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            try:
+                waited_ns += int(file.read_text().split()[1])
+            except OSError:
+                pass  # the thread has ended
+    return waited_ns / 1e9

@@ -1,0 +1,87 @@
+"""What a crosscheck plays: generated agentic sessions, cut to a window; the same again under other names.
+
+Lengths are a quarter of real ones, gaps a twentieth and sessions alike, so that half a minute holds hundreds
+of turns and tells a hit rate to a point; prompts go as text, so both sides count the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from random import Random
+
+from perilune_gateway.model import H20_30B
+from perilune_lab.traces.agentic import Agentic, describe, sessions
+from perilune_lab.traces.model import Style, Trace, Turn
+from perilune_research.simulator.workload import prepare
+
+JITTER_S = 0.01
+POLICIES = ("round_robin", "lmetric_plus_one", "sticky", "ear", "perilune", "dynamo")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    policies: tuple[str, ...] = POLICIES
+    endpoints: int = 3
+    seconds: float = 33.0
+    """Of traffic; the last turns end a little later."""
+    rate: float = 0.5
+    """Sessions per second and endpoint."""
+    seed: int = 1
+    plays: int = 1
+    """Live, of each policy."""
+    json: Path | None = None
+    kv_tokens: int = 100_000
+    context_tokens: int = 32_768
+
+    def trace(self) -> Trace:
+        """Turns that an unloaded system would see within the window."""
+        p = Agentic(
+            sessions_per_s=self.rate * self.endpoints,
+            turns_alpha=8.0,
+            turns_min=9,
+            turns_max=14,
+            first_prompt=(9.6, 0.4),
+            tool_result=(6.9, 0.5),
+            answer=(3.9, 0.5),
+            compacted_share=0.0,
+            length_scale=0.25,
+            gap_scale=0.05,
+        )
+        started = takewhile(lambda s: s.start_s < self.seconds, sessions(p, self.seed))
+        whole = Trace("agentic", Style.TEXT, tuple(started), {"seed": self.seed, **describe(p)})
+        jobs = prepare(whole, H20_30B, window_s=self.seconds).jobs
+        cut = (
+            replace(session, turns=session.turns[: len(job.tasks)])
+            for session, job in zip(whole.sessions, jobs, strict=True)
+        )
+        return replace(whole, sessions=tuple(session for session in cut if session.turns))
+
+
+def renamed(trace: Trace, prefix: str) -> Trace:
+    """The same with other session names and other texts of the same lengths."""
+
+    def turn(t: Turn) -> Turn:
+        prompt = tuple(segment._replace(key=f"{prefix}{segment.key}") for segment in t.prompt)
+        return replace(t, session=prefix + t.session, prompt=prompt)
+
+    sessions = (
+        replace(s, session_id=prefix + s.session_id, turns=tuple(map(turn, s.turns))) for s in trace.sessions
+    )
+    return replace(trace, sessions=tuple(sessions))
+
+
+def jittered(trace: Trace, dice: Random) -> Trace:
+    """Every start and think time up to `JITTER_S` longer."""
+    return replace(
+        trace,
+        sessions=tuple(
+            replace(
+                s,
+                start_s=s.start_s + dice.uniform(0, JITTER_S),
+                turns=tuple(replace(t, gap_s=t.gap_s + dice.uniform(0, JITTER_S)) for t in s.turns),
+            )
+            for s in trace.sessions
+        ),
+    )

@@ -1,0 +1,264 @@
+"""The bars that our own policy and the simulator have to reach, each met or missed with figure and interval.
+
+    findings ──judge──▶ Bar: checks (value, interval, limit) ──▶ met | missed
+
+A bar is met if every check's value is on the right side of its limit; `clear` says whether the whole interval
+is. Nothing is rounded before it is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from enum import StrEnum
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from perilune_research.evaluate import plan
+from perilune_research.evaluate.cells import Arm
+from perilune_research.evaluate.findings import Estimate, Findings, estimate
+from perilune_research.evaluate.plan import BAR_LOADS, OURS, STAY, Point
+from perilune_research.simulator.points import MEASURED
+
+
+class Verdict(StrEnum):
+    MET = "met"
+    MISSED = "missed"
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One figure against its limit."""
+
+    what: str
+    value: float
+    low: float
+    high: float
+    limit: float
+    at_most: bool
+    unit: str = ""
+    """%, ×, s or nothing."""
+    detail: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    @property
+    def clear(self) -> bool:
+        """The whole interval says the same as the value."""
+        worst, best = (self.high, self.low) if self.at_most else (self.low, self.high)
+        edge = worst if self.met else best
+        return (edge <= self.limit if self.at_most else edge >= self.limit) == self.met
+
+
+class Bar(msgspec.Struct, frozen=True):
+    name: str
+    goal: str
+    checks: tuple[Check, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.MET if all(check.met for check in self.checks) else Verdict.MISSED
+
+    @property
+    def clear(self) -> bool:
+        """A bar is missed for sure when one check is; met for sure when all are."""
+        if self.verdict is Verdict.MISSED:
+            return any(check.clear for check in self.checks if not check.met)
+        return all(check.clear for check in self.checks)
+
+
+def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar, ...]:
+    """P1–P8, or those of `names`, whose studies were simulated."""
+    return tuple(
+        Bar(name, goal, tuple(checks(findings)))
+        for name, (goal, checks) in {
+            "P1": ("TTFT p90 at R, over its floor: ≤ 1.25 with a store, ≤ 1.6 without", _regret),
+            "P2": (
+                "at R/2, R, 1.25 R against the best of all other policies: no metric more than 2 % worse, at"
+                " least 7 of 10 strictly better",
+                _dominance,
+            ),
+            "P3": (
+                "SLO capacity: ≥ 1.10 × lmetric_plus_one, 1.5 × dynamo, 1.7 × sticky, 10 × round_robin;"
+                " with a store ≥ 1.35 × lmetric_plus_one without (with one on both sides: said, no bar)",
+                _capacity,
+            ),
+            "P4": (
+                "wrong beliefs about links: TTFT p90 ≤ 1.05 × the same policy without migration",
+                _links,
+            ),
+            "P5": ("APC over the intra-session ceiling: ≥ .97 at R/2, .95 at R, .90 at 1.25 R", _apc),
+            "P6": ("wall-clock factor at R ≤ 1.05 while lmetric's is ≥ 1.4", _coupling),
+            "P7": ("migrations: thrash 0, accuracy ≥ 80 %, moved turns ≤ 3 %", _migrations),
+            "P8": (
+                "simulator: ≤ 10 % off every measured H20 point, ≥ 2000 × real time per core at 8 endpoints",
+                _simulator,
+            ),
+        }.items()
+        if names is None or name in names
+    )
+
+
+def _check(
+    what: str, found: Estimate, limit: float, *, at_most: bool, unit: str = "", detail: str = ""
+) -> Check:
+    return Check(what, *found, limit, at_most, unit, detail)
+
+
+def _regret(f: Findings) -> Iterable[Check]:
+    bare = plan.scenario(f.at_r)
+    for what, scenario, limit in (("with a store", plan.with_store(bare), 1.25), ("without", bare, 1.6)):
+        found = f.estimate(Point(scenario, OURS), "regret")
+        yield _check(f"regret {what}", found, limit, at_most=True, unit="×")
+
+
+class Metric(NamedTuple):
+    name: str
+    path: str
+    higher_is_better: bool = False
+
+
+METRICS = (
+    Metric("TTFT p50", "ttft_s.p50"),
+    Metric("TTFT p90", "ttft_s.p90"),
+    Metric("TTFT p99", "ttft_s.p99"),
+    Metric("TPOT p90", "tpot_s.p90"),
+    Metric("TPOT p99", "tpot_s.p99"),
+    Metric("E2E p90", "e2e_s.p90"),
+    Metric("APC", "apc", higher_is_better=True),
+    Metric("worst endpoint", "hotspot.ttft_p90_max_s"),
+    Metric("wall-clock factor", "wall_clock_factor"),
+    Metric("stretch p50", "stretch.p50"),
+)
+
+
+class Rival(NamedTuple):
+    """Our policy against the best of the others in one metric."""
+
+    metric: Metric
+    best: str
+    ours: Estimate
+    theirs: Estimate
+    worse: Estimate
+    """By how much ours is worse, as a share; below 0: better."""
+
+
+def rivals(f: Findings, load: str) -> list[Rival]:
+    scenario = plan.scenario(f.at_r, load)
+    found = []
+    for metric in METRICS:
+        others = [arm for arm in plan.EVERY if arm != OURS and not _excepted(metric, arm)]
+        points = [Point(scenario, arm) for arm in others]
+        means = {p.arm: f.estimate(p, metric.path) for p in points if f.has(p, metric.path)}
+        pick: Callable[..., Arm] = max if metric.higher_is_better else min
+        best = pick(means, key=lambda arm: means[arm].value)
+        value, low, high = f.ratio(Point(scenario, OURS), Point(scenario, best), metric.path)
+        worse = (
+            Estimate(1 - value, 1 - high, 1 - low)
+            if metric.higher_is_better
+            else Estimate(value - 1, low - 1, high - 1)
+        )
+        ours = f.estimate(Point(scenario, OURS), metric.path)
+        found.append(Rival(metric, best.policy, ours, means[best], worse))
+    return found
+
+
+def _excepted(metric: Metric, arm: Arm) -> bool:
+    """Endpoints that never prefill have no interference: TPOT is not compared."""
+    return arm.policy == "static_pd" and metric.name.startswith("TPOT")
+
+
+def _dominance(f: Findings) -> Iterable[Check]:
+    for load in BAR_LOADS:
+        rows = rivals(f, load)
+        worst = max(rows, key=lambda row: row.worse.value)
+        yield _check(
+            f"worst of {len(rows)} metrics at {load}",
+            Estimate(*(100 * x for x in worst.worse)),
+            2.0,
+            at_most=True,
+            unit="% worse",
+            detail=f"{worst.metric.name}, against {worst.best}",
+        )
+        better = Estimate(
+            sum(row.worse.value < 0 for row in rows),
+            sum(row.worse.high < 0 for row in rows),
+            sum(row.worse.low < 0 for row in rows),
+        )
+        yield _check(f"strictly better at {load}", better, 7, at_most=False, unit=f"of {len(rows)}")
+
+
+def _capacity(f: Findings) -> Iterable[Check]:
+    for ours, theirs, limit in (
+        ("perilune", "lmetric_plus_one", 1.10),
+        ("perilune", "dynamo", 1.5),
+        ("perilune", "sticky", 1.7),
+        ("perilune", "round_robin", 10.0),
+        ("perilune, store", "lmetric_plus_one", 1.35),
+    ):
+        found, detail = f.capacity_ratio(ours, theirs), ""
+        if "store" in ours:
+            both = f.capacity_ratio(ours, f"{theirs}, store")
+            detail = f"which has none; with one too {both.value:.3g} [{both.low:.3g}–{both.high:.3g}]"
+        yield _check(f"{ours} / {theirs}", found, limit, at_most=False, unit="×", detail=detail)
+
+
+def _links(f: Findings) -> Iterable[Check]:
+    f = f.side
+    for factor, share in product(plan.LINK_FACTORS, plan.OUTLIER_SHARES):
+        scenario = plan.link_scenario(f.at_r, factor, share)
+        found = f.ratio(Point(scenario, OURS), Point(scenario, STAY), "ttft_s.p90")
+        what = f"links × {factor:g}" + (f", {share:.0%} outliers × 20" if share else "")
+        yield _check(what, found, 1.05, at_most=True, unit="×")
+
+
+def _apc(f: Findings) -> Iterable[Check]:
+    for load, limit in zip(BAR_LOADS, (0.97, 0.95, 0.90), strict=True):
+        point = Point(plan.scenario(f.at_r, load), OURS)
+        found = f.ratio(point, point, "apc", "apc_ceiling.intra_session")
+        yield _check(f"APC / ceiling at {load}", found, limit, at_most=False)
+
+
+def _coupling(f: Findings) -> Iterable[Check]:
+    for arm, limit, at_most in ((OURS, 1.05, True), (Arm("lmetric"), 1.4, False)):
+        found = f.estimate(Point(plan.scenario(f.at_r), arm), "wall_clock_factor")
+        yield _check(f"wall-clock factor of {arm}", found, limit, at_most=at_most)
+
+
+def _migrations(f: Findings) -> Iterable[Check]:
+    for load in BAR_LOADS:
+        point = Point(plan.scenario(f.at_r, load), OURS)
+        for what, path, limit, at_most in (
+            ("thrash", "migrations.thrash_rate", 0.0, True),
+            ("accuracy", "migrations.accuracy", 80.0, False),
+            ("moved turns", "migrations.per_request", 3.0, True),
+        ):
+            if f.has(point, path):
+                found = Estimate(*(100 * x for x in f.estimate(point, path)))
+                yield _check(f"{what} at {load}", found, limit, at_most=at_most, unit="%")
+
+
+def _simulator(f: Findings) -> Iterable[Check]:
+    off = {name: abs(model / measured - 1) * 100 for name, (measured, model) in MEASURED.items()}
+    worst = max(off, key=off.__getitem__)
+    value = off[worst]
+    yield _check(
+        f"worst of {len(off)} H20 points",
+        Estimate(value, value, value),
+        10.0,
+        at_most=True,
+        unit="% off",
+        detail=worst,
+    )
+    speeds = [_speed(f, arm) for arm in plan.EVERY]
+    found = estimate([s for by_policy in speeds for s in by_policy])
+    yield _check(
+        "simulated seconds per CPU second at R, all policies", found, 2000.0, at_most=False, unit="×"
+    )
+
+
+def _speed(f: Findings, arm: Arm) -> list[float]:
+    results = f.results(Point(plan.scenario(f.at_r), arm)).values()
+    return [r.simulated_s / r.wall_s for r in results if r.wall_s]

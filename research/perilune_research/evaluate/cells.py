@@ -1,0 +1,168 @@
+"""The evaluation's unit of work: one simulation, named by what it is made of.
+
+    Scenario (what is played, on what) + Arm (how the gateway routes) + seed = Cell ──compute──▶ Result
+
+A cell's key is its fields as JSON: equal keys, equal results, so a result is computed once and kept
+(`work.py`). Cells that differ only in the arm play the same workload, which is made once (`batches`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import msgspec
+
+from perilune_api.pool import PolicyParams
+from perilune_lab.report import Run
+from perilune_lab.traces.agentic import Agentic
+from perilune_research.evaluate import extra
+from perilune_research.evaluate.extra import Extra
+from perilune_research.simulator import measure
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.h20 import H20, with_store
+from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.simulation import SimulatedOutcome
+from perilune_research.simulator.workload import Workload
+
+_BATCH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is played and on what: generated agentic traffic, closed loop, on modelled H20s."""
+
+    rate: float
+    """Sessions per second."""
+    endpoints: int = 8
+    window_s: float = 1800.0
+    warmup_s: float = 600.0
+    store_bytes_per_s: float = 0.0
+    """A shared KV store, as one engine reads it; 0: none."""
+    kv_tokens: int = H20.kv_pool_tokens
+    """KV pool of one endpoint."""
+    slowdown: float = 1.0
+    """Every compute time is so many times longer; the turns that are played stay the same."""
+    zipf_alpha: float = 0.0
+    gap_s: float | None = None
+    """Between the turns of a session, instead of the drawn gaps; the turns stay the same."""
+    link_factor: float = 1.0
+    """Transfers take so many times longer than the hardware says."""
+    outlier_share: float = 0.0
+    """Of the transfers, those that take 20 times longer still."""
+
+    def comparison(self, arm: Arm) -> Comparison:
+        hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=self.kv_tokens))
+        if self.store_bytes_per_s:
+            hardware = with_store(hardware, self.store_bytes_per_s)
+        hardware = replace(hardware, engine=hardware.engine.scaled(self.slowdown))
+        return Comparison(
+            policies=(arm.policy,),
+            load=OfferedLoad(
+                window_s=self.window_s,
+                warmup_s=self.warmup_s,
+                parameters=Agentic(zipf_alpha=self.zipf_alpha),
+            ),
+            fleet=SimulatedFleet(self.endpoints, hardware, store=bool(self.store_bytes_per_s)),
+            faults=Faults(link_factor=self.link_factor, outlier_share=self.outlier_share),
+            params=arm.params,
+        )
+
+    @property
+    def workload_key(self) -> tuple[object, ...]:
+        """Equal for scenarios that play the same workload."""
+        return (self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
+
+    def workload(self, seed: int) -> Workload:
+        """Ideal times are those of the engine without its slowdown, so that a slower one plays the same."""
+        comparison = replace(self, slowdown=1.0).comparison(Arm("round_robin"))
+        workload = comparison.load.workload(self.rate, seed, comparison.fleet)
+        return workload if self.gap_s is None else with_gaps(workload, self.gap_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How the gateway routes."""
+
+    policy: str
+    params: PolicyParams = PolicyParams()
+
+    def __str__(self) -> str:
+        changed = self.changed()
+        return self.policy + "".join(f" {name}={value}" for name, value in changed.items())
+
+    def changed(self) -> dict[str, Any]:
+        """Parameters that are not the defaults."""
+        defaults = msgspec.to_builtins(PolicyParams())
+        mine = msgspec.to_builtins(self.params)
+        return {name: value for name, value in mine.items() if value != defaults[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    scenario: Scenario
+    arm: Arm
+    seed: int
+
+    @property
+    def key(self) -> str:
+        played = {f.name: getattr(self.scenario, f.name) for f in fields(self.scenario)}
+        document = {"policy": self.arm.policy, "params": self.arm.changed(), "seed": self.seed, **played}
+        return msgspec.json.encode(document, order="sorted").decode()
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A cell's numbers."""
+
+    run: Run
+    extra: Extra
+    simulated_s: float
+    wall_s: float
+    """Of one core, the simulation alone."""
+
+
+def with_gaps(workload: Workload, gap_s: float) -> Workload:
+    """The same turns, but every turn follows `gap_s` after the previous answer."""
+    jobs = []
+    for job in workload.jobs:
+        at_s, tasks = job.start_s, []
+        for task in job.tasks:
+            task.gap_s = gap_s if task.number else 0.0
+            at_s += task.gap_s
+            task.ideal_at_s = at_s
+            at_s += task.ideal_s
+            tasks.append(task)
+        jobs.append(replace(job, tasks=tuple(tasks)))
+    return replace(workload, jobs=tuple(jobs))
+
+
+def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
+    """Cells by workload, the order otherwise kept; at most so many that little is lost by an interruption."""
+    found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        found[cell.scenario.workload_key, cell.seed].append(cell)
+    return [tuple(group[at : at + _BATCH]) for group in found.values() for at in range(0, len(group), _BATCH)]
+
+
+def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
+    """Of cells with one workload."""
+    workload = batch[0].scenario.workload(batch[0].seed)
+    return [(cell, _result(cell, workload)) for cell in batch]
+
+
+def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
+    return cell.scenario.comparison(cell.arm).play(cell.arm.policy, workload, cell.seed)
+
+
+def _result(cell: Cell, workload: Workload) -> Result:
+    outcome = play(cell, workload)
+    run = measure.run(outcome, workload, cell.arm.params.cooldown_seconds)
+    return Result(
+        run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
+        extra=extra.measure(outcome, workload, cell.scenario.kv_tokens),
+        simulated_s=outcome.simulated_s,
+        wall_s=outcome.wall_s,
+    )

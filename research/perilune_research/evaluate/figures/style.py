@@ -1,0 +1,155 @@
+"""What all figures share: the label *simulated*, colours, files, bars and lines with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import msgspec
+
+mpl.use("Agg")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from perilune_research.evaluate.findings import Estimate, Findings
+from perilune_research.evaluate.plan import OURS, Point
+from perilune_research.evaluate.traffic import Traffic
+
+COLOURS = {
+    "perilune": "#0057d9",
+    "ear": "#009e73",
+    "lmetric_plus_one": "#e69f00",
+    "sticky": "#a2449a",
+    "lmetric": "#d62f2f",
+    "dynamo": "#6aa300",
+    "least_loaded": "#8c6d46",
+    "round_robin": "#777777",
+    "static_pd": "#444444",
+    "sticky+planner": "#d62f2f",
+    "least_loaded+planner": "#8c6d46",
+}
+OTHER = "#9db2c9"
+MARKERS = {
+    "perilune": "o",
+    "ear": "s",
+    "lmetric_plus_one": "^",
+    "sticky": "D",
+    "lmetric": "v",
+    "dynamo": "P",
+    "least_loaded+planner": "X",
+}
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "perilune",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What figures are made from."""
+
+    findings: Findings
+    traffic: Traffic
+
+
+class Drawn(NamedTuple):
+    canvas: Canvas
+    data: Mapping[str, Any]
+    """What the figure shows, for its data file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    caption: str
+    draw: Callable[[Context], Drawn]
+
+    def make(self, context: Context, folder: Path, name: str) -> None:
+        """Writes SVG, PNG and data. Raises OSError."""
+        with mpl.rc_context(_SETTINGS):
+            drawn = self.draw(context)
+            drawn.canvas.suptitle(f"{self.title} — SIMULATED", fontsize=11, fontweight="bold")
+            drawn.canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})
+            drawn.canvas.savefig(folder / f"{name}.png", dpi=110)
+        document = {"figure": name, "title": self.title, "simulated": True, **drawn.data}
+        encoded = msgspec.json.format(msgspec.json.encode(document), indent=1)
+        (folder / f"{name}.json").write_bytes(encoded + b"\n")
+
+
+def canvas(width: float, height: float) -> Canvas:
+    """Inches."""
+    return Canvas(figsize=(width, height), layout="constrained")
+
+
+def colour(policy: str) -> str:
+    return COLOURS.get(policy, OTHER)
+
+
+def error(found: Estimate) -> tuple[float, float]:
+    """Lengths of the error bar below and above."""
+    return max(0.0, found.value - found.low), max(0.0, found.high - found.value)
+
+
+def horizontal(
+    axes: Axes, names: Sequence[str], found: Sequence[Estimate], colours: Sequence[str], form: str = "{:.3g}"
+) -> None:
+    """Bars from top to bottom with intervals, each with its value behind it."""
+    at = range(len(names))
+    low, high = zip(*(error(e) for e in found), strict=True)
+    axes.barh(
+        at,
+        [e.value for e in found],
+        xerr=[low, high],
+        color=list(colours),
+        height=0.7,
+        error_kw={"ecolor": "#333333", "elinewidth": 0.8, "capsize": 1.5},
+    )
+    for y, e in zip(at, found, strict=True):
+        axes.annotate(
+            form.format(e.value),
+            (e.high, y),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+    axes.set_yticks(list(at), list(names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def line(
+    axes: Axes, xs: Sequence[float], found: Sequence[Estimate], label: str, policy: str, style: str = "-"
+) -> None:
+    """With its intervals as a band."""
+    axes.plot(
+        xs,
+        [e.value for e in found],
+        style,
+        color=colour(policy),
+        label=label,
+        marker=MARKERS.get(policy, "o"),
+        markersize=4,
+        linewidth=2.0 if policy == OURS.policy else 1.3,
+    )
+    axes.fill_between(
+        xs, [e.low for e in found], [e.high for e in found], color=colour(policy), alpha=0.12, linewidth=0
+    )
+    axes.grid(alpha=0.25)
+
+
+def row(f: Findings, point: Point, metrics: Mapping[str, str], **names: object) -> dict[str, object]:
+    """One row of a data file: each metric as [mean, low, high]."""
+    values = {name: f.estimate(point, path) for name, path in metrics.items() if f.has(point, path)}
+    return {**names, "sessions_per_s": point.scenario.rate, **values}

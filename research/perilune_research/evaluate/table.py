@@ -1,0 +1,57 @@
+"""A table as text: rows of cells, numbers with three significant digits, intervals in brackets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from perilune_lab.formats import as_number, as_percent
+from perilune_research.evaluate.findings import Estimate, Findings
+from perilune_research.evaluate.plan import Point
+
+
+class Table(NamedTuple):
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def markdown(self, heading: str = "###") -> str:
+        lines = [f"{heading} {self.title}", ""]
+        lines += [f"| {' | '.join(self.header)} |", f"|{'---|' * len(self.header)}"]
+        lines += [f"| {' | '.join(row)} |" for row in self.rows]
+        if self.note:
+            lines += ["", self.note]
+        return "\n".join(lines) + "\n"
+
+
+# -- numbers as text ---------------------------------------------------------------------------------------
+
+
+def percent(value: float) -> str:
+    return as_percent(value).replace("%", " %")
+
+
+def ranged(found: Estimate, form: Callable[[float], str] = as_number) -> str:
+    """Value and interval; one seed has no interval."""
+    value, low, high = found
+    return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
+
+
+class Cells:
+    """Of one point; an unknown metric is empty."""
+
+    def __init__(self, findings: Findings, point: Point) -> None:
+        self._findings = findings
+        self._point = point
+
+    def __call__(self, metric: str, form: Callable[[float], str] = as_number) -> str:
+        return form(self._value(metric)) if self._findings.has(self._point, metric) else ""
+
+    def ranged(self, metric: str, form: Callable[[float], str] = as_number) -> str:
+        if not self._findings.has(self._point, metric):
+            return ""
+        return ranged(self._findings.estimate(self._point, metric), form)
+
+    def _value(self, metric: str) -> float:
+        return self._findings.estimate(self._point, metric).value

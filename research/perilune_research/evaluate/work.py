@@ -1,0 +1,127 @@
+"""Does the work, in processes, and keeps what is done: an evaluation that was interrupted goes on.
+
+    Work(folder, jobs).results(cells) → {cell: result}
+
+Results are lines of one JSONL file in the folder, whose name carries a fingerprint of the code that they come
+from (`sources.py` finds which that is): other code, other file. A line that an interruption or a full disk
+cut short is dropped; two evaluations may share a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from perilune_lab.processes import mapped
+from perilune_research.evaluate.cells import Cell, Result, batches, compute
+from perilune_research.evaluate.search import Found, Search, find
+from perilune_research.evaluate.sources import dependencies
+
+T = TypeVar("T", bound=msgspec.Struct)
+J = TypeVar("J", Cell, Search)
+
+COMPUTES = ("perilune_research.evaluate.cells", "perilune_research.evaluate.search")
+"""Modules whose functions give the results."""
+
+
+class _Line(msgspec.Struct, frozen=True):
+    key: str
+    value: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of one call."""
+
+    done: int
+    total: int
+    what: str
+
+    @property
+    def first(self) -> bool:
+        """Nothing is done yet."""
+        return self.done == 0
+
+
+class Work:
+    """Raises OSError where the folder cannot be written."""
+
+    def __init__(self, folder: Path, jobs: int, show: Callable[[Progress], None] = lambda p: None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"cells-{fingerprint()}.jsonl"
+        self._jobs = jobs
+        self._show = show
+        self._known: dict[str, msgspec.Raw] = {}
+        self.computed = 0
+        """Not found in the file."""
+        if self.path.exists():
+            self._read()
+
+    def results(self, cells: Iterable[Cell], what: str = "cells") -> dict[Cell, Result]:
+        wanted = list(dict.fromkeys(cells))
+        missing = [cell for cell in wanted if cell.key not in self._known]
+        self._do(compute, batches(missing), what)
+        return {cell: self._value(cell.key, Result) for cell in wanted}
+
+    def found(self, searches: Iterable[Search], what: str = "capacities") -> dict[Search, Found]:
+        wanted = list(dict.fromkeys(searches))
+        missing = [(search,) for search in wanted if search.key not in self._known]
+        self._do(find, missing, what)
+        return {search: self._value(search.key, Found) for search in wanted}
+
+    def _value(self, key: str, kind: type[T]) -> T:
+        return msgspec.json.decode(self._known[key], type=kind)
+
+    def _do(
+        self,
+        function: Callable[[Sequence[J]], list[tuple[J, T]]],
+        work: Sequence[Sequence[J]],
+        what: str,
+    ) -> None:
+        if not work:
+            return
+        total, done = sum(len(batch) for batch in work), 0
+        self._show(Progress(0, total, what))
+        with self.path.open("ab") as file, mapped(function, work, self._jobs, ordered=False) as answers:
+            for answer in answers:
+                for job, value in answer:
+                    raw = msgspec.Raw(msgspec.json.encode(value))
+                    file.write(msgspec.json.encode(_Line(job.key, raw)) + b"\n")
+                    self._known[job.key] = raw
+                file.flush()
+                done += len(answer)
+                self.computed += len(answer)
+                self._show(Progress(done, total, what))
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            with self.path.open("ab") as file:
+                file.write(b"\n")
+        for row in content.splitlines():
+            try:
+                line = msgspec.json.decode(row, type=_Line)
+            except msgspec.DecodeError:
+                continue
+            self._known[line.key] = line.value
+
+
+def default_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "perilune" / "evaluate"
+
+
+@cache
+def fingerprint() -> str:
+    """Of the code that results come from: policies and what they read, simulator, traces, measurement."""
+    digest = hashlib.sha256()
+    for name, content in dependencies(COMPUTES).items():
+        digest.update(name.encode() + b"\0" + content + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,185 @@
+"""`perilune fastpath`: does a decision from the headers alone equal the one that knows the body?
+
+    traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
+
+Every turn of a known session is weighed twice on the same state. Simulated are engines and time; the
+gateway's decisions are its own code. Exit status: 0; 1 below the bar; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from perilune_api.pool import PolicyParams, SpecError
+from perilune_gateway.policy import LIVE
+from perilune_lab.arguments import count, not_negative, positive
+from perilune_lab.exits import wrong_call
+from perilune_lab.policy_arguments import live_policies
+from perilune_lab.quantiles import quantile
+from perilune_lab.traces.agentic import Agentic
+from perilune_research.fastpath.compare import Tally
+from perilune_research.fastpath.rig import Rig, Setting
+from perilune_research.fastpath.traffic import Conversation, Habits, conversations
+
+BELOW = 1
+BAR = 0.999
+POLICIES = ("ear", "sticky", "perilune")
+LENGTHS = 0.3
+"""Of the agent's real lengths, and of T_hot and the KV pools with them: a tenth of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    policies: tuple[str, ...] = POLICIES
+    turns: int = 5000
+    seed: int = 0
+    endpoints: int = 8
+    sessions_per_s: float = 1.0
+    restart_every_s: float = 120.0
+    bar: float = BAR
+
+
+def traffic(options: Options) -> Iterable[Conversation]:
+    """What is sent: the agent's sessions at LENGTHS of their length, contexts of at most 20,000 tokens, so
+    that many are compacted."""
+    parameters = Agentic(
+        sessions_per_s=options.sessions_per_s,
+        turns_alpha=1.2,
+        turns_min=3,
+        context_tokens=65_536,
+        answer_max_tokens=2048,
+        length_scale=LENGTHS,
+        gap_scale=0.3,
+    )
+    return conversations(parameters, Habits(), options.seed)
+
+
+def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, Rig]:
+    """One policy over the traffic."""
+    tally = Tally(policy)
+    setting = Setting(
+        policy,
+        PolicyParams(hot_pending_tokens=int(PolicyParams().hot_pending_tokens * LENGTHS)),
+        endpoints=options.endpoints,
+        restart_every_s=options.restart_every_s,
+        seed=options.seed,
+    )
+    rig = Rig(setting, traffic(options), tally.add)
+    rig.run(options.turns, tell)
+    return tally, rig
+
+
+_EPILOG = """\
+examples:
+  perilune fastpath
+  perilune fastpath --policies perilune --turns 500 --sessions-per-s 3
+
+columns:
+  turns        of sessions that the gateway knew, each weighed twice on the same state
+  body read    the headers did not suffice; one decision, so the same
+  equal        of the turns decided by the headers: where the body would have sent them, too
+  same         of all turns, those whose body is read included; the bar holds here
+  tokens, held how far the guesses were off, median and 99 % quantile: the prompt's length, and what the
+               host holds of it, both relative to the prompt
+"""
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    default = Options()
+    parser = argparse.ArgumentParser(
+        prog="perilune fastpath",
+        description="Weighs every turn of a known session twice on the same state, by its headers alone and"
+        " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
+        " sub-agents and reused ids; tells how often and why the decisions differ. Engines and time are"
+        " simulated, the decisions are the gateway's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--policies",
+        default=",".join(POLICIES),
+        metavar="NAMES",
+        help=f"all, or some of: {', '.join(LIVE)} (default %(default)s)",
+    )
+    parser.add_argument("--turns", type=count, default=default.turns, help="to weigh (default %(default)s)")
+    parser.add_argument("--endpoints", type=count, default=default.endpoints, help="(default %(default)s)")
+    parser.add_argument(
+        "--sessions-per-s",
+        type=positive,
+        default=default.sessions_per_s,
+        metavar="RATE",
+        help="that begin; 1 loads 8 endpoints well, 3 too much (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=default.seed, help="(default %(default)s)")
+    parser.add_argument(
+        "--bar",
+        type=not_negative,
+        default=default.bar,
+        help="least share of same decisions (default %(default)s)",
+    )
+    args = parser.parse_args(argv)
+    policies = live_policies(args.policies, "--policies")
+    return Options(policies, args.turns, args.seed, args.endpoints, args.sessions_per_s, bar=args.bar)
+
+
+def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
+    """The table, then the differences by cause, with a few examples."""
+    lines = [
+        f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
+    ]
+    for tally, rig in tallies:
+        tokens, held = sorted(tally.token_errors), sorted(tally.held_errors)
+        errors = [quantile(e, q) if e else 0.0 for e in (tokens, held) for q in (0.5, 0.99)]
+        lines.append(
+            f"{tally.policy:10} {tally.turns:5} {tally.read / max(1, tally.turns):10.1%}"
+            f" {tally.equal_share:9.2%} {tally.same_share:9.2%}"
+            f" {errors[0]:12.1%} {errors[1]:4.0%} {errors[2]:10.1%} {errors[3]:5.0%}"
+            f" {rig.restarts:9} {rig.resent:6}"
+        )
+    for tally, _ in tallies:
+        for (cause, reasons), times in tally.different.most_common():
+            lines.append(f"{tally.policy}: {times} × {cause}: {reasons}")
+        lines += [f"    {example}" for example in tally.examples]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = parse(argv)
+    except SpecError as error:
+        return wrong_call("perilune fastpath", error)
+    done = []
+    for policy in options.policies:
+        started = time.monotonic()
+        line = Line(f"{policy}: turns weighed", options.turns)
+        done.append(measure(options, policy, line.tell))
+        line.end(f"{policy}: {time.monotonic() - started:.0f} s")
+    print(
+        f"simulated, seed {options.seed}, {options.endpoints} endpoints, {options.sessions_per_s} sessions/s"
+    )
+    print(render(done))
+    short = [tally.policy for tally, _ in done if tally.same_share < options.bar]
+    if short:
+        print(f"below {options.bar:.1%}: {', '.join(short)}")
+    return BELOW if short else 0
+
+
+class Line:
+    """Progress on standard error, rewritten in place on a terminal, silent elsewhere."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._on = sys.stderr.isatty()
+
+    def tell(self, n: int) -> None:
+        if self._on:
+            print(f"\r{self._what} {n} of {self._total} ", end="", file=sys.stderr, flush=True)
+
+    def end(self, text: str) -> None:
+        if self._on:
+            print(f"\r\033[K{text}", file=sys.stderr)

@@ -1,0 +1,147 @@
+"""Two verdicts on one turn, by headers and by body: are they the same, and if not, why.
+
+Out of a pair comes one of
+
+- *read*: the headers did not suffice, so the body is read and both decisions are one;
+- *equal*: the same endpoint (or the same refusal);
+- *different*, with its cause: the fact that, put right, makes them equal (`Cause`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from msgspec.structs import replace
+
+from perilune_gateway.model import (
+    NO_PREFIX,
+    Candidate,
+    Decision,
+    Location,
+    NeedBody,
+    Overlap,
+    Phase,
+    Prefix,
+    Refusal,
+    Verdict,
+)
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.dice import Dice
+from perilune_research.fastpath.rig import Pair
+
+_EXAMPLES = 5
+"""Of differences, told in full."""
+
+
+class Cause(StrEnum):
+    """What the headers do not tell."""
+
+    TOKENS = "tokens"
+    """How long the prompt is."""
+    HOST_HOLDS = "host_holds"
+    """How much of it the session's host holds."""
+    OTHERS_HOLD = "others_hold"
+    """How much of it other endpoints hold."""
+    BODY = "body"
+    """Anything else that a body says."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One policy's turns."""
+
+    policy: str
+    turns: int = 0
+    read: int = 0
+    equal: int = 0
+    """Decided by the headers, and equal."""
+    different: Counter[tuple[Cause, str]] = field(default_factory=Counter)
+    """By cause and `header's reason → body's reason`."""
+    examples: list[str] = field(default_factory=list)
+    token_errors: list[float] = field(default_factory=list)
+    """|estimated − true| / true, of turns decided by the headers."""
+    held_errors: list[float] = field(default_factory=list)
+    """Of what the host holds, relative to the prompt."""
+
+    @property
+    def by_headers(self) -> int:
+        return self.turns - self.read
+
+    @property
+    def same_share(self) -> float:
+        """Of all turns; those whose body is read are the same."""
+        return (self.read + self.equal) / self.turns if self.turns else 1.0
+
+    @property
+    def equal_share(self) -> float:
+        """Of the turns that were decided by the headers."""
+        return self.equal / self.by_headers if self.by_headers else 1.0
+
+    def add(self, pair: Pair) -> None:
+        self.turns += 1
+        (_, view, verdict), (_, full, other) = pair.by_headers, pair.by_body
+        if isinstance(verdict, NeedBody):
+            self.read += 1
+            return
+        host = full.session.host if full.session else ""
+        self.token_errors.append(abs(view.prompt_tokens - full.prompt_tokens) / full.prompt_tokens)
+        held, truly = (_host_holds(asked.candidates, host) for asked in (pair.by_headers[0], pair.by_body[0]))
+        self.held_errors.append(abs(held - truly) / full.prompt_tokens)
+        if _target(verdict) == _target(other):
+            self.equal += 1
+            return
+        cause = cause_of(pair)
+        self.different[cause, f"{_reason(verdict)} → {_reason(other)}"] += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(
+                f"{cause}: {_reason(verdict)} {_target(verdict)} → {_reason(other)} {_target(other)}; prompt"
+                f" {view.prompt_tokens} / {full.prompt_tokens} tokens, host {host} holds {held} / {truly}"
+            )
+
+
+def cause_of(pair: Pair) -> Cause:
+    """Puts one fact after the other right, until the decisions are equal."""
+    (asked, view, _), (full_asked, full, other) = pair.by_headers, pair.by_body
+    host = full.session.host if full.session else ""
+    right = _target(other)
+    tokens = full.prompt_tokens
+
+    def equal(holds: Callable[[Candidate], Overlap], prefix: Prefix) -> bool:
+        told = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
+        rows = [
+            c._replace(overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
+            for c in asked.candidates
+            if (o := holds(c))
+        ]
+        dice = Dice(0)
+        dice.seed(asked.dice)
+        return _target(decide(told, rows, pair.policy, pair.routing, dice)) == right
+
+    truth = {c.address: c.overlap for c in full_asked.candidates}
+    most = max(0, (tokens - 1) // view.block_size * view.block_size)
+    here = Overlap(*(min(most, held) for held in truth.get(host, Overlap())))
+    only_host = Prefix((Location(host, here.device_tokens),)) if here.device_tokens else NO_PREFIX
+    if equal(lambda c: Overlap(*(min(most, held) for held in c.overlap)), view.prefix):
+        return Cause.TOKENS
+    if equal(lambda c: here if c.address == host else c.overlap, only_host):
+        return Cause.HOST_HOLDS
+    if equal(lambda c: truth.get(c.address, c.overlap), full.prefix):
+        return Cause.OTHERS_HOLD
+    return Cause.BODY
+
+
+def _target(verdict: Verdict) -> str:
+    if isinstance(verdict, Decision):
+        return verdict.target
+    return verdict.reason if isinstance(verdict, Refusal) else "body"
+
+
+def _reason(verdict: Verdict) -> str:
+    return "body" if isinstance(verdict, NeedBody) else verdict.reason.value
+
+
+def _host_holds(candidates: Iterable[Candidate], host: str) -> int:
+    return next((c.overlap.device_tokens for c in candidates if c.address == host), 0)

@@ -1,0 +1,311 @@
+"""Gateway and engines in one virtual time: the router as it is, engines that announce what they really hold.
+
+    conversations ─▶ router (headers, else body) ─▶ scheduler and KV cache of an engine ─▶ KV events ─▶ index
+
+1. Every turn of a session that the gateway knows is weighed twice on the same state, by its headers alone and
+   by its body (`Router.weigh`, which keeps nothing), with the same dice; the pair goes to `on_pair`.
+2. Then it is routed as a gateway does it: by the headers, and by the body where these do not suffice.
+3. The chosen engine runs it (engine/scheduler.py over engine/kv_cache.py, H20 times); its events go through
+   vLLM's encoding, the gateway's decoder and its block map into the index, `event_lag_s` late.
+4. Engines restart now and then: what runs there fails and is sent again, its cache is lost, and the gateway
+   hears of it with its next look at the event stream.
+
+Costs about 3 ms per turn of 10,000 tokens. Not there: Envoy, bytes, tokenization (ids are given).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from random import Random
+
+from prometheus_client import CollectorRegistry
+
+from perilune_api import names
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, PolicyParams, Pool, Routing, Spec
+from perilune_gateway.feeds import kv_events
+from perilune_gateway.model import (
+    EngineModel,
+    NeedBody,
+    Outcome,
+    Refusal,
+    RequestHead,
+    RequestView,
+    Routed,
+    Tokens,
+    TokenSource,
+    Verdict,
+)
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
+from perilune_gateway.routing.gather import Asked, Prompt
+from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Sessions
+from perilune_lab.engine.events import encode_batch
+from perilune_lab.engine.request import Request as Running
+from perilune_research.fastpath.engine import BLOCK, RigEngine, Sent
+from perilune_research.fastpath.traffic import Conversation, Request, ids_of
+
+MODEL = "agent"
+RESEND_S = 0.5
+"""After a failed request."""
+SCRAPE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The fleet, and what happens to it."""
+
+    policy: str
+    params: PolicyParams = field(default_factory=PolicyParams)
+    endpoints: int = 8
+    kv_tokens: int = 60_000
+    restart_every_s: float = 120.0
+    """Mean seconds between two restarts in the fleet; 0: none."""
+    restart_s: float = 5.0
+    """How long one takes."""
+    event_lag_s: float = 0.01
+    bytes_per_token: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One turn of a known session, weighed twice on the same state."""
+
+    policy: str
+    by_headers: tuple[Asked, RequestView, Verdict]
+    by_body: tuple[Asked, RequestView, Verdict]
+    routing: Routing
+
+
+class Rig:
+    """Runs until `turns` turns of known sessions were weighed, or the traffic ends."""
+
+    def __init__(
+        self, setting: Setting, traffic: Iterable[Conversation], on_pair: Callable[[Pair], None]
+    ) -> None:
+        self.setting = setting
+        self.pairs = 0
+        self.requests = 0
+        self.restarts = 0
+        self.resent = 0
+        self.refused = 0
+        self.now = 0.0
+        self._on_pair = on_pair
+        self._rng = Random(setting.seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = count()
+        addresses = [f"10.0.0.{i + 1}:8000" for i in range(setting.endpoints)]
+        model = EngineModel(kv_pool_tokens=setting.kv_tokens)
+        self._engines = {a: RigEngine(a, setting.kv_tokens, model) for a in addresses}
+        self._traffic = iter(traffic)
+        self._build(addresses)
+
+    def _build(self, addresses: Sequence[str]) -> None:
+        s = self.setting
+        self._pool = Pool(
+            Metadata("pool"),
+            Spec(
+                Model(MODEL, context_tokens=1 << 20, bytes_per_token=s.bytes_per_token, tokenize="estimate"),
+                engine=Engine(block_size=BLOCK, kv_pool_tokens=s.kv_tokens),
+                routing=Routing(s.policy, s.params),
+                endpoints=tuple(EndpointSpec(a, events=("tcp://there",)) for a in addresses),
+            ),
+        )
+        fleet = Fleet(s.kv_tokens)
+        self._index = PrefixIndex(1_000_000, 30.0, claims_per_endpoint=s.kv_tokens // BLOCK)
+        self._blocks = EngineBlocks(self._index, BLOCK, store=False)
+        self.router = Router(
+            self._pool,
+            fleet,
+            Sessions(100_000, 1800.0),
+            self._index,
+            _NoTokenizer(),
+            Decisions(),
+            Metrics(CollectorRegistry(), lambda: self.now),
+            clock=lambda: self.now,
+            stopwatch=lambda: self.now,
+            wall_clock=lambda: self.now,
+            rng=Random(s.seed + 1),
+        )
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def run(self, turns: int, tell: Callable[[int], None] | None = None) -> None:
+        """`tell`: called now and then with the turns weighed so far."""
+        self._scrape()
+        self._next_conversation()
+        if self.setting.restart_every_s:
+            self._plan_restart()
+        told = 0
+        while self._events and self.pairs < turns:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+            if tell and self.pairs >= told + 100:
+                told = self.pairs
+                tell(told)
+
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at_s, next(self._number), action))
+
+    def _next_conversation(self) -> None:
+        conversation = next(self._traffic, None)
+        if conversation is None:
+            return
+
+        def begin() -> None:
+            self._send(conversation, 0)
+            self._next_conversation()
+
+        self._at(max(self.now, conversation.start_s), begin)
+
+    # -- a turn ------------------------------------------------------------------------------------
+
+    def _send(self, conversation: Conversation, number: int) -> None:
+        request = conversation.requests[number]
+        if request.side:
+            self._route(conversation, -1, request.side)
+        self._route(conversation, number, request)
+
+    def _route(self, conversation: Conversation, number: int, request: Request) -> None:
+        tokens = request.tokens
+        head = self._head(conversation, request)
+        prompt = Prompt(
+            len(tokens),
+            TokenSource.LOCAL,
+            blocks.chain(tokens, BLOCK, 0),
+            MODEL,
+            body_bytes=request.body_bytes,
+        )
+        self._weigh(head, prompt)
+        self.requests += 1
+        verdict = self.router.on_headers(head)
+        if isinstance(verdict, NeedBody):
+            parsed = ParsedRequest(Api.CHAT, MODEL, TokenPrompt((tokens,)))
+            ids = Tokens(len(tokens), TokenSource.LOCAL, tokens)
+            verdict = self.router.on_tokens(Encode(head, parsed, request.body_bytes), ids)
+        if isinstance(verdict, Refusal):
+            self.refused += 1
+            self._again(conversation, number, request)
+            return
+        self._run(verdict, conversation, number, request, tokens)
+
+    def _head(self, conversation: Conversation, request: Request) -> RequestHead:
+        headers = {"x-session-id": conversation.session_id, "content-length": str(request.body_bytes)}
+        if conversation.parent_id:
+            headers[names.PARENT_SESSION_HEADERS[-1]] = conversation.parent_id
+        return RequestHead("POST", "/v1/chat/completions", headers)
+
+    def _weigh(self, head: RequestHead, prompt: Prompt) -> None:
+        dice = self._rng.getrandbits(32)
+        try:
+            by_headers = self.router.weigh(head, None, dice)
+        except KeyError:
+            return  # the session is not known: its body is read in any case
+        self.pairs += 1
+        by_body = self.router.weigh(head, prompt, dice)
+        self._on_pair(Pair(self.setting.policy, by_headers, by_body, self._pool.spec.routing))
+
+    def _run(
+        self, routed: Routed, conversation: Conversation, number: int, request: Request, tokens: list[int]
+    ) -> None:
+        engine = self._engines[routed.destinations[0]]
+        sent = Sent(routed.ticket, conversation, number, request)
+        if not engine.up:
+            self._failed(sent)
+            return
+        table = engine.scheduler.cache.open(tokens)
+        running = Running(routed.request_id, table, ids_of(request.answer))
+        engine.running[running] = sent
+        engine.scheduler.add(running, self.now)
+        self._plan(engine)
+
+    def _failed(self, sent: Sent) -> None:
+        self.router.finished(sent.ticket, Outcome.FAILED)
+        self.resent += 1
+        self._again(sent.conversation, sent.number, sent.request)
+
+    def _again(self, conversation: Conversation, number: int, request: Request) -> None:
+        self._at(self.now + RESEND_S, partial(self._route, conversation, number, request))
+
+    # -- engines -----------------------------------------------------------------------------------
+
+    def _plan(self, engine: RigEngine) -> None:
+        engine.version += 1
+        version, due = engine.version, engine.scheduler.next_s()
+
+        def step() -> None:
+            if version == engine.version:
+                self._advance(engine)
+
+        if due < float("inf"):
+            self._at(max(self.now, due), step)
+
+    def _advance(self, engine: RigEngine) -> None:
+        for step in engine.scheduler.advance(self.now):
+            if step.changes:
+                payload = encode_batch(step.changes, BLOCK, self.now)
+                self._at(self.now + self.setting.event_lag_s, partial(self._heard, engine, payload))
+            for running in step.emitted:
+                if running.produced == 1:
+                    self.router.on_response(engine.running[running].ticket, 200, engine.address, True)
+            for running in step.finished:
+                self._done(engine.running.pop(running))
+        self._plan(engine)
+
+    def _heard(self, engine: RigEngine, payload: bytes) -> None:
+        for event in kv_events.decode(payload).events:
+            self.router.on_applied(self._blocks.apply(engine.address, event, self.now))
+
+    def _done(self, sent: Sent) -> None:
+        self.router.finished(sent.ticket, Outcome.COMPLETED)
+        for child in sent.request.spawns:
+            self._at(self.now, partial(self._send, child, 0))
+        after = sent.number + 1
+        if 0 < after < len(sent.conversation.requests):
+            gap = sent.conversation.requests[after].gap_s
+            self._at(self.now + gap, partial(self._send, sent.conversation, after))
+
+    def _plan_restart(self) -> None:
+        self._at(self.now + self._rng.expovariate(1 / self.setting.restart_every_s), self._restart)
+
+    def _restart(self) -> None:
+        engine = self._engines[self._rng.choice(list(self._engines))]
+        self._plan_restart()
+        if not engine.up:
+            return
+        self.restarts += 1
+        lost = list(engine.running.values())
+        engine.restart()
+        engine.up = False
+        engine.version += 1
+        for sent in lost:
+            self._failed(sent)
+        self._at(self.now + self.setting.restart_s, partial(self._up, engine))
+
+    def _up(self, engine: RigEngine) -> None:
+        engine.up = True
+        self.router.on_applied(self._blocks.reset(engine.address, 0))
+
+    def _scrape(self) -> None:
+        for engine in self._engines.values():
+            self.router.fleet.metrics(engine.address, engine.metrics() if engine.up else None, self.now)
+        self._at(self.now + SCRAPE_S, self._scrape)
+
+
+class _NoTokenizer:
+    """Ids are given: nobody asks."""
+
+    repeats = True
+
+    def now(self, request: ParsedRequest) -> Tokens | None:
+        raise AssertionError("tokens are given")

@@ -1,0 +1,283 @@
+"""What the gateway knows of its endpoints in a simulation: load, readiness, sessions, speeds.
+
+The same accounting as the gateway's `Fleet` and `Sessions` (a property test holds them side by side), kept so
+that a decision costs only what changed since the last one: an endpoint's `Load` is built again when it
+changed. Speeds and links start wrong by the faults' beliefs and are corrected by the gateway's own
+`Calibration`, fed with what a gateway can observe: when it decided, and the event that ends the prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+
+from perilune_api.pool import Role
+from perilune_api.topology import Level, Link, Place
+from perilune_gateway.feeds.engine_metrics import interval_s
+from perilune_gateway.model import Endpoint, Load, Location
+from perilune_gateway.routing.in_flight import TELLING_PREFILL_S
+from perilune_gateway.state.calibration import Calibration
+from perilune_research.simulator.engine import SimulatedEngine
+from perilune_research.simulator.fabric import SimulatedFabric
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.h20 import Hardware
+from perilune_research.simulator.request import SimulatedRequest
+
+_LINK_S = 5.0
+_POOL_S = 5.0
+
+
+@dataclass(slots=True)
+class KnownSession:
+    """As the gateway remembers it."""
+
+    name: str
+    host: int = -1
+    moved_s: float = -inf
+    turns: int = 0
+    context_tokens: int = 0
+    number: int = 0
+    run: int = -1
+    """Of its last prompt's end."""
+    seen_s: float = -inf
+
+
+class Beliefs:
+    """Endpoints are numbers."""
+
+    def __init__(
+        self,
+        engines: list[SimulatedEngine],
+        hardware: Hardware,
+        faults: Faults,
+        fabric: SimulatedFabric,
+        roles: list[Role],
+    ) -> None:
+        n = len(engines)
+        self.engines = engines
+        self.pool_tokens = hardware.kv_pool_tokens
+        self.endpoints = [
+            Endpoint(
+                f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}:8000",
+                roles[i],
+                Place(
+                    f"node{i}",
+                    f"rack{i // hardware.endpoints_per_rack}",
+                    f"spine{i // hardware.endpoints_per_rack // hardware.racks_per_spine}",
+                ),
+                events=("tcp",),
+            )
+            for i in range(n)
+        ]
+        self.number = {e.address: i for i, e in enumerate(self.endpoints)}
+        self.pending_tokens = [0] * n
+        self.pending_s = [0.0] * n
+        self.in_flight = [0] * n
+        self.prefilling = [0] * n
+        self.context_tokens = [0] * n
+        self.bound = [0] * n
+        self.moved_s = [-inf] * n
+        self.ready = [True] * n
+        self.calibration = Calibration()
+        self.uncorrected = hardware.engine.scaled(faults.engine_belief)
+        """The model before anything was observed."""
+        self._bandwidth = [
+            hardware.bandwidth_bytes_per_s(level) * hardware.link.share / faults.link_belief
+            for level in Level
+        ]
+        self._fabric = fabric
+        self.models = [self.uncorrected] * n
+        """As believed of each endpoint, and corrected by what was observed."""
+        self.ttft_ratio = [1.0] * n
+        self.unseen = set(range(n))
+        """Nothing was observed of them: they are believed to be like the pool."""
+        self._pool_ratio = 1.0
+        self._all_due_s = 0.0
+        self._links: list[dict[str, tuple[float, Link]]] = [{} for _ in range(n)]
+        """Per target, by source: valid until, link."""
+        self._prefilled_s = [0.0] * n
+        self._loads: list[Load | None] = [None] * n
+        self.changed = set(range(n))
+        """Endpoints whose load, speed or readiness changed since somebody last cleared this."""
+        self._metrics = [(0, 0, 0.0)] * n
+        self._metrics_s = 0.0
+        self._interval_s = interval_s(n)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def load(self, e: int, now: float) -> Load:
+        known = self._loads[e]
+        if known is not None:
+            return known
+        running, waiting, usage = self._metrics[e]
+        pool = self.pool_tokens
+        context = self.context_tokens[e]
+        free = min(int(pool * (1.0 - usage)), pool - context)
+        load = self._loads[e] = Load(
+            self.pending_tokens[e],
+            max(0.0, self.pending_s[e]),
+            self.in_flight[e],
+            running,
+            waiting,
+            usage,
+            max(0, free),
+            self.bound[e],
+            now - self._metrics_s,
+            self.prefilling[e],
+            context,
+            pool,
+        )
+        return load
+
+    def scrape(self, now: float) -> None:
+        """Engine metrics, at their interval, all at once; a decision reads the last ones."""
+        if now - self._metrics_s < self._interval_s and self._metrics_s:
+            return
+        self._metrics_s = now
+        for e, engine in enumerate(self.engines):
+            self._metrics[e] = (engine.running, engine.waiting, min(1.0, engine.kv_usage))
+        self._loads = [None] * len(self.engines)
+
+    def links(self, target: int, locations: Iterable[Location], now: float) -> dict[str, Link]:
+        """As believed, and as slow as they were observed to be (looked up again every few seconds: what was
+        learned fades slowly)."""
+        known, here = self._links[target], self.endpoints[target].address
+        links = {}
+        for address, _ in locations:
+            if address != here:
+                entry = known.get(address)
+                if entry is None or entry[0] < now:
+                    level = self._fabric.level(self.number[address], target)
+                    slowdown = self.calibration.slowdown(address, here, now)
+                    link = Link(level, self._bandwidth[level], slowdown)
+                    entry = known[address] = (now + _LINK_S, link)
+                links[address] = entry[1]
+        return links
+
+    @contextmanager
+    def peeking(self) -> Iterator[None]:
+        """What is read meanwhile leaves no trace (what was read is otherwise kept until it changes)."""
+        loads, links = self._loads[:], [known.copy() for known in self._links]
+        yield
+        self._loads, self._links = loads, links
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _touch(self, e: int) -> None:
+        """Something about it has changed."""
+        self._loads[e] = None
+        self.changed.add(e)
+
+    def start(self, e: int, context_tokens: int) -> None:
+        """A request goes there."""
+        self.in_flight[e] += 1
+        self.context_tokens[e] += context_tokens
+        self._touch(e)
+
+    def prefill_starts(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
+        """Its prefill runs there; nowhere yet: e < 0."""
+        if e < 0:
+            return
+        self.pending_tokens[e] += uncached_tokens
+        self.pending_s[e] += prefill_s
+        self.prefilling[e] += uncached_tokens > 0
+        self._touch(e)
+
+    def prefill_done(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
+        if e < 0:
+            return
+        self.pending_tokens[e] -= uncached_tokens
+        self.pending_s[e] -= prefill_s
+        self.prefilling[e] -= uncached_tokens > 0
+        self._touch(e)
+
+    def finish(self, e: int, context_tokens: int, decoded_s: float) -> None:
+        """After `prefill_done`. `decoded_s`: first token to last; 0: unknown."""
+        self.in_flight[e] -= 1
+        self.context_tokens[e] -= context_tokens
+        if not self.in_flight[e]:
+            self.pending_s[e] = 0.0
+        if decoded_s > 0:
+            self.calibration.decoded(self.endpoints[e].address, decoded_s)
+        self._touch(e)
+
+    def bind(self, session: KnownSession, e: int, now: float) -> None:
+        """The session's host is `e`; leaving another one is a move."""
+        if session.host == e:
+            return
+        if session.host >= 0:
+            self.bound[session.host] -= 1
+            self._touch(session.host)
+            session.moved_s = now
+        session.host = e
+        self.bound[e] += 1
+        self._touch(e)
+
+    def unbind(self, session: KnownSession) -> None:
+        """The session is over."""
+        if session.host >= 0:
+            self.bound[session.host] -= 1
+            self._touch(session.host)
+            session.host = -1
+
+    def moved(self, source: int, target: int, now: float) -> None:
+        self.moved_s[source] = self.moved_s[target] = now
+
+    def dead(self, e: int) -> None:
+        """A connection to it failed."""
+        self.ready[e] = False
+        self.endpoints[e] = replace(self.endpoints[e], ready=False)
+        self._touch(e)
+
+    def observe_prefill(self, request: SimulatedRequest, now: float) -> None:
+        """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the
+        end of the one before, or from its own decision; a pull took what its prefill does not explain."""
+        e, new = request.endpoint, request.uncached_tokens
+        before, self._prefilled_s[e] = self._prefilled_s[e], now
+        alone_s = now - max(request.submitted_s, before)
+        expected_s = self.uncorrected.prefill_s(new, max(0, request.prompt_tokens - new))
+        address, know = self.endpoints[e].address, self.calibration
+        if request.source >= 0:
+            if before < request.submitted_s:
+                source = self.endpoints[request.source].address
+                bandwidth = self._bandwidth[self._fabric.level(request.source, e)]
+                rest_s = expected_s * know.prefill_ratio(address, now)
+                rest_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
+                pull_s = self.uncorrected.transfer_s(request.moved_tokens, bandwidth)
+                know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
+                for links in self._links:
+                    links.pop(source, None)
+        elif expected_s >= TELLING_PREFILL_S:
+            know.prefill(address, alone_s, expected_s, now)
+            know.ttft(address, now - request.submitted_s, request.expected_ttft_s, now)
+            self._learned(e, now)
+
+    def _learned(self, e: int, now: float) -> None:
+        """Something was observed of `e`. What is believed of the pool has changed with it, on which all
+        others lean: those of which nothing is known at once, the rest every few seconds."""
+        know, n = self.calibration, len(self.endpoints)
+        self.unseen.discard(e)
+        self.changed.add(e)
+        pool = (round(know.prefill_ratio("", now), 2), know.ttft_ratio("", now))
+        if now >= self._all_due_s:
+            self._all_due_s = now + _POOL_S
+            for i in range(n):
+                self._read(i, now)
+            return
+        self._read(e, now)
+        if pool[0] != self._pool_ratio:
+            self._pool_ratio = pool[0]
+            model = self.uncorrected.scaled(pool[0])
+            for i in self.unseen:
+                self.models[i], self.ttft_ratio[i] = model, pool[1]
+
+    def _read(self, e: int, now: float) -> None:
+        address, know = self.endpoints[e].address, self.calibration
+        self.ttft_ratio[e] = know.ttft_ratio(address, now)
+        ratio = round(know.prefill_ratio(address, now), 2)
+        if self.models[e].scale != self.uncorrected.scale * ratio:
+            self.models[e] = self.uncorrected.scaled(ratio)
+            if e not in self.unseen:
+                self.changed.add(e)

@@ -1,0 +1,131 @@
+"""What is simulated: every parameter of an H20 fleet in one place, with its unit and where it comes from.
+
+Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
+bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer
+between engines, the DRAM tier, the shape of a node. `tests/lab/simulator/test_h20.py` holds every one of them
+against its measured points.
+
+H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
+or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H20 measurement.
+"""
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from perilune_api.pool import Bandwidth
+from perilune_api.topology import Level
+from perilune_gateway.model import H20_30B, EngineModel
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """KV transfer between two engines, one transfer alone. Transfers from one NIC follow each other."""
+
+    fixed_s: float = H20_30B.transfer_fixed_s
+    """2.5 ms, measured on an idle link."""
+    share: float = 1.0
+    """Of the topology's bandwidth (`Bandwidth`: 9.7 GB/s between nodes, measured up to 3 GiB)."""
+    fast_bytes: float = 3 * GIB
+    """Up to here at full speed."""
+    slow_share: float = 0.30
+    """Of the bandwidth, for what goes beyond: fitted to 4.5 GB/s at 6 GiB and 3.4 GB/s at 12 GiB."""
+
+    def seconds(self, size_bytes: float, bandwidth_bytes_per_s: float) -> float:
+        """0 for nothing."""
+        if size_bytes <= 0:
+            return 0.0
+        fast = min(size_bytes, self.fast_bytes)
+        spent = fast + (size_bytes - fast) / self.slow_share
+        return self.fixed_s + spent / (bandwidth_bytes_per_s * self.share)
+
+
+IDLE = LinkModel()
+LOADED = LinkModel(fixed_s=0.3, share=3.5 / 9.7, fast_bytes=inf)
+"""0.3 s + bytes / 3–4 GB/s: the same link under load."""
+BEST = LinkModel(fixed_s=0.0019, share=168 / 9.7, fast_bytes=inf)
+"""1.9 ms + bytes / 168 GB/s: best published, 4 × 400 GbE on H20-3e."""
+LINKS = {"idle": IDLE, "loaded": LOADED, "best": BEST}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of engine and what connects them."""
+
+    engine: EngineModel = H20_30B
+    max_sequences: int = 256
+    """vLLM's --max-num-seqs."""
+    block_tokens: int = 16
+    """A cache hit covers whole blocks, never the last token."""
+    link: LinkModel = IDLE
+    bandwidth: Bandwidth = Bandwidth()
+    """By the narrowest level that holds both ends."""
+    endpoints_per_nic: int = 2
+    """8 GPUs and 4 NICs a node."""
+    endpoints_per_rack: int = 8
+    """Engines that meet under one top-of-rack switch; KV goes over the NICs, also inside a node."""
+    racks_per_spine: int = 16
+    host_fixed_s: float = 0.0135
+    """DRAM tier: fitted to 57 ms at 1k, 272 ms at 64k for a whole request, with the next one."""
+    host_share: float = 44 / 54
+    """Of the engine model's published 54 GB/s from DRAM to device, what requests get."""
+
+    @property
+    def kv_pool_tokens(self) -> int:
+        return self.engine.kv_pool_tokens
+
+    def bandwidth_bytes_per_s(self, level: Level) -> float:
+        b = self.bandwidth
+        return (b.node, b.rack, b.spine, b.fabric)[level]
+
+    def transfer_s(self, tokens: int, level: Level = Level.RACK) -> float:
+        """The KV of `tokens` from engine to engine."""
+        return self.link.seconds(self.engine.kv_bytes(tokens), self.bandwidth_bytes_per_s(level))
+
+    def host_s(self, tokens: int) -> float:
+        """The KV of `tokens` from host memory."""
+        if tokens <= 0:
+            return 0.0
+        bytes_per_s = self.engine.host_bytes_per_s * self.host_share
+        return self.host_fixed_s + self.engine.kv_bytes(tokens) / bytes_per_s
+
+    def interference_tpot_s(self, prompt_tokens: int, streams: int = 8, context_tokens: int = 2_500) -> float:
+        """TPOT of `streams`, each with `context_tokens`, from the submission of a prompt to its first token:
+        they decode alone while the request's overhead passes, then one token a chunk."""
+        e = self.engine
+        alone_s = e.request_overhead_s(prompt_tokens)
+        tokens = alone_s / e.decode_step_s(streams, streams * context_tokens)
+        total_s, done = alone_s, 0
+        while done < prompt_tokens:
+            new = min(e.tokens_per_step, prompt_tokens - done)
+            total_s += e.step_s(new, new * (done + new / 2), streams, streams * context_tokens, done == 0)
+            done += new
+            tokens += 1
+        return total_s / tokens
+
+
+H20 = Hardware()
+"""Qwen3-Coder-30B-A3B in BF16, one H20 an endpoint."""
+
+H20_480B = Hardware(
+    engine=EngineModel(
+        flops_per_token=2 * 35e9,
+        attention_flops=4.0 * 62 * 96 * 128,
+        flops_per_s=0.90 * 8 * 296e12,
+        expert_bytes=472e9,
+        shared_bytes=8e9,
+        expert_share=8 / 160,
+        memory_bytes_per_s=8 * 3.4e12,
+        kv_bytes_per_token=253_952,
+        kv_pool_tokens=840_000,
+    ),
+    endpoints_per_nic=1,
+)
+"""Qwen3-Coder-480B-A35B in FP8 with BF16 KV, 8 H20 an endpoint (TP8). From the model's shape; no measured
+point to hold it against, and tensor parallelism's communication is left out."""
+
+
+def with_store(hardware: Hardware, bytes_per_s: float) -> Hardware:
+    """The same with a shared store read at `bytes_per_s` by each engine."""
+    return replace(hardware, engine=replace(hardware.engine, store_bytes_per_s=bytes_per_s))

@@ -1,0 +1,187 @@
+"""Many simulations: policies × rates × seeds, every policy on the same seeds; and how R is found.
+
+A piece of work is (rate, seed): its workload is made once and every policy plays it. Pieces run in processes
+of their own, as many as `jobs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from math import inf, sqrt
+from resource import RUSAGE_SELF, getrusage
+from typing import NamedTuple
+
+from perilune_api.pool import Limits, PolicyParams, SpecError
+from perilune_gateway.policy import SIMULATED_ONLY
+from perilune_lab.processes import mapped
+from perilune_lab.quantiles import mean
+from perilune_lab.report import Run
+from perilune_lab.traces import agentic
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Mode, Style, Trace
+from perilune_lab.traces.source import AGENTIC, open_trace
+from perilune_research.simulator import measure
+from perilune_research.simulator.bisection import last_that
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.routing import Seen
+from perilune_research.simulator.setting import Setting
+from perilune_research.simulator.simulation import SimulatedOutcome, simulate
+from perilune_research.simulator.workload import Workload, prepare
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedLoad:
+    """What is played."""
+
+    trace: str = AGENTIC
+    """`agentic`, or a file."""
+    mode: Mode = Mode.THINKTIME
+    window_s: float = 1800.0
+    """Of generated traffic: turns that an unloaded system would see later are left out."""
+    warmup_s: float = 600.0
+    """Of generated traffic: turns that an unloaded system would see earlier are not measured."""
+    limit: int | None = None
+    """Of a file: only the first requests."""
+    parameters: Agentic = field(default_factory=Agentic)
+
+    def workload(self, rate: float, seed: int, fleet: SimulatedFleet) -> Workload:
+        """`rate`: sessions per second, or times as fast as recorded. Seeds change generated traffic only."""
+        engine = fleet.hardware.engine
+        if self.trace != AGENTIC:
+            return prepare(open_trace(self.trace, self.limit), engine, self.mode, rate)
+        p = replace(self.parameters, sessions_per_s=rate)
+        started = takewhile(lambda s: s.start_s < self.window_s, agentic.sessions(p, seed))
+        trace = Trace(AGENTIC, Style.CHAT, tuple(started), {"seed": seed, **agentic.describe(p)})
+        return prepare(trace, engine, self.mode, window_s=self.window_s, warmup_s=self.warmup_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is compared."""
+
+    policies: tuple[str, ...]
+    load: OfferedLoad = field(default_factory=OfferedLoad)
+    fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
+    faults: Faults = field(default_factory=Faults)
+    params: PolicyParams = field(default_factory=PolicyParams)
+    limits: Limits = field(default_factory=Limits)
+    pullable: bool = True
+    """Engines can pull KV from each other; else a moved session is recomputed, or read from the store."""
+
+    def fleet_for(self, policy: str) -> SimulatedFleet:
+        """Policies that split prefill and decode get half of the endpoints for each."""
+        if policy in SIMULATED_ONLY:
+            return replace(self.fleet, prefill_endpoints=max(1, self.fleet.endpoints // 2))
+        return self.fleet
+
+    def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
+        setting = Setting(policy, self.params, self.limits, pullable=self.pullable)
+        return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
+
+
+class Played(NamedTuple):
+    """One simulation's numbers."""
+
+    rate: float
+    seed: int
+    run: Run
+    simulated_s: float
+    wall_s: float
+    """Of one core, the simulation alone."""
+    seen: Seen
+    peak_bytes: int
+    """Of memory, of the process until then: this simulation and those that it played before."""
+
+
+def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
+    """Every policy at one rate with one seed. Raises SpecError where a request could never run."""
+    rate, seed = work
+    workload = comparison.load.workload(rate, seed, comparison.fleet)
+    _fits(workload, comparison.fleet.hardware.kv_pool_tokens)
+    played = []
+    for policy in comparison.policies:
+        outcome = comparison.play(policy, workload, seed)
+        run = measure.run(outcome, workload, comparison.params.cooldown_seconds)
+        peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
+        played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
+    return played
+
+
+def _fits(workload: Workload, kv_tokens: int) -> None:
+    tasks = (task for job in workload.jobs for task in job.tasks)
+    longest = max((task.prompt_tokens + task.output_tokens for task in tasks), default=0)
+    if longest > kv_tokens:
+        raise SpecError(
+            f"a request of {longest:,} tokens, with its answer, does not fit into a KV pool of {kv_tokens:,}:"
+            " give the pool as many, or play shorter requests - at `--kv-tokens`"
+        )
+
+
+def play(
+    comparison: Comparison, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1
+) -> Iterator[list[Played]]:
+    """Piece by piece, in order: rates outside, seeds inside."""
+    work = [(rate, seed) for rate in rates for seed in seeds]
+    with mapped(partial(piece, comparison), work, jobs) as pieces:
+        yield from pieces
+
+
+def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
+    """Over seeds: rates outside, policies inside."""
+    rows = list(played)
+    runs = []
+    for rate in dict.fromkeys(row.rate for row in rows):
+        for policy in comparison.policies:
+            mine = [row for row in rows if row.rate == rate and row.run.policy == policy]
+            if mine:
+                runs.append(measure.pooled([row.run for row in mine], [row.seed for row in mine], rate))
+    return runs
+
+
+def first_guess(comparison: Comparison) -> float:
+    """A rate to begin a search with."""
+    return 0.1 * comparison.fleet.endpoints if comparison.load.trace == AGENTIC else 1.0
+
+
+REGRET_AT_R = 5.0
+"""R is where the reference's TTFT p90 is so many times the floor."""
+_TOLERANCE_OF_R = 0.03
+
+
+class NoRateError(Exception):
+    """No rate is R; the message says why."""
+
+
+def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
+    """R: the rate at which a policy has TTFT p90 = 5 × the unloaded floor, both the mean over seeds; to 3 %.
+
+    `runs_at`: its runs at a rate, one per seed. Raises NoRateError where no rate between 1/64 and 64 times
+    the guess is it."""
+
+    def below(rate: float) -> bool:
+        runs = runs_at(rate)
+        floor_s = mean(run.floor_ttft_s.p90 if run.floor_ttft_s else 0.0 for run in runs)
+        return mean(run.ttft_s.p90 if run.ttft_s else inf for run in runs) < REGRET_AT_R * floor_s
+
+    low, high = last_that(below, guess, _TOLERANCE_OF_R)
+    if not low:
+        raise NoRateError(
+            f"at any load TTFT p90 is above {REGRET_AT_R:g} × the floor, or no request is measured"
+        )
+    if high == inf:
+        raise NoRateError(f"TTFT p90 stays below {REGRET_AT_R:g} × the floor at any load")
+    return sqrt(low * high)
+
+
+def r_of(comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
+    """R by the reference policy, on what is compared. Raises NoRateError."""
+    alone = replace(comparison, policies=(reference,))
+
+    def runs_at(rate: float) -> list[Run]:
+        return [played.run for (played,) in play(alone, [rate], seeds, jobs)]
+
+    return find_r(runs_at, first_guess(comparison))

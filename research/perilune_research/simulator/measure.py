@@ -1,0 +1,252 @@
+"""What a simulation measured, in the report's format.
+
+`run` gives one policy's `report.Run` of one simulation; a test holds it against `report.run` over the same
+requests. `pooled` joins runs over seeds: means, and 95 % intervals by bootstrap over the seeds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import inf
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from perilune_gateway.model import MOVING
+from perilune_lab.quantiles import mean, quantile
+from perilune_lab.report import (
+    GOODPUT_TPOT_S,
+    GOODPUT_TTFT_S,
+    Ceiling,
+    Migrations,
+    PerEndpoint,
+    PlayedTurn,
+    Quantiles,
+    Run,
+    hotspot,
+    migrations,
+    quantiles,
+)
+from perilune_research.simulator.request import SimulatedRequest
+from perilune_research.simulator.simulation import SimulatedOutcome
+from perilune_research.simulator.workload import Workload
+
+_RESAMPLES = 1000
+
+
+def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
+    """One policy's numbers of one seed, of the turns after the workload's warm-up; makespans are of all."""
+    done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
+    good = [r for r in done if r.succeeded]
+    prompt = sum(r.prompt_tokens for r in good)
+    span_s = (max(r.finished_s for r in good) - min(r.submitted_s for r in done)) if good else 0.0
+    ttft_s = [r.ttft_s for r in good]
+    tpot = [(r, r.tpot_s) for r in good if r.output_tokens > 1]
+    closed = workload.mode != "timestamps"
+    floor = [task.ideal_ttft_s for task in workload.measured]
+    measured = quantiles(ttft_s)
+    return Run(
+        policy=outcome.policy,
+        requests=len(done),
+        succeeded=len(good),
+        rejected=sum(r.rejected for r in done),
+        success_rate=len(good) / len(done) if done else 0.0,
+        apc=sum(_cached(r) for r in good) / prompt if prompt else UNSET,
+        apc_ceiling=Ceiling(
+            any=sum(r.task.any_tokens for r in good) / prompt,
+            intra_session=sum(r.task.own_tokens for r in good) / prompt,
+        )
+        if prompt
+        else UNSET,
+        ttft_s=measured,
+        tpot_s=quantiles(t for _, t in tpot),
+        itl_s=_weighted(outcome.gaps),
+        e2e_s=quantiles(r.e2e_s for r in good),
+        turn_s=quantiles(r.finished_s - r.due_s for r in good),
+        output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
+        migrations=_migrations(outcome, good, span_s, cooldown_s),
+        hotspot=hotspot([r.ttft_s for r in rows] for rows in _by_endpoint(good).values()),
+        interference=mean(t * (r.output_tokens - 1) / r.task.ideal_decode_s for r, t in tpot)
+        if tpot
+        else UNSET,
+        node_load_variance=mean(outcome.queue_variance) if outcome.queue_variance else UNSET,
+        goodput_per_s=sum(_inside(r) for r in good) / span_s if span_s else UNSET,
+        wall_clock_factor=outcome.simulated_s / ideal_makespan_s(workload) if closed and good else UNSET,
+        wall_clock_factor_legacy=_legacy_factor(outcome, workload) if good else UNSET,
+        stretch=quantiles(_stretches(good, workload)) if closed else UNSET,
+        per_endpoint=_per_endpoint(outcome, good),
+        floor_ttft_s=quantiles(floor),
+        regret=measured.p90 / quantile(sorted(floor), 0.9) if measured else UNSET,
+        preemptions=outcome.preemptions,
+    )
+
+
+def ideal_makespan_s(workload: Workload) -> float:
+    """Every turn alone with its session's prefix cached, the recorded gaps between them."""
+    ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
+    return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
+
+
+def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | UnsetType:
+    """Makespan / the trace's span: from its first turn to its last, as recorded; of generated traffic, as an
+    unloaded system would record it."""
+    at_s = [task.ideal_at_s for job in workload.jobs for task in job.tasks]
+    span_s = max(at_s) - min(at_s)
+    return outcome.simulated_s / span_s if span_s else UNSET
+
+
+def _inside(r: SimulatedRequest) -> bool:
+    """Both SLOs of goodput."""
+    in_time = r.ttft_s <= GOODPUT_TTFT_S
+    return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
+
+
+def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
+    """Of values that each occurred so many times."""
+    ordered = sorted(gap for gap in gaps if gap[1])
+    if not ordered:
+        return UNSET
+    upto = list(accumulate(count for _, count in ordered))
+    at = [ordered[bisect_left(upto, q * upto[-1])][0] for q in (0.5, 0.9, 0.95, 0.99)]
+    return Quantiles(sum(value * count for value, count in ordered) / upto[-1], *at)
+
+
+def _cached(r: SimulatedRequest) -> int:
+    return r.cached_tokens if r.leg_cached_tokens < 0 else r.leg_cached_tokens
+
+
+def _migrations(
+    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest], span_s: float, cooldown_s: float
+) -> Migrations | UnsetType:
+    if not span_s:
+        return UNSET
+    sessions = (
+        [PlayedTurn(r.reason in MOVING, not r.hot, r.submitted_s) for r in rows]
+        for rows in _by_session(good).values()
+    )
+    found = migrations(sessions, span_s, cooldown_s)
+    return msgspec.structs.replace(found, bytes=outcome.moved_bytes, transfer_s=quantiles(outcome.transfer_s))
+
+
+def _by_session(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
+    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
+    for r in sorted(good, key=lambda r: r.number):
+        rows[r.task.session].append(r)
+    return rows
+
+
+def _by_endpoint(good: Sequence[SimulatedRequest]) -> Mapping[int, list[SimulatedRequest]]:
+    rows: dict[int, list[SimulatedRequest]] = defaultdict(list)
+    for r in good:
+        rows[r.endpoint].append(r)
+    return rows
+
+
+def _per_endpoint(
+    outcome: SimulatedOutcome, good: Sequence[SimulatedRequest]
+) -> tuple[PerEndpoint, ...] | UnsetType:
+    found = []
+    for e, rows in sorted(_by_endpoint(good).items()):
+        prompt = sum(r.prompt_tokens for r in rows)
+        found.append(
+            PerEndpoint(
+                endpoint=outcome.addresses[e],
+                requests=len(rows),
+                sessions=len({r.task.session for r in rows}),
+                prompt_tokens=prompt,
+                output_tokens=sum(r.output_tokens for r in rows),
+                apc=sum(_cached(r) for r in rows) / prompt,
+                ttft_s=quantiles(r.ttft_s for r in rows),
+            )
+        )
+    return tuple(found) or UNSET
+
+
+def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
+    """Per session that was played to its end: duration / ideal duration."""
+    found = []
+    for session, rows in _by_session(good).items():
+        tasks = workload.jobs[session].tasks
+        if len(rows) < len(tasks):
+            continue
+        ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
+        found.append((rows[-1].finished_s - rows[0].submitted_s) / ideal_s)
+    return found
+
+
+# -- over seeds --------------------------------------------------------------------------------------------
+
+
+def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
+    """The mean of each number over seeds, with its interval. Endpoints are not pooled: they differ by
+    seed."""
+    rows = [_flat(msgspec.to_builtins(run)) for run in runs]
+    values: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for row in rows:
+        for path, value in row.items():
+            values[path].append(value)
+    document: dict[str, Any] = {}
+    intervals: dict[str, tuple[float, float]] = {}
+    for path, sample in values.items():
+        _put(document, path, mean(sample))
+        if len(sample) > 1:
+            intervals[".".join(path)] = interval(sample)
+    document |= {"policy": runs[0].policy, "rate": rate, "seeds": list(seeds), "intervals": intervals}
+    for name in ("requests", "succeeded", "rejected", "preemptions"):
+        document[name] = round(sum(values[name,]))
+        intervals.pop(name, None)
+    if "migrations" in document:
+        for name in ("total", "bytes"):
+            document["migrations"][name] = round(sum(values["migrations", name]))
+            intervals.pop(f"migrations.{name}", None)
+    return msgspec.convert(document, Run)
+
+
+def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
+    """Of the mean, by bootstrap; the dice are fixed, so equal samples give equal intervals."""
+    rng = Random(len(sample))
+    n = len(sample)
+    means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(_RESAMPLES))
+    return quantile(means, (1 - share) / 2), quantile(means, (1 + share) / 2)
+
+
+def paired(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float, float]:
+    """(mean, low, high) of ours − theirs, seed by seed."""
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    return mean(differences), *interval(differences)
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -> tuple[float, float, float]:
+    """(mean of ours / mean of theirs, low, high), by bootstrap over pairs of one seed; inf where theirs are
+    all 0."""
+    rng, n = Random(len(ours)), len(ours)
+    pairs = list(zip(ours, theirs, strict=True))
+    found = sorted(_quotient(rng.choices(pairs, k=n)) for _ in range(_RESAMPLES))
+    low, high = (found[round((_RESAMPLES - 1) * q)] for q in ((1 - share) / 2, (1 + share) / 2))
+    return _quotient(pairs), low, high
+
+
+def _quotient(pairs: Iterable[tuple[float, float]]) -> float:
+    ours, theirs = (sum(values) for values in zip(*pairs, strict=True))
+    return ours / theirs if theirs else inf
+
+
+def _flat(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], float]:
+    found: dict[tuple[str, ...], float] = {}
+    for name, part in value.items():
+        if isinstance(part, Mapping):
+            found |= _flat(part, (*path, name))
+        elif isinstance(part, int | float):
+            found[*path, name] = part
+    return found
+
+
+def _put(document: dict[str, Any], path: tuple[str, ...], value: float) -> None:
+    for name in path[:-1]:
+        document = document.setdefault(name, {})
+    document[path[-1]] = value

@@ -1,0 +1,246 @@
+"""Command line of `perilune simulate`: words in, checked `Options` out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from perilune_api.pool import PolicyParams, SpecError
+from perilune_gateway.policy import POLICIES
+from perilune_lab.arguments import assignments, count, figure, is_positive, not_negative, output, positive
+from perilune_lab.policy_arguments import changed, listed
+from perilune_lab.traces.agentic import Agentic
+from perilune_lab.traces.model import Mode
+from perilune_lab.traces.source import AGENTIC
+from perilune_research.simulator import faults as faults_of
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.h20 import H20, LINKS, Hardware, with_store
+from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.setting import PLANNER
+
+_MOST_ENDPOINTS = 10_000
+"""More would take all memory."""
+_DEFAULT = OfferedLoad()
+_RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
+
+_POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
+_EPILOG = f"""\
+examples:
+  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
+  perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
+  perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
+  perilune simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
+
+rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
+  lmetric (or --reference) has TTFT p90 = 5 × the floor: every turn alone, its session's prefix cached.
+faults: name=value,… of {", ".join(faults_of.NAMES)} (dead=ENDPOINT@SECONDS)
+modes: {Mode.THINKTIME} closed loop, recorded gaps; {Mode.TIMESTAMPS} open loop; {Mode.MAX} the later of both
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    comparison: Comparison
+    rates: tuple[str, ...]
+    reference: str
+    seeds: tuple[int, ...]
+    jobs: int
+    json: Path | None
+    png: Path | None
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
+    args = _parser().parse_args(argv)
+    if args.endpoints > _MOST_ENDPOINTS:
+        raise SpecError(f"{args.endpoints:,} endpoints: at most {_MOST_ENDPOINTS:,} - at `--endpoints`")
+    hardware = _hardware(args)
+    load = _load(args, hardware)
+    return Options(
+        comparison=Comparison(
+            load=load,
+            faults=_faults(args),
+            fleet=SimulatedFleet(
+                args.endpoints,
+                hardware,
+                bool(args.store),
+                overlapped=args.overlapped,
+                host_tokens=args.host_tokens,
+            ),
+            policies=_policies(args.policies, "--policies"),
+            params=changed(PolicyParams(), assignments(args.param, "--param"), "--param"),
+            pullable=not args.no_pull,
+        ),
+        rates=_rates(args),
+        reference=_reference(args.reference),
+        seeds=tuple(range(args.seeds_from, args.seeds_from + args.seeds)),
+        jobs=args.jobs,
+        json=args.json,
+        png=args.png,
+    )
+
+
+def times_r(text: str) -> float | None:
+    """`R`, `R/2`, `1.25R`; None: it is no multiple of R."""
+    match = _RATE.fullmatch(text)
+    if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
+        return None
+    return float(found[0]) / float(found[1])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="perilune simulate",
+        description="Play a trace through the gateway's policies on modelled engines, and compare.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--trace",
+        default=AGENTIC,
+        metavar="FILE|agentic",
+        help="Mooncake's, Qwen-Bailian's or our schema [%(default)s]",
+    )
+    add("--policies", default="all", metavar="A,B", help=_POLICIES)
+    add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
+    add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
+    add("--endpoints", type=count, default=8, metavar="N", help="[%(default)s]")
+    add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
+    add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
+    add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
+    add(
+        "--window",
+        type=positive,
+        default=_DEFAULT.window_s,
+        metavar="S",
+        help="of generated traffic [%(default)s]",
+    )
+    add(
+        "--warmup",
+        type=not_negative,
+        default=_DEFAULT.warmup_s,
+        metavar="S",
+        help="of it, not measured [%(default)s]",
+    )
+    add("--limit", type=count, metavar="N", help="of a file, the first N requests")
+    add(
+        "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]"
+    )
+    add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
+    add("--host-tokens", type=count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
+    add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
+    add("--kv-tokens", type=count, metavar="N", help="KV pool of one endpoint [281600]")
+    add(
+        "--context-tokens",
+        type=count,
+        metavar="N",
+        help="longest generated request, with its answer [131072]",
+    )
+    add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
+    add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
+    add("--faults", default="", metavar="NAME=V,…", help="see below")
+    add(
+        "--param",
+        "--params",
+        action="append",
+        default=[],
+        metavar="NAME=V",
+        help="of policies, e.g. cooldown_seconds=10",
+    )
+    add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
+    add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
+    add("--png", type=figure, metavar="FILE", help="draw it, as .png, .svg or .pdf")
+    return parser
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    hardware = replace(H20, link=LINKS[args.link])
+    if args.kv_tokens:
+        hardware = replace(hardware, engine=replace(hardware.engine, kv_pool_tokens=args.kv_tokens))
+    return with_store(hardware, _bytes_per_s(args.store)) if args.store else hardware
+
+
+def _load(args: argparse.Namespace, hardware: Hardware) -> OfferedLoad:
+    generated = Agentic(zipf_alpha=args.zipf)
+    if args.context_tokens:
+        generated = replace(generated, context_tokens=args.context_tokens)
+    load = OfferedLoad(args.trace, args.mode, args.window, args.warmup, args.limit, generated)
+    if load.trace == AGENTIC:
+        _check_generated(load, hardware)
+    else:
+        _check_recorded(load, args)
+    return load
+
+
+def _check_generated(load: OfferedLoad, hardware: Hardware) -> None:
+    longest, room = load.parameters.context_tokens, hardware.kv_pool_tokens
+    if load.mode is not Mode.THINKTIME:
+        raise SpecError(f"generated traffic has no timestamps, which mode {load.mode} needs - at `--mode`")
+    if load.limit:
+        raise SpecError("generated traffic has no end but that of `--window` - at `--limit`")
+    if longest > room:
+        raise SpecError(
+            f"generated requests have up to {longest:,} tokens, which a KV pool of {room:,} does not hold:"
+            f" give as many, or shorten the requests with `--context-tokens {room}` - at `--kv-tokens`"
+        )
+    if load.warmup_s >= load.window_s:
+        raise SpecError("nothing is measured: the warm-up is as long as the window - at `--warmup`")
+
+
+def _check_recorded(load: OfferedLoad, args: argparse.Namespace) -> None:
+    if not Path(load.trace).is_file():
+        what = "no regular file" if Path(load.trace).exists() else "no such file"
+        raise SpecError(f"{load.trace}: {what} - at `--trace`")
+    for option, given in (
+        ("--zipf", args.zipf),
+        ("--context-tokens", args.context_tokens),
+        ("--window", load.window_s != _DEFAULT.window_s),
+        ("--warmup", load.warmup_s != _DEFAULT.warmup_s),
+    ):
+        if given:
+            raise SpecError(f"{load.trace} is played as it was recorded - at `{option}`")
+
+
+def _faults(args: argparse.Namespace) -> Faults:
+    faults = faults_of.parse(args.faults)
+    if faults.dead_endpoint >= args.endpoints:
+        raise SpecError(
+            f"dead={faults.dead_endpoint}: the last endpoint is {args.endpoints - 1} - at `--faults`"
+        )
+    return faults
+
+
+def _rates(args: argparse.Namespace) -> tuple[str, ...]:
+    rates = tuple(args.rates.split(","))
+    for rate in rates:
+        if times_r(rate) is None and not is_positive(rate):
+            raise SpecError(f"{rate!r} is neither a number above 0 nor a multiple of R - at `--rates`")
+    return rates
+
+
+def _reference(text: str) -> str:
+    names = _policies(text, "--reference")
+    if len(names) != 1:
+        raise SpecError(f"{text}: must be one policy - at `--reference`")
+    return names[0]
+
+
+def _policies(text: str, option: str) -> tuple[str, ...]:
+    names = listed(text, POLICIES)
+    for name in names:
+        if name.removesuffix(PLANNER) not in POLICIES:
+            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")
+    return names
+
+
+def _bytes_per_s(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*)\s*GBps", text)
+    if match is None or not float(match[1]):
+        raise SpecError(f"{text!r}: bytes per second like 3GBps - at `--store`")
+    return float(match[1]) * 1e9

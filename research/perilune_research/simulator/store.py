@@ -1,0 +1,23 @@
+"""A tier below the device, as runs."""
+
+from __future__ import annotations
+
+from perilune_research.simulator.cache import RunCache
+from perilune_research.simulator.runs import Runs
+
+
+class SimulatedStore:
+    """What all engines of a pool share, or one engine's host memory. Least recently used goes first."""
+
+    def __init__(self, runs: Runs, capacity_tokens: int) -> None:
+        self._cache = RunCache(runs, capacity_tokens)
+
+    def match(self, run: int, depth: int) -> int:
+        return self._cache.match(run, depth)
+
+    def put(self, run: int, depth: int) -> None:
+        """The prompt (run, depth) was computed somewhere, or read again."""
+        self._cache.pin(run)
+        self._cache.grow(run, depth)
+        self._cache.unpin(run)
+        self._cache.trim(self._cache.capacity_tokens)

@@ -1,0 +1,176 @@
+"""A trace made ready for simulation: positions in a tree of runs, ideal times, best possible reuse.
+
+Done once per trace and shared by all policies. Cost: about 5 µs per turn beside the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from perilune_gateway.model import EngineModel
+from perilune_lab.quantiles import quantile
+from perilune_lab.traces.model import Mode, Trace, submitted_s
+from perilune_lab.traces.reuse import ideal_decode_s, ideal_ttft_s
+from perilune_research.simulator.runs import Position, Runs, build
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One turn, reduced to numbers."""
+
+    session: int
+    number: int
+    run: int
+    """Of the prompt's end."""
+    prompt_tokens: int
+    answer_run: int
+    output_tokens: int
+    gap_s: float
+    timestamp_s: float
+    own_tokens: int = 0
+    """What an infinite cache of its own session would serve."""
+    any_tokens: int = 0
+    """What an infinite cache would serve."""
+    ideal_ttft_s: float = 0.0
+    """Alone, its own session's prefix cached."""
+    ideal_decode_s: float = 0.0
+    ideal_at_s: float = 0.0
+    """When an unloaded system would see it."""
+
+    @property
+    def ideal_s(self) -> float:
+        return self.ideal_ttft_s + self.ideal_decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One session."""
+
+    name: str
+    start_s: float
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is played, and how."""
+
+    name: str
+    mode: Mode
+    runs: Runs
+    jobs: tuple[Job, ...]
+    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    warmup_s: float = 0.0
+    """Turns that an unloaded system would see earlier are played, but not measured: caches fill meanwhile."""
+
+    @property
+    def measured(self) -> list[Task]:
+        return [t for job in self.jobs for t in job.tasks if t.ideal_at_s >= self.warmup_s]
+
+    @property
+    def requests(self) -> int:
+        return sum(len(job.tasks) for job in self.jobs)
+
+    def floor_ttft_s(self, q: float) -> float:
+        """Quantile of TTFT if every turn ran alone with a perfect cache of its own session."""
+        return quantile(sorted(t.ideal_ttft_s for t in self.measured), q)
+
+
+def prepare(
+    trace: Trace,
+    engine: EngineModel,
+    mode: Mode = Mode.THINKTIME,
+    speed: float = 1.0,
+    window_s: float = inf,
+    warmup_s: float = 0.0,
+) -> Workload:
+    """`speed`: the trace's starts and timestamps (not its gaps) come so much faster. `window_s`: only turns
+    that an unloaded system would see that early, as a recording of that length has them: without, the tail of
+    a few long sessions runs for hours on an idle fleet. Raises SpecError where the mode needs timestamps that
+    the trace does not have."""
+    runs, ends = build([session.turns for session in trace.sessions])
+    first_s = min((s.start_s for s in trace.sessions), default=0.0)
+    jobs = []
+    for number, (session, positions) in enumerate(zip(trace.sessions, ends, strict=True)):
+        tasks = []
+        for turn, ((run, depth), (answer_run, _)) in zip(session.turns, positions, strict=True):
+            at_s = submitted_s(turn) if mode is not Mode.THINKTIME else session.start_s
+            tasks.append(
+                Task(
+                    number,
+                    turn.number,
+                    run,
+                    depth,
+                    answer_run,
+                    turn.output_tokens,
+                    turn.gap_s,
+                    (at_s - first_s) / speed,
+                )
+            )
+        jobs.append(Job(session.session_id, (session.start_s - first_s) / speed, tuple(tasks)))
+    _reuse(runs, jobs)
+    for job in jobs:
+        for task in job.tasks:
+            task.ideal_ttft_s = ideal_ttft_s(engine, task.prompt_tokens, task.own_tokens)
+            task.ideal_decode_s = ideal_decode_s(engine, task.prompt_tokens, task.output_tokens)
+    kept = [_within(job, mode, window_s) for job in jobs]
+    return Workload(trace.name, mode, runs, tuple(kept), trace.parameters, warmup_s)
+
+
+def _within(job: Job, mode: Mode, window_s: float) -> Job:
+    """The session's turns until the window's end, perhaps none, each with the time at which an unloaded
+    system would see it."""
+    at_s, kept = job.start_s, []
+    for task in job.tasks:
+        if mode is Mode.THINKTIME:
+            at_s += task.gap_s
+        else:
+            at_s = max(at_s, task.timestamp_s) if mode is Mode.MAX else task.timestamp_s
+        if at_s >= window_s:
+            break
+        task.ideal_at_s = at_s
+        kept.append(task)
+        at_s += task.ideal_s
+    return replace(job, tasks=tuple(kept))
+
+
+def _reuse(runs: Runs, jobs: list[Job]) -> None:
+    """Fills in what infinite caches would serve, in the order of an unloaded system."""
+    everybody: dict[int, int] = {}
+    own: list[dict[int, int]] = [{} for _ in jobs]
+    order = []
+    for job in jobs:
+        at_s = job.start_s
+        for task in job.tasks:
+            at_s += task.gap_s
+            order.append((at_s, task.session, task.number, task))
+    for _, session, _, task in sorted(order, key=lambda row: row[:3]):
+        end = (task.run, task.prompt_tokens)
+        task.any_tokens = _leading(runs, everybody, end)
+        task.own_tokens = _leading(runs, own[session], end)
+        for known in (everybody, own[session]):
+            _learn(runs, known, (task.answer_run, task.prompt_tokens + task.output_tokens))
+
+
+def _leading(runs: Runs, known: dict[int, int], position: Position) -> int:
+    matched = 0
+    for r in runs.chain[position[0]]:
+        depth = known.get(r)
+        if depth is None:
+            break
+        matched = depth
+        if depth < runs.end[r]:
+            break
+    return min(matched, position[1])
+
+
+def _learn(runs: Runs, known: dict[int, int], position: Position) -> None:
+    run, depth = position
+    while run >= 0:
+        have = known.get(run, runs.start[run])
+        known[run] = max(have, min(depth, runs.end[run]))
+        if have > runs.start[run]:
+            return
+        run = runs.parent[run]

@@ -1,0 +1,101 @@
+"""What the results of an evaluation depend on: found in the sources, held against what really runs."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.in_flight import TELLING_PREFILL_S
+from perilune_research.evaluate.cells import Arm, Cell, Scenario, compute
+from perilune_research.evaluate.search import Search, find
+from perilune_research.evaluate.sources import ONLY_SHOWN, OURS, dependencies
+from perilune_research.evaluate.work import COMPUTES
+from perilune_research.simulator.setting import PLANNER
+
+SCENARIO = Scenario(
+    rate=0.4, endpoints=2, window_s=60.0, warmup_s=10.0, store_bytes_per_s=3e9, link_factor=3.0
+)
+FOUND = dependencies(COMPUTES)
+
+
+def names_of(path: str) -> str:
+    """The module that a source file of ours is."""
+    parts = Path(path).with_suffix("").parts
+    at = max(i for i, part in enumerate(parts) if part.startswith(OURS))
+    return ".".join(part for part in parts[at:] if part != "__init__")
+
+
+def test_every_file_that_runs_is_one_that_results_depend_on():
+    ran: set[str] = set()
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            ran.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        for policy in (*POLICIES, "sticky" + PLANNER):
+            compute([Cell(SCENARIO, Arm(policy), 1)])
+        find([Search(SCENARIO, Arm("round_robin"), 1)])
+    finally:
+        sys.setprofile(before)
+    ours = {names_of(path) for path in ran if f"/{OURS}" in path and path.endswith(".py")}
+    assert len(ours) > 40
+    assert ours <= FOUND.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "perilune_api.pool",
+        "perilune_gateway.policy.near_cache",
+        "perilune_gateway.feeds.engine_metrics",
+        "perilune_lab.report",
+        "perilune_research.simulator.bisection",
+    ],
+)
+def test_a_module_is_its_bytes(name: str):
+    assert FOUND[name] == Path(str(import_module(name).__file__)).read_bytes()
+
+
+def test_a_constant_is_its_value():
+    assert FOUND["perilune_gateway.routing.in_flight.TELLING_PREFILL_S"] == repr(TELLING_PREFILL_S).encode()
+    assert "perilune_gateway.routing.in_flight" not in FOUND
+
+
+def test_what_only_shows_does_not_count():
+    assert not FOUND.keys() & {
+        *ONLY_SHOWN,
+        "perilune_research.simulator.output",
+        "perilune_research.simulator.cli",
+    }
+
+
+def test_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "perilune_made_up"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text(
+        "from __future__ import annotations\n"
+        "import json\n"
+        "from typing import TYPE_CHECKING\n"
+        "from perilune_made_up import b\n"
+        "from perilune_made_up.c import LIMIT\n"
+        "if TYPE_CHECKING:\n    from perilune_made_up.never import X\n"
+        "def f():\n    import perilune_made_up.d\n    from perilune_made_up.e import g\n"
+    )
+    for name in "bcde":
+        (package / f"{name}.py").write_text("LIMIT = 7\ndef g(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(dependencies(["perilune_made_up.a"])) == [
+        "perilune_made_up",
+        "perilune_made_up.a",
+        "perilune_made_up.b",
+        "perilune_made_up.c.LIMIT",
+        "perilune_made_up.d",
+        "perilune_made_up.e",
+    ]

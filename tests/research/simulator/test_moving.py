@@ -1,0 +1,116 @@
+"""The gateway's planner in a simulation: sessions move with their KV, the old copy is freed, arms by name."""
+
+from statistics import mean
+
+import pytest
+
+from perilune_api.pool import PolicyParams
+from perilune_gateway.model import Reason
+from perilune_gateway.moves.planner import Planner, State
+from perilune_research.simulator import measure, simulation
+from perilune_research.simulator.cache import RunCache
+from perilune_research.simulator.faults import Faults
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.runs import ROOT, Runs
+from perilune_research.simulator.setting import PLANNER, Setting
+from perilune_research.simulator.workload import Workload
+
+LOAD = OfferedLoad(window_s=300.0, warmup_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def busy() -> Workload:
+    return LOAD.workload(1.2, 3, SimulatedFleet())
+
+
+def played(workload: Workload, arm: str, **params: float) -> simulation._Simulation:
+    setting = Setting(arm, PolicyParams(**params))
+    run = simulation._Simulation(
+        workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
+    )
+    run.run()
+    return run
+
+
+def counts(planner: Planner) -> dict[State, int]:
+    found = dict.fromkeys(State, 0)
+    for (_, state), n in planner.stats(0.0).moves.items():
+        found[state] += n
+    return found
+
+
+@pytest.mark.parametrize("policy", ["sticky", "least_loaded", "ear", "perilune"])
+def test_every_move_that_starts_ends_and_everything_is_served(policy: str, busy: Workload):
+    run = played(busy, policy + PLANNER)
+    assert len(run.done) == busy.requests
+    n = counts(run.gateway.moves.planner)
+    assert n[State.STARTED] == n[State.COMPLETED] + n[State.FAILED]
+    planned = [s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA)]
+    assert len(planned) == n[State.STARTED]
+    if policy in ("sticky", "least_loaded"):
+        assert n[State.STARTED] > 5
+    assert run.gateway.moves.planner.stats(run.now).in_flight == {}
+
+
+def test_a_moved_session_takes_its_cache_along_and_leaves_none_behind(busy: Workload):
+    run = played(busy, "sticky" + PLANNER)
+    moved = [s for s in run.done if s.reason is Reason.PLANNED and s.source >= 0]
+    assert moved
+    assert mean(s.cached_tokens / s.prompt_tokens for s in moved) > 0.5
+    last = {s.task.session: s for s in sorted(run.done, key=lambda s: s.number)}
+    for s in moved:
+        if last[s.task.session] is s:  # it did not come back since
+            own = [r for r in busy.runs.chain[s.run] if run.gateway.moves._owner[r] == s.task.session]
+            assert not any(r in run.engines[s.moved_from].cache.held for r in own)
+
+
+def test_the_budget_is_kept(busy: Workload):
+    run = played(busy, "sticky" + PLANNER, migrations_per_minute=2)
+    starts = sorted(s.submitted_s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA))
+    assert len(starts) > 3
+    assert all(later - earlier >= 60.0 for earlier, later in zip(starts, starts[2:], strict=False))
+
+
+def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Workload):
+    arms = ("sticky", "least_loaded" + PLANNER, "sticky" + PLANNER)
+    plan = Comparison(arms, LOAD)
+    outcomes = {arm: plan.play(arm, busy, 1) for arm in arms}
+    assert [outcome.policy for outcome in outcomes.values()] == list(arms)
+    moves = {}
+    for arm, outcome in outcomes.items():
+        found = measure.run(outcome, busy).migrations
+        moves[arm] = found and found.total
+    assert moves["sticky"] == 0
+    assert min(moves[arms[1]], moves[arms[2]]) > 0
+    again = plan.play(arms[2], busy, 1)
+    assert [s.finished_s for s in again.requests] == [s.finished_s for s in outcomes[arms[2]].requests]
+
+
+def test_a_dead_endpoint_ends_its_moves(busy: Workload):
+    setting = Setting("sticky" + PLANNER)
+    faults = Faults(dead_endpoint=2, dead_at_s=120.0)
+    run = simulation._Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
+    run.run()
+    assert run.gateway.moves.planner.stats(run.now).in_flight == {}
+    n = counts(run.gateway.moves.planner)
+    assert n[State.STARTED] == n[State.COMPLETED] + n[State.FAILED] > 0
+
+
+def test_only_what_nobody_uses_is_freed():
+    runs = Runs()
+    shared = runs.add(ROOT, 32)
+    mine = runs.add(shared, 64)
+    events: list[tuple[int, int]] = []
+    cache = RunCache(runs, 1000, lambda run, depth: events.append((run, depth)))
+    cache.pin(mine)
+    cache.grow(mine, 96)
+    cache.release([mine])
+    assert cache.held == {shared: 32, mine: 96}
+    cache.unpin(mine)
+    events.clear()
+    cache.release([mine])
+    assert (cache.held, cache.used_tokens, cache.idle_tokens) == ({shared: 32}, 32, 32)
+    assert events == [(mine, 32)]
+    cache.release([mine])
+    assert cache.used_tokens == 32
