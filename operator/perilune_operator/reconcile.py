@@ -85,13 +85,6 @@ class _Pool:
         self.woken_at = min(self.woken_at, now)
         self.awake.set()
 
-    def replace(self, body: Object) -> bool:
-        """Keep the newer one of two versions; return whether it was `body`."""
-        if version(body) <= version(self.body):
-            return False
-        self.body = body
-        return True
-
 
 class Reconciler:
     """All pools."""
@@ -122,17 +115,19 @@ class Reconciler:
     # -- what handlers and watches report ----------------------------------------------------------
 
     def pool_seen(self, body: Object) -> None:
-        """A pool exists, or has another version than before."""
+        """A pool exists, or has another version than before. Older versions are ignored."""
         meta = body["metadata"]
         name = meta["namespace"], meta["name"]
         known = self._pools.get(name)
-        if known is not None and known.uid != meta["uid"]:
-            self.pool_gone(name, known.uid)
-            known = None
         if known is None:
             self._begin(name, body)
-        elif known.replace(body):
-            known.wake(self._clock())
+        elif version(body) > version(known.body):
+            if known.uid != meta["uid"]:
+                self.pool_gone(name, known.uid)
+                self._begin(name, body)
+            else:
+                known.body = body
+                known.wake(self._clock())
 
     def pool_gone(self, name: PoolName, uid: str) -> None:
         """The pool with this uid does not exist any more; garbage collection takes its objects."""
@@ -224,7 +219,7 @@ class Reconciler:
         new = _status(planned, applied, pool.body["spec"], observed, now)
         stored = await pool.applier.write_status(observed.status, new)
         if stored is not None:  # otherwise the next round could find the old status and report changes again
-            pool.replace(stored)
+            pool.body = max(pool.body, stored, key=version)
         for condition in status.changed(observed.status, new):
             _report(pool.body, condition)
         return _due_in_s(pool, planned, applied)
