@@ -40,6 +40,22 @@ async def test_a_pool_becomes_objects_and_follows_its_spec(
     )
 
 
+async def test_a_changed_condition_becomes_an_event(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    made = await client.request("POST", pools(namespace), pool())
+    bad = {"spec": {"engine": {"args": ["--listen=elsewhere"]}}}
+    await becomes(client, pools(namespace, "/p"), lambda p: condition(p, "Accepted").get("status") == "True")
+    await merge(client, pools(namespace, "/p"), bad)
+
+    async def told() -> list[tuple[str, str, bool]]:
+        listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/events")
+        mine = [e for e in listed["items"] if e["involvedObject"].get("uid") == made["metadata"]["uid"]]
+        return [(e["type"], e["reason"], e["message"].startswith("Accepted=")) for e in mine]
+
+    await until(told, lambda events: {("Normal", "Valid", True), ("Warning", "Invalid", True)} <= set(events))
+
+
 async def test_a_nodes_new_label_reaches_the_gateways_document(
     client: Client, namespace: str, operator: Operator
 ) -> None:
