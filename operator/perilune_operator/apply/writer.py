@@ -50,45 +50,39 @@ class Writer:
     async def rehearse(self, where: str, obj: Object, manager: str) -> None:
         """Ask the server to validate an object without storing it. Raises NotLeaderError."""
         params = {"fieldManager": manager, "force": "true", "dryRun": "All"}
-        await self._send("PATCH", where, obj, params, kube.APPLY)
+        await self._send("PATCH", where, "", obj, kube.APPLY, params)
 
     async def apply(self, where: str, kind: str, obj: Object, manager: str) -> Object:
         """Apply an object on the server's side; return it as stored. Raises NotLeaderError."""
         params = {"fieldManager": manager, "force": "true"}
-        return await self._write("PATCH", where, kind, obj, params, kube.APPLY)
+        return await self._send("PATCH", where, kind, obj, kube.APPLY, params)
 
     async def merge(self, where: str, kind: str, body: Object) -> Object:
         """Merge fields into an object; return it as stored. Raises NotLeaderError."""
-        return await self._write("PATCH", where, kind, body, {}, kube.MERGE)
+        return await self._send("PATCH", where, kind, body, kube.MERGE)
 
     async def delete(self, where: str, kind: str, preconditions: Mapping[str, str]) -> None:
         """Delete an object that still has this uid and, where given, this resourceVersion. Raises
         NotLeaderError."""
         body = {"propagationPolicy": "Background", "preconditions": dict(preconditions)}
-        await self._write("DELETE", where, kind, body, {}, kube.JSON)
-
-    async def _write(
-        self, method: str, where: str, kind: str, body: Object, params: Mapping[str, str], content_type: str
-    ) -> Object:
-        def count() -> None:
-            self._on_write(method, kind)
-
-        return await self._send(method, where, body, params, content_type, count)
+        await self._send("DELETE", where, kind, body, kube.JSON)
 
     async def _send(
         self,
         method: str,
         where: str,
+        kind: str,
         body: Object,
-        params: Mapping[str, str],
         content_type: str,
-        on_send: Callable[[], None] = lambda: None,
+        params: Mapping[str, str] | None = None,
     ) -> Object:
+        """`kind` is empty for a rehearsal, which does not count as a write."""
         async with self._turns:
             left_s = self._fence.remaining_s()
             if left_s <= 0:
                 raise NotLeaderError
-            on_send()
+            if kind:
+                self._on_write(method, kind)
             return await self._client.request(
                 method,
                 where,
