@@ -5,24 +5,32 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo api-server test test-lowest check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
 
 venv: $(STAMP) ## make .venv with everything locked in requirements-dev.lock
 $(STAMP): requirements-dev.lock pyproject.toml
+.venv-lowest/.stamp: requirements-lowest.lock pyproject.toml
+$(STAMP) .venv-lowest/.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: python3 >= 3.11 is needed (set PYTHON=…)"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load; ends with a comparison
 	$(BIN)/perilune demo $(ARGS)
 
+api-server: $(STAMP) ## etcd, API server and what else the operator's tests need, from Go modules; once, ten minutes
+	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
+
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
-	$(BIN)/python -m pytest tests -m "not e2e and not bench" $(ARGS)
+	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
+
+test-lowest: .venv-lowest/.stamp ## unit tests with the lowest dependencies that pyproject.toml allows, in .venv-lowest
+	.venv-lowest/bin/python -m pytest tests/api tests/gateway tests/operator -m "not api_server" $(ARGS)
 
 check: $(STAMP) ## ruff, mypy --strict, import-linter, generated code is current
 	$(BIN)/ruff format --check .
@@ -44,12 +52,13 @@ cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
-BENCHES := transport decision index tokens parse
+BENCHES := growing decision index tokens parse
 # ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
-bench: $(STAMP) ## what the gateway costs, against its bars, into docs/benchmarks.md; minutes (needs wrk)
+# ARGS="--against OTHER/.venv/bin/python": another checkout's gateway is measured in turn with this one's.
+bench: $(STAMP) ## what the gateway costs, first for growing conversations, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
-bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests, simulator, operator, a storm of abuse
+bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests (needs wrk), simulator, operator, a storm of abuse
 	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 
@@ -63,6 +72,8 @@ generate: $(STAMP) ## regenerate what is generated (protobuf code)
 lock:          ## renew the lock files (needs uv)
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --group image pyproject.toml -o requirements-image.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --group dev pyproject.toml -o requirements-dev.lock
+	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --resolution lowest-direct \
+	  --extra lab --group dev pyproject.toml -o requirements-lowest.lock
 
-clean:         ## remove .venv and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:         ## remove .venv, .venv-lowest and caches
+	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -22,7 +22,7 @@ from pathlib import Path
 from testbed import envoy_gateway, perilune
 from testbed.cluster import NAME, NODES, Cluster, build
 from testbed.kind import Kind
-from testbed.perilune_image import perilune_archive
+from testbed.perilune_image import engine_archive, perilune_archive
 from testbed.shell import ClusterError, step
 
 _HOW_TO = """
@@ -74,7 +74,7 @@ def _up(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
     if isinstance(cluster, Kind):
         cluster.up()
     else:
-        cluster.up([*build(perilune_archive), *args.image])
+        cluster.up([*build(perilune_archive, engine_archive), *args.image])
     print(f"cluster {cluster.name!r} is up after {time.monotonic() - began:.1f} s")
 
 
@@ -134,7 +134,7 @@ def _link(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
 
 
 def _build(cluster: Cluster | Kind, args: argparse.Namespace) -> None:
-    build(perilune_archive)
+    build(perilune_archive, engine_archive)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -115,7 +115,9 @@ def _build() -> list[Path] | ClusterError:
     """Also what is only fetched: from inside the cluster's network, nothing outside can be reached."""
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
-        return build(perilune_image.perilune_archive, perilune_image.store_archive)
+        return build(
+            perilune_image.perilune_archive, perilune_image.engine_archive, perilune_image.store_archive
+        )
     except ClusterError as error:
         return error
 
@@ -191,10 +193,11 @@ def edge(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def other_image(cluster: Cluster) -> str:
-    """Another image by name on every node; the same program."""
-    other = perilune_image.NAME.replace(":1", ":2")
+    """Another engine's image by name on every node; the same program."""
+    ours = perilune_image.ENGINE_NAME
+    other = ours.replace(":1", ":2")
     for node in cluster.nodes:
-        node.machine.run(["ctr", "-n", "k8s.io", "images", "tag", "--force", perilune_image.NAME, other])
+        node.machine.run(["ctr", "-n", "k8s.io", "images", "tag", "--force", ours, other])
     return other
 
 

@@ -24,24 +24,17 @@ REFUSED = {
         {"model": {"name": "other"}},
         "spec.model.name: Invalid value: the model's name cannot",
     ),
-    "no such policy": ({"routing": {"policy": "nonsense"}}, "spec.routing.policy"),
+    "no such policy": ({"routing": {"policy": {"name": "nonsense"}}}, "spec.routing.policy.name"),
     "block of nothing": ({"engine": {"blockSize": 0}}, "spec.engine.blockSize"),
     "another block size": ({"engine": {"blockSize": 32}}, "spec.engine.blockSize"),
     "another kind of engine": ({"engine": {"kind": "vllm"}}, "spec.engine.kind"),
     "tensors over one and a half nodes": ({"engine": {"tensorParallel": 12}}, "spec.engine.tensorParallel"),
     "hash without seed": ({"engine": {"hashing": {"algorithm": "xxhash"}}}, "spec.engine.hashing"),
     "a store without Mooncake": ({"mooncake": {"store": {"enabled": True}}}, "spec.mooncake"),
-    "half a pair of roles": (
-        {"roles": {"prefill": {"replicas": 1}}, "mooncake": {"transfer": "connector"}},
-        "spec.roles",
-    ),
+    "roles": ({"roles": {"prefill": {"replicas": 1}}}, "spec.roles"),
     "levels in disorder": (
         {"topology": {"levels": [{"name": "spine", "labels": ["a"]}, {"name": "rack", "labels": ["b"]}]}},
         "levels go from narrow to wide",
-    ),
-    "faster when farther": (
-        {"topology": {"bandwidth": {"node": 1, "rack": 2, "spine": 3, "fabric": 4}}},
-        "spec.topology.bandwidth",
     ),
     "fewest above most": ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.scaling.minReplicas"),
     "a rollout that cannot move": (

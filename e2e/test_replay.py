@@ -16,6 +16,7 @@ import msgspec
 import offline_pass
 import pytest
 
+from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_api.pool import Routing
 from perilune_lab.report import Report
 from perilune_lab.stack import EngineOptions, Programs, Stack
@@ -41,7 +42,9 @@ async def test_2000_requests_at_high_speed(tmp_path: Path, policy: str):
     # All engines append to one log; the client knows which endpoint served a request.
     engine = (*PYTHON, "perilune_lab.cli", "engine", "--request-log", str(log))
     options = EngineOptions(block_size=BLOCK, kv_tokens=POOL_TOKENS, time_scale=100.0)
-    async with Stack(4, options, Routing(policy=policy), programs=Programs(engine=engine)) as stack:
+    async with Stack(
+        4, options, Routing(PolicyChoice(name=PolicyName(policy))), programs=Programs(engine=engine)
+    ) as stack:
         child = await asyncio.create_subprocess_exec(
             *(*PYTHON, "perilune_lab.cli", "replay", "--target", stack.url, "--gateway", stack.admin_url),
             *("--trace", str(TRACE), "--limit", str(REQUESTS), "--mode", "timestamps"),

@@ -31,7 +31,7 @@ def guarded(kube, edge, operator, tmp_path):
             "parent": {"name": "edge", "namespace": "edge"},
             "hostnames": [f"{NAME}.test"],
             "failOpen": False,
-            "args": ["--transport=grpc", "--tls-cert=/tls/tls.crt", "--tls-key=/tls/tls.key"],
+            "args": ["--tls-cert=/tls/tls.crt", "--tls-key=/tls/tls.key"],
             "podTemplate": {
                 "spec": {
                     "containers": [{"name": "gateway", "volumeMounts": mounted}],

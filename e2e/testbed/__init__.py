@@ -13,7 +13,7 @@ What the cluster is made of:
     cluster          bring up, take down, status
     kind             the same on kind, where there is Docker
     envoy_gateway    Envoy Gateway from its own chart, and what it needs here
-    perilune_image   our own image, by the Dockerfile
+    perilune_image   our own images, by the Dockerfile
     nodes            containerd, kubelet and kube-proxy of a node; its labels and GPUs
     control_plane    etcd, API server, controller manager, scheduler, CoreDNS
     images           images without a registry

@@ -43,8 +43,10 @@ class Kind:
     def up(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         with step("images"):
-            ours = ("--build-arg", f"BASE={BASE}", "--tag", perilune_image.NAME)
-            run(["docker", "build", *ours, CHECKOUT], timeout_s=1800)
+            base = ("--build-arg", f"BASE={BASE}")
+            run(["docker", "build", *base, "--tag", perilune_image.NAME, CHECKOUT], timeout_s=1800)
+            engine = ("--target", "engine", "--tag", perilune_image.ENGINE_NAME)
+            run(["docker", "build", *base, *engine, CHECKOUT], timeout_s=1800)
             run(["docker", "pull", "--quiet", ENVOY], timeout_s=1800)
             run(["docker", "tag", ENVOY, images.ENVOY])
         with step(f"{len(self.sites)} nodes"):
@@ -53,7 +55,7 @@ class Kind:
             names = [f"{self.name}-worker{site.index + 1 if site.index else ''}" for site in self.sites]
             self.kube.apply(*map(gpus, names), flags=("--subresource=status",))
         with step("images to nodes"):
-            for name in (perilune_image.NAME, images.ENVOY):
+            for name in (perilune_image.NAME, perilune_image.ENGINE_NAME, images.ENVOY):
                 run(["kind", "load", "docker-image", name, "--name", self.name], timeout_s=900)
         self._reach_services()
 

@@ -28,7 +28,7 @@ from testbed import perilune
 from testbed.cluster import Cluster
 from testbed.control_plane import SERVER
 from testbed.kube import Kube
-from testbed.perilune_image import NAME
+from testbed.perilune_image import ENGINE_NAME, NAME
 from testbed.shell import until
 
 _PASSED_ON = ("content-type", "accept", "authorization")
@@ -59,7 +59,8 @@ class Operator:
         self._command = [
             *(sys.executable, "-m", "perilune_operator.main", "--listen=127.0.0.1:0"),
             *(f"--identity={identity}", f"--own-namespace={namespace or perilune.NAMESPACE}"),
-            *(f"--namespace={namespace}", f"--image={NAME}", f"--lease-seconds={lease_s}"),
+            *(f"--namespace={namespace}", f"--lease-seconds={lease_s}"),
+            *(f"--image={NAME}", f"--simulated-image={ENGINE_NAME}"),
         ]
         self._ca = cluster.control.pki.path("ca.crt")
         self._token = token

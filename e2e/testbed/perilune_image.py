@@ -1,10 +1,10 @@
-"""Our own image, built as it is released: the Dockerfile, by buildah, on a base image made here.
+"""Our own images, built as they are released: the Dockerfile, by buildah, on a base image made here.
 
 Steps: debootstrap's base becomes an image here, so nothing is pulled → `buildah bud`, without a daemon,
 layers kept (a second build with the same lock file takes seconds) → an OCI archive. Package installs inside
 trust what this machine trusts: its certificates are mounted, never copied in. Everything happens in a mount
-namespace of its own, so an ended or killed build leaves no mount. `store_archive` is that image with real
-Mooncake in it, for the scenarios that have a KV store.
+namespace of its own, so an ended or killed build leaves no mount. `engine_archive` has the
+simulated engine; `store_archive` adds real Mooncake to it, for the scenarios that have a KV store.
 """
 
 import hashlib
@@ -16,6 +16,9 @@ from testbed.paths import CHECKOUT, IMAGES, exclusive
 from testbed.shell import run, step, succeeds
 
 NAME = "perilune.test/perilune:1"
+"""Operator and gateway."""
+ENGINE_NAME = "perilune.test/perilune-engine:1"
+"""The simulated engine, by the name that the chart expects."""
 STORE_NAME = "perilune.test/perilune-store:1"
 _BASE = f"perilune.test/debian:{images.SUITE}"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -25,18 +28,25 @@ _STORE_FOLDER = CHECKOUT / "e2e" / "images"
 
 
 def perilune_archive() -> Path:
-    """An OCI archive of the checkout, built again when a source changed."""
+    """An OCI archive of operator and gateway, built again when a source changed."""
     arguments = ("--build-arg", f"BASE={_BASE}", str(CHECKOUT))
     return _archive(NAME, "perilune", _digest_of_sources(), "building our image", arguments)
 
 
+def engine_archive() -> Path:
+    """An OCI archive of the simulated engine, built again when a source changed."""
+    arguments = ("--build-arg", f"BASE={_BASE}", "--target", "engine", str(CHECKOUT))
+    title = "building the simulated engine's image"
+    return _archive(ENGINE_NAME, "perilune-engine", _digest_of_sources(), title, arguments)
+
+
 def store_archive() -> Path:
-    """The same with Mooncake's master and client, and a program called vllm."""
-    perilune_archive()
+    """The engine's with Mooncake's master and client, and a program called vllm."""
+    engine_archive()
     digest = hashlib.sha256(_digest_of_sources().encode())
     for file in sorted(_STORE_FOLDER.iterdir()):
         digest.update(file.read_bytes())
-    arguments = ("--build-arg", f"BASE={_BASE}", "--build-arg", f"PERILUNE={NAME}")
+    arguments = ("--build-arg", f"BASE={_BASE}", "--build-arg", f"PERILUNE={ENGINE_NAME}")
     recipe = ("-f", str(_STORE_FOLDER / "store.Dockerfile"), str(_STORE_FOLDER))
     title = "building an image with Mooncake"
     return _archive(STORE_NAME, "perilune-store", digest.hexdigest(), title, (*arguments, *recipe))
@@ -78,6 +88,6 @@ def _digest_of_sources() -> str:
     digest = hashlib.sha256()
     for name in sorted(set(files.splitlines())):
         file = CHECKOUT / name
-        if file.is_file() and not name.startswith(("tests/", "e2e/", "docs/")):
+        if file.is_file() and not name.startswith(("tests/", "e2e/", "docs/", "research/")):
             digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()

@@ -2,11 +2,12 @@
 
 `KUBEBUILDER_ASSETS` (envtest's convention), when set, is looked into first. What is missing is built from
 pinned versions with Go's own checksums into the cache: about ten minutes on two cores, once; afterwards
-nothing.
+nothing. `python -m testbed.programs` builds what the operator's tests need (`make api-server`).
 """
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from testbed.shell import ClusterError, run, step
 
 KUBERNETES = "v1.36.2"
 ENVOY_GATEWAY = "v1.9.1"
+_GATEWAY_MODULE = "github.com/envoyproxy/gateway"
 _STRIP = ("-s", "-w")
 _VERSION = "k8s.io/component-base/version"
 _KUBERNETES_FLAGS = (
@@ -52,7 +54,7 @@ PROGRAMS = {
         *map(_kubernetes, ("kubelet", "kube-proxy")),
         Program("coredns", "github.com/coredns/coredns", "v1.12.4"),
         Program("helm", "helm.sh/helm/v3/cmd/helm", "v3.22.0"),
-        Program("envoy-gateway", "github.com/envoyproxy/gateway/cmd/envoy-gateway", ENVOY_GATEWAY),
+        Program("envoy-gateway", f"{_GATEWAY_MODULE}/cmd/envoy-gateway", ENVOY_GATEWAY),
         Program("kwok", "sigs.k8s.io/kwok/cmd/kwok", "v0.8.0"),
     )
 }
@@ -60,7 +62,12 @@ CLUSTER = (
     *("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler"),
     *("kubelet", "kube-proxy", "coredns", "helm", "envoy-gateway"),
 )
-CHART = GO_MODULES / "github.com/envoyproxy" / f"gateway@{ENVOY_GATEWAY}" / "charts" / "gateway-helm"
+API_SERVER = (
+    *("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler"),
+    *("helm", "kwok"),
+)
+"""What the operator's tests and its benchmark need."""
+CHART = GO_MODULES / f"{_GATEWAY_MODULE}@{ENVOY_GATEWAY}" / "charts" / "gateway-helm"
 INFERENCE_EXTENSION = ("sigs.k8s.io/gateway-api-inference-extension", "v1.5.0")
 
 PACKAGES = {
@@ -140,6 +147,13 @@ def module(path: str, version: str) -> Path:
     return folder
 
 
+def ensure_api_server() -> None:
+    """Builds what the operator's tests need, and downloads the modules whose CRDs they install."""
+    ensure(API_SERVER)
+    module(_GATEWAY_MODULE, ENVOY_GATEWAY)
+    module(*INFERENCE_EXTENSION)
+
+
 def ensure_packages() -> None:
     """Installs missing Debian packages when root. Raises ClusterError with the command to type otherwise."""
     missing = sorted({package for program, package in PACKAGES.items() if not _found(program)})
@@ -159,3 +173,10 @@ def _found(program: str) -> bool:
     return (
         Path(program).exists() if program.startswith("/") else shutil.which(program, path=search) is not None
     )
+
+
+if __name__ == "__main__":
+    try:
+        ensure_api_server()
+    except ClusterError as error:
+        sys.exit(f"programs: {error}")

@@ -1,4 +1,4 @@
-"""The command line of perilune-gateway: words → checked values. Opens nothing but the key pair."""
+"""The command line of perilune-gateway: words → checked values. Reads no file but those of TLS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from perilune_api.pool import SpecError
 from perilune_gateway.extproc import Transport
-from perilune_gateway.extproc.tls import KeyPair
+from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.observe import decision_log, logs
 
 
@@ -48,12 +48,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Transport,
         choices=tuple(Transport),
         default=Transport.H2,
-        help="who serves ext_proc: h2, a lean HTTP/2 server for a trusted Envoy at a sixth of the CPU, or"
-        " grpc's own; both pass the same tests of abuse, failures and clean stops (default %(default)s)",
+        help="the server of ext_proc: h2, this project's own, at about a sixth of the CPU, or grpc, which is"
+        " gRPC's own; both do TLS (default %(default)s)",
     )
-    tls = parser.add_argument_group("TLS towards Envoy", "with --transport grpc; renewed files are taken up")
-    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
+    tls = parser.add_argument_group(
+        "TLS towards Envoy",
+        "Without these options ext_proc is served in plain text. Files that change are read again for new"
+        " connections, so renewed certificates need no restart.",
+    )
+    tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain of this gateway, PEM")
     tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM, without password")
+    tls.add_argument(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="CA certificates, PEM; then a client must present a certificate that one of them signed"
+        " (default: any client may connect)",
+    )
     parser.add_argument(
         "--drain-seconds",
         type=_seconds,
@@ -105,10 +116,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if (args.tls_cert is None) != (args.tls_key is None):
         parser.error("--tls-cert and --tls-key go together")
+    if args.tls_client_ca and not args.tls_cert:
+        parser.error("--tls-client-ca needs --tls-cert and --tls-key")
     try:
-        args.key_pair = KeyPair(args.tls_cert, args.tls_key) if args.tls_cert else None
-        if args.key_pair and args.transport is not Transport.GRPC:
-            parser.error("TLS needs --transport grpc")
+        args.tls = Tls(args.tls_cert, args.tls_key, args.tls_client_ca) if args.tls_cert else None
     except SpecError as error:
         parser.error(str(error))
     return args

@@ -23,13 +23,12 @@ from typing import Protocol
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_api.pool import Pool, SpecError, load
-from perilune_gateway import allocator
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
-from perilune_gateway.extproc.tls import KeyPair
+from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.feeds import drained, engine_metrics
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
@@ -40,29 +39,23 @@ from perilune_gateway.observe.admin import Admin, Sources
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
-from perilune_gateway.routing.router import Router
+from perilune_gateway.routing import new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.parity import ParityCheck
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.state.pool_state import PoolState, index_blocks
 
 log = logging.getLogger(__name__)
 
-SPECULATIVE_TTL_S = 30.0
-"""How long a prompt that was just routed counts as cached there without a word from the engine."""
-INDEX_BLOCKS_PER_ENDPOINT = 4
-"""The index holds at most this many times the pool's KV blocks: device, host and what is on its way."""
 TOKENS_SHARE = 0.9
-"""Of the decision's time: the tokenizer gives up first, since its own estimate is the better one."""
-MIN_INDEX_BLOCKS = 1_000_000
+"""Share of the time for a decision after which the tokenizer gives up. The rest is left for its estimate,
+which is better than routing by bytes."""
 
 
-class Source(Protocol):
+class PoolSource(Protocol):
     """Where the pool comes from: a file or the Kubernetes API."""
 
     last_error: str
@@ -78,53 +71,46 @@ class Gateway:
     def __init__(
         self,
         pool: Pool,
-        source: Source,
+        source: PoolSource,
         *,
         transport: Transport = Transport.H2,
-        key_pair: KeyPair | None = None,
+        tls: Tls | None = None,
         conformance: bool = False,
         seed: int | None = None,
         log_file: RotatedFile | None = None,
     ) -> None:
-        """`key_pair`: for TLS. `log_file`: for every decision; None: none is kept there. Raises SpecError
-        for a key pair that the transport cannot use."""
+        """Without `tls`, ext_proc is served in plain text; `log_file`, if given, gets every decision."""
         spec = pool.spec
-        clock, rng = time.monotonic, Random(seed)
-        registry = CollectorRegistry()
+        clock = time.monotonic
+        self._clock, self._rng = clock, Random(seed)
+        self.draining = False
         self.source = source
+        registry = CollectorRegistry()
         self.metrics = Metrics(registry, clock)
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
-        self.decisions = Decisions(log=self.decision_log)
-        self.fleet = Fleet(spec.engine.kv_pool_tokens)
-        self.sessions = Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds)
-        max_blocks = _index_blocks(pool)
-        self.index = PrefixIndex(max_blocks, SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool))
-        self.parity = ParityCheck(
-            spec.engine.hashing,
-            spec.engine.block_size,
-            lora_paths={lora.name: lora.path for lora in spec.model.loras},
-        )
+        decisions = Decisions()
+        self.state = PoolState.of(pool)
         self.tokenizer = Tokenizer(
-            spec.model, self._any_endpoint, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
+            spec.model, self._least_busy, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
         )
         registry.register(TokenMetrics(self.tokenizer))
-        self.router = Router(
+        self.router = new_router(
             pool,
-            self.fleet,
-            self.sessions,
-            self.index,
+            self.state,
             self.tokenizer,
-            self.decisions,
-            self.metrics,
-            parity=self.parity,
+            Recorder(self.metrics, decisions, self.decision_log),
             clock=clock,
-            rng=rng,
+            rng=self._rng,
             conformance=conformance,
         )
         self.blocks = EngineBlocks(
-            self.index, spec.engine.block_size, store=spec.engine.store, max_names=2 * max_blocks
+            self.state.index,
+            spec.engine.block_size,
+            store=spec.engine.store,
+            max_names=2 * index_blocks(pool),
         )
-        self.events = EventFeeds(EventSink(self.blocks, self.parity, self.router, clock), time.time)
+        sink = EventSink(self.blocks, self.state.parity, self.router.lifecycle, clock)
+        self.events = EventFeeds(sink, time.time)
         self.service = Service(
             self.router,
             self.tokenizer,
@@ -132,27 +118,25 @@ class Gateway:
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
         )
-        self.server = new_server(transport, self.service, key_pair)
-        snapshots = Snapshots(self.router, self.blocks, self.events, self.parity, self.decision_log, clock)
+        self.server = new_server(transport, self.service, tls)
+        snapshots = Snapshots(self.router, self.blocks, self.events, self.decision_log, clock)
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
-        self.metrics.describe(version("perilune"), spec.routing.policy)
+        self.metrics.describe(version("perilune"), spec.routing.policy.name)
         self.admin = Admin(
             Sources(
                 registry,
-                self.decisions,
-                LIVE,
-                lambda: self.router.pool.spec.routing.params,
+                decisions,
+                POLICIES,
+                lambda: self.router.pool.spec.routing.policy,
                 snapshots.endpoints,
                 snapshots.sessions,
-                lambda: self.index.stats(clock()),
+                lambda: self.state.index.stats(clock()),
                 snapshots.moves,
                 lambda: snapshots.health(self.source.last_error),
                 lambda: not self.draining and snapshots.serves(),
             )
         )
-        self.draining = False
-        self._clock, self._rng = clock, rng
 
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
@@ -166,15 +150,13 @@ class Gateway:
                 if self.decision_log:
                     tasks.create_task(self.decision_log.run())
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
-                self.events.follow(self.fleet.endpoints())
+                self.events.follow(self.state.fleet.endpoints())
                 await self.server.set_ready(True)
-                collector.calm(collector.UNASKED)
-                feeds.append(tasks.create_task(collector.between_turns()))
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()
                 self.draining = True
-                log.info("draining in_flight=%d", self.fleet.in_flight)
+                log.info("draining in_flight=%d", self.state.fleet.in_flight)
                 await self.server.set_ready(False)
                 await asyncio.sleep(drain_s)
                 await self.server.stop(grace_s)
@@ -194,10 +176,12 @@ class Gateway:
             yield drained.run(
                 self.source,
                 name,
-                lambda address: drained.is_idle(self.fleet, self.sessions, address, self._clock()),
+                lambda address: drained.is_idle(
+                    self.state.fleet, self.state.sessions, address, self._clock()
+                ),
             )
         yield engine_metrics.run(
-            self.fleet.addresses,
+            self.state.fleet.addresses,
             self.on_metrics,
             self._clock,
             self._rng,
@@ -220,37 +204,29 @@ class Gateway:
         ):
             if here != there:
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
-        self.router.configure(pool)
+        for address in self.router.configure(pool):
+            self.metrics.forget(address)
         if self.decision_log:
             self.decision_log.configure(pool)
-        self.index.widen(_index_blocks(pool))
-        self.blocks.widen(2 * _index_blocks(pool))
-        self.sessions.max_sessions = new.routing.session.max_sessions
-        self.sessions.idle_s = new.routing.session.idle_seconds
+        self.state.index.widen(index_blocks(pool))
+        self.blocks.widen(2 * index_blocks(pool))
+        self.state.sessions.max_sessions = new.routing.session.max_sessions
+        self.state.sessions.idle_s = new.routing.session.idle_seconds
         self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
         self.service.limits = new.routing.limits
-        self.metrics.describe(version("perilune"), new.routing.policy)
-        self.events.follow(self.fleet.endpoints())
+        self.metrics.describe(version("perilune"), new.routing.policy.name)
+        self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
         """A scrape ended."""
-        self.fleet.metrics(address, metrics, now)
-        if metrics is None and self.fleet.get(address):  # else it has just left, and so have its series
+        self.state.fleet.metrics(address, metrics, now)
+        if metrics is None and self.state.fleet.get(address):  # else it has just left, and so have its series
             self.metrics.scrape_failed(address)
 
-    def _any_endpoint(self) -> str:
+    def _least_busy(self) -> str:
         """Whom to ask for tokens: a ready endpoint, the least busy."""
-        ready = [v for v in self.fleet.view(self._clock()) if v.endpoint.ready]
+        ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.address if ready else ""
-
-
-def _kv_blocks(pool: Pool) -> int:
-    """Of one endpoint's device."""
-    return pool.spec.engine.kv_pool_tokens // pool.spec.engine.block_size
-
-
-def _index_blocks(pool: Pool) -> int:
-    return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * len(pool.spec.endpoints))
 
 
 async def serve(args: argparse.Namespace) -> None:
@@ -276,13 +252,13 @@ async def serve(args: argparse.Namespace) -> None:
         await client.close()
 
 
-async def _serve(args: argparse.Namespace, pool: Pool, source: Source, stop: asyncio.Event) -> None:
+async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop: asyncio.Event) -> None:
     path, max_bytes, keep = args.decision_log, args.decision_log_max_bytes, args.decision_log_keep
     gateway = Gateway(
         pool,
         source,
         transport=args.transport,
-        key_pair=args.key_pair,
+        tls=args.tls,
         conformance=args.conformance,
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
@@ -296,7 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
-        allocator.tune()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))

@@ -15,7 +15,7 @@ from perilune_lab.traces.model import Role, Segment, Session, Style, Turn
 Words = Callable[[str, int], str]
 """(key, tokens) → text of that many tokens; equal arguments, equal text."""
 
-_CACHED_BYTES = 64 * 2**20
+CACHED_BYTES = 64 * 2**20
 
 
 class Bodies:
@@ -68,7 +68,7 @@ class Bodies:
         piece = _json_text(self._words(segment.key, segment.tokens))
         self._pieces[segment] = piece
         self._pieces_bytes += len(piece)
-        while self._pieces_bytes > _CACHED_BYTES:
+        while self._pieces_bytes > CACHED_BYTES:
             _, dropped = self._pieces.popitem(last=False)
             self._pieces_bytes -= len(dropped)
         return piece

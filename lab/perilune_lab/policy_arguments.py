@@ -4,10 +4,15 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from perilune_api.pool import PolicyParams, SpecError
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_api.policies import PolicyParams
+from perilune_api.pool import Routing, SpecError
+from perilune_gateway.policy import POLICIES
 
 ALL = "all"
+BLOCKS = tuple(field.encode_name for field in msgspec.structs.fields(PolicyParams))
+"""Policies with parameters, as the pool document spells them."""
+PARTS = ("migration", "enginePriority")
+"""Further parts of `routing` that have parameters."""
 
 
 def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
@@ -20,23 +25,35 @@ def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
 
 def live_policies(text: str, option: str) -> tuple[str, ...]:
     """Policies that a gateway can run, each once, or `all` of them. Raises SpecError."""
-    names = listed(text, LIVE)
+    names = listed(text, POLICIES)
     for name in names:
-        if name in SIMULATED_ONLY:
-            raise SpecError(
-                f"Policy {name!r} runs in the simulator only: {SIMULATED_ONLY[name]} - at `{option}`"
-            )
-        if name not in LIVE:
-            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(LIVE)} - at `{option}`")
+        if name not in POLICIES:
+            raise SpecError(f"Unknown policy {name!r}, known are {', '.join(POLICIES)} - at `{option}`")
     return names
 
 
-def changed(base: PolicyParams, values: Mapping[str, str], option: str) -> PolicyParams:
-    """`base` with some values by name, both as the pool document takes them, or names in Python's spelling.
+def changed(base: Routing, values: Mapping[str, str], option: str) -> Routing:
+    """`base` with some parameters replaced. A parameter is named BLOCK.NAME: the block of a policy, or
+    `migration` or `enginePriority`, and a field of it, both as the pool document or as Python spells them.
     Raises SpecError."""
-    camel = {field.name: field.encode_name for field in msgspec.structs.fields(PolicyParams)}
-    said = {camel.get(name, name): value for name, value in values.items()}
+    document = msgspec.to_builtins(base)
+    for name, value in values.items():
+        block, _, field = map(_camel, name.partition("."))
+        if block not in (*BLOCKS, *PARTS):
+            known = ", ".join((*BLOCKS, *PARTS))
+            raise SpecError(f"{name!r} is not BLOCK.NAME with a block of {known} - at `{option}`")
+        fields = document["policy"][block] if block in BLOCKS else document[block]
+        if field not in fields:
+            raise SpecError(
+                f"{block} has no parameter {field!r}, known are {', '.join(fields)} - at `{option}`"
+            )
+        fields[field] = value
     try:
-        return msgspec.convert(msgspec.to_builtins(base) | said, PolicyParams, strict=False)
+        return msgspec.convert(document, Routing, strict=False)
     except msgspec.ValidationError as error:
         raise SpecError(f"{error} - at `{option}`") from None
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join(map(str.capitalize, rest))

@@ -8,6 +8,7 @@ are, because the next leader's plan is whole.
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -21,7 +22,7 @@ import kopf
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from perilune_api import collector, kube
+from perilune_api import kube
 from perilune_operator import handlers
 from perilune_operator.lease import DURATION_S, SHORTEST_S, Lease
 from perilune_operator.metrics import Metrics
@@ -56,9 +57,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="name of this replica, unique among them [$POD_NAME, else host and process]",
     )
-    add("--image", default=known.image, help="image of gateways and simulated engines [%(default)s]")
-    add("--engine-image", default=known.engine_image, help="image of vLLM engines [%(default)s]")
-    add("--master-image", default=known.master_image, help="image of mooncake_master [the engines']")
+    add("--image", default=known.image, help="image of gateways [%(default)s]")
+    add("--simulated-image", default=known.simulated_image, help="image of simulated engines [%(default)s]")
+    add("--engine-image", default=known.engine_image, help="vLLM engines [%(default)s]")
+    add("--master-image", default=known.master_image, help="mooncake_master [the engines']")
     add(
         "--monitor-label",
         action="append",
@@ -107,7 +109,12 @@ async def serve(args: argparse.Namespace) -> None:
         client,
         lease,
         Defaults(
-            args.image, args.engine_image, args.master_image, args.own_namespace, dict(args.monitor_label)
+            args.image,
+            args.engine_image,
+            args.master_image,
+            args.own_namespace,
+            dict(args.monitor_label),
+            args.simulated_image,
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,
@@ -127,7 +134,11 @@ async def serve(args: argparse.Namespace) -> None:
 
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
-    collector.calm(young=20_000, middle=20)
+    # With Python's own settings the garbage collector looks through all copies of pods again and again, which
+    # takes a third of the CPU while 1,000 pods start (docs/benchmarks.md, Operator).
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     try:
         await kopf.operator(
             registry=handlers.registry(reconciler, stop),

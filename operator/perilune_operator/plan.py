@@ -4,7 +4,7 @@ Pure, and whole each time: what should exist follows from spec and facts, never 
 Planning again after a plan has been carried out changes nothing.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -13,7 +13,7 @@ import msgspec
 from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.status import InferencePoolStatus
-from perilune_api.pool import Role, SpecError
+from perilune_api.pool import SpecError
 from perilune_operator import status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
@@ -69,17 +69,17 @@ def plan(
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, earlier = _without_replaced(pool, observed)
-    drains = _drains(pool, present, now)
-    pool = _with_replicas(pool, drains, observed)
+    leave = _drain(pool, present, now)
+    pool = _with_replicas(pool, leave, observed)
     try:
         objects = _objects(pool)
     except SpecError as error:  # a podTemplate that cannot be laid over the operator's
         return Plan(None, status.of_refusal(str(error), observed, now), LOOK_S)
     replaced = _replaced(pool, earlier, {key(obj) for obj in objects}, present, now)
-    each = (*drains.values(), replaced.drain)
+    each = (leave, replaced.drain)
     return Plan(
         objects,
-        status.of_pool(pool, present, drains, now, replaced),
+        status.of_pool(pool, present, leave, now, replaced),
         again_in=min(LOOK_S, *(made.again_in for made in each)),
         marks=tuple(mark for made in each for mark in made.marks),
         scale_to=scale_to,
@@ -87,12 +87,11 @@ def plan(
     )
 
 
-def _with_replicas(pool: Context, drains: Mapping[Role, Drain], observed: Observed) -> Context:
+def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:
     """The pool with the replicas that its workloads should have now."""
     deployment = observed.children.get(Key("Deployment", pool.namespace, names.gateway_name(pool.name)))
     gateways, read_at = gateway.replicas(pool.spec.gateway, deployment)
-    engines_now = {role: made.replicas for role, made in drains.items()}
-    return replace(pool, replicas=engines_now, gateways=gateways, gateways_read_at=read_at)
+    return replace(pool, replicas=leave.replicas, gateways=gateways, gateways_read_at=read_at)
 
 
 def _objects(pool: Context) -> tuple[Object, ...]:
@@ -108,9 +107,9 @@ def _objects(pool: Context) -> tuple[Object, ...]:
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
-    """The number of replicas with which an autoscaler takes over: as many as run now. A spec that no longer
-    names replicas would otherwise count as 1. None when no autoscaler is about to take over."""
-    made = endpoints.workload_name(name, Role.BOTH)
+    """An autoscaler is about to take over from a spec that names no replicas any more, which the API server
+    takes for 1: it is to begin with as many as there are. None: nothing to do."""
+    made = endpoints.workload_name(name)
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
         return None
@@ -121,14 +120,13 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """What is observed without engines of an earlier spec, and those of these engines that serve. An engine
-    belongs to an earlier spec if its role does not exist any more, or if endpoints spanned nodes and now do
-    not, or the reverse."""
-    roles, spans = {role.value for role, _ in endpoints.roles(pool)}, endpoints.nodes_per_endpoint(pool) > 1
+    """What is there without engines of the spec before; and of those the ones that lead. Engines are of the
+    spec before if its endpoints spanned nodes and now do not, or the reverse, or if it had roles."""
+    spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
         is_engine = pod.component in ("engine", "engine-worker")
-        if not is_engine or ((pod.group >= 0) is spans and pod.role in roles):
+        if not is_engine or ((pod.group >= 0) is spans and pod.role == endpoints.ROLE):
             present.append(pod)
         elif pod.component == "engine":
             before.append(pod)
@@ -138,9 +136,9 @@ def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list
 def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Replaced:
-    """Engines of an earlier spec (`pods`) stay until each role has an endpoint that serves, or no engine
-    would serve until a model has been loaded. Then they drain like those of a scale-down. Without GPUs to
-    spare (maxSurge 0) they make room at once. `wanted`: the objects of the plan."""
+    """Engines of the spec before go once another endpoint serves, or there would be nobody until a model has
+    been loaded; and then like those of a scale-down, once their sessions have left. Where there are no GPUs
+    to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Replaced(pods)
     workloads = frozenset(
@@ -152,8 +150,8 @@ def _replaced(
     )
     if not workloads:
         return Replaced(pods)
-    serving = {p.role for p in observed.pods if p.component == "engine" and p.serves}
-    needed = any(role not in serving and spec.replicas for role, spec in endpoints.roles(pool))
+    serving = any(p.component == "engine" and p.serves for p in observed.pods)
+    needed = not serving and pool.spec.replicas > 0
     leaving, gateways, session_s = _surroundings(pool, observed)
     if needed:  # marks of an earlier plan are removed
         made = drain(pods, MANY, None, leaving, gateways, session_s, now)
@@ -171,18 +169,11 @@ def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], fr
     return leaving, gateways, float(pool.spec.rollout.session_seconds) if asked else 0.0
 
 
-def _drains(pool: Context, observed: Observed, now: float) -> Mapping[Role, Drain]:
+def _drain(pool: Context, observed: Observed, now: float) -> Drain:
     leaving, gateways, session_s = _surroundings(pool, observed)
-    made = {}
-    for role, spec in endpoints.roles(pool):
-        pods = [_with_workers(p, observed, leaving) for p in observed.pods if _leads(p, role)]
-        workload = observed.children.get(endpoints.workload(pool, role))
-        made[role] = drain(pods, spec.replicas, workload, leaving, gateways, session_s, now)
-    return made
-
-
-def _leads(pod: PodFacts, role: Role) -> bool:
-    return pod.component == "engine" and pod.role == role
+    pods = [_with_workers(p, observed, leaving) for p in observed.pods if p.component == "engine"]
+    workload = observed.children.get(endpoints.workload(pool))
+    return drain(pods, pool.spec.replicas, workload, leaving, gateways, session_s, now)
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
@@ -190,7 +181,7 @@ def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str])
     if leader.group < 0 or not leaving:
         return leader
     for pod in observed.pods:
-        worker = pod.component == "engine-worker" and (pod.role, pod.group) == (leader.role, leader.group)
+        worker = pod.component == "engine-worker" and pod.group == leader.group
         if worker and pod.node in leaving:
             return replace(leader, node=pod.node)
     return leader

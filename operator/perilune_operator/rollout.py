@@ -12,13 +12,12 @@
 4. *Remove* all of them together, since they have the same deletion cost. Requests that still run then are
    preStop's task (`drainSeconds`).
 
-The engines of a cordoned node, or of one with the taint of an autoscaler that means to remove it, are marked,
-unless no other engine could take a new session. They are not deleted: whoever cordons a node also evicts its
-pods.
-
-A changed pod template needs none of this: the Deployment starts the new engine first, and a terminating
-engine is never picked. While it rolls out, replicas follow the spec at once and the Deployment chooses by
-itself. Engines whose whole workload goes, because the roles have changed, are all chosen (plan.py).
+A node that is cordoned, or tainted by an autoscaler that means to remove it, has its engines marked, unless
+nobody else could take a new session. They are not deleted: who cordons a node also evicts, and an operator
+that deleted pods on a mere cordon would surprise. A changed template needs none of this: the Deployment
+starts the new engine first, and a terminating one is never picked; so while it rolls, replicas follow the
+spec at once, and it chooses by itself. Engines whose whole workload is to go, since endpoints
+span another number of nodes, are all chosen (plan.py).
 
 Pure. Costs O(n log n) for n engines.
 """
@@ -44,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """What happens to the engines of one role."""
+    """Of the engines."""
 
     replicas: int
     """Replicas that the workload should have now: those wanted, and those that may not be removed yet."""
@@ -59,7 +58,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Engines of an earlier spec, which had other roles or endpoints of another number of nodes."""
+    """Engines of the spec before, whose endpoints had another number of nodes."""
 
     pods: Sequence[PodFacts] = ()
     """The pods that serve; without the further pods of endpoints that span nodes."""
@@ -67,7 +66,7 @@ class Replaced:
     """Their workloads, as far as these stay for now."""
     drain: Drain = Drain(0)
     needed: bool = False
-    """Some role has no other engine that serves."""
+    """They serve, and no other endpoint does."""
 
 
 def drain(
@@ -79,10 +78,10 @@ def drain(
     session_s: float,
     now: float,
 ) -> Drain:
-    """`pods`: the engines of one role. `wanted`: how many the spec asks for. `workload`: the live object that
-    runs them; None before it exists. `gateways`: those that have to answer a mark. `session_s`: how long
-    sessions are waited for. `now`: seconds since the epoch."""
-    order = _removal_order(pods, leaving_nodes)
+    """`pods`: engines. `workload`: theirs, as it is; None: not made yet. `gateways`: who is to answer."""
+    order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
+    order.sort(key=lambda pod: pod.created, reverse=True)
+    order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
     live = wanted if workload is None else workload.get("spec", {}).get("replicas", 1)
     shrinks = live > wanted or any(pod.chosen for pod in order)
     groups = [pod.group for pod in order if pod.group >= 0]

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_api import names
-from perilune_api.inference_pool.engine import EngineSpec, Roles
+from perilune_api.inference_pool.engine import EngineSpec
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
+from perilune_api.policies import PolicyChoice
 
 PLURAL = "inferencepools"
 KIND = "InferencePool"
@@ -33,21 +34,6 @@ class Rule(NamedTuple):
 RULES: Mapping[type, Sequence[Rule]] = {
     InferencePoolSpec: (
         Rule(
-            "!has(self.roles) || self.mooncake.transfer == 'connector'",
-            "roles need mooncake.transfer: connector, by which decode endpoints get the prefill's KV",
-            ".mooncake.transfer",
-        ),
-        Rule(
-            "!has(self.roles) || !has(self.scaling)",
-            "scaling sets replicas, which a pool with roles does not use: scale each role by its own",
-            ".scaling",
-        ),
-        Rule(
-            "!has(self.roles) || self.replicas == 1",
-            "a pool with roles has a number for each: set roles.prefill.replicas or roles.decode.replicas",
-            ".replicas",
-        ),
-        Rule(
             "!has(self.scaling) || self.engine.kind != 'simulated' || self.scaling.maxReplicas <= 1000",
             "at most 1000 simulated endpoints",
             ".scaling.maxReplicas",
@@ -63,10 +49,6 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
         ),
-    ),
-    Roles: (
-        Rule("has(self.prefill)", "roles: decode needs prefill endpoints beside it", ".prefill"),
-        Rule("has(self.decode)", "roles: prefill needs decode endpoints beside it", ".decode"),
     ),
     EngineSpec: (
         Rule(
@@ -101,12 +83,6 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "['rack', 'spine', 'zone', 'region'].filter(n, self.levels.exists(l, l.name == n))",
             "levels go from narrow to wide: rack, spine, zone, region",
             ".levels",
-        ),
-        Rule(
-            "!has(self.bandwidth) || (self.bandwidth.node >= self.bandwidth.rack && "
-            "self.bandwidth.rack >= self.bandwidth.spine && self.bandwidth.spine >= self.bandwidth.fabric)",
-            "bandwidth must not grow with distance: node >= rack >= spine >= fabric",
-            ".bandwidth",
         ),
         Rule(
             "!has(self.placement) || "
@@ -158,3 +134,6 @@ NAME_RULE = Rule(
 
 DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store"})}
 """Fields that the operator fills in: not part of what users write."""
+
+SHOWN = frozenset({PolicyChoice})
+"""Groups deep in `spec` whose defaults stored objects show: `kubectl get` prints the policy's name."""

@@ -7,7 +7,7 @@ structs give the same bytes.
 
 A group that stands directly in `spec` has a default, so that what people ask about (replicas, engine,
 gateway) shows in `kubectl get -o yaml`; deeper groups stay out of stored objects until somebody sets one of
-their fields.
+their fields, except those of `crd.SHOWN`.
 """
 
 import ast
@@ -59,7 +59,7 @@ def custom_resource_definition() -> Schema:
                         _column("Ready", "string", ".status.ready"),
                         _column("Sessions", "integer", ".status.sessions"),
                         _column("Hits", "string", ".status.hitRatio"),
-                        _column("Policy", "string", ".spec.routing.policy"),
+                        _column("Policy", "string", ".spec.routing.policy.name"),
                         _column(
                             "Status", "string", f'.status.conditions[?(@.type=="{Condition.READY}")].reason'
                         ),
@@ -161,7 +161,7 @@ def _default(field: mi.Field, top: bool) -> Any:
     if isinstance(value, msgspec.Struct):
         if value != type(value)():
             return msgspec.to_builtins(value)
-        return _filled(type(value)) if top else msgspec.NODEFAULT
+        return _filled(type(value)) if top or type(value) in crd.SHOWN else msgspec.NODEFAULT
     if value is None or value in ({}, (), ""):
         return msgspec.NODEFAULT
     if isinstance(value, tuple):

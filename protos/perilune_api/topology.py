@@ -36,6 +36,23 @@ class Link(NamedTuple):
     """Observed seconds / predicted seconds, learned online; 1.0 = as believed."""
 
 
+class Bandwidth(NamedTuple):
+    """Bytes per second of one transfer alone, by the narrowest level that holds both ends: an H20 node with
+    network cards of NIC_GBITS, one transfer using one of them."""
+
+    node: float = 200e9
+    rack: float = 9.7e9
+    spine: float = 9.7e9
+    fabric: float = 4.0e9
+
+    def at(self, level: Level) -> float:
+        return self[level]
+
+
+NIC_GBITS = 200.0
+"""Speed of the network cards that Bandwidth is for, in Gbit/s."""
+
+
 def distance(a: Place, b: Place) -> Level:
     """Levels are compared from the nearest on; racks with one name under two spines are two racks."""
     same_spine = bool(a.spine) and a.spine == b.spine

@@ -57,7 +57,7 @@ def test_the_committed_file_is_current(file: str) -> None:
             "spec.engine.podTemplate", {"x-kubernetes-preserve-unknown-fields": True}, id="passed on as it is"
         ),
         pytest.param(
-            "spec.topology.bandwidth.rack", {"minimum": 0, "exclusiveMinimum": True, "type": "number"}, id=">"
+            "spec.model.bytesPerToken", {"minimum": 0, "exclusiveMinimum": True, "type": "number"}, id=">"
         ),
         pytest.param("spec.model.aliases", {"type": "array"}, id="list"),
         pytest.param("spec.engine.args", {"maxItems": 64}, id="bounded list"),
@@ -91,9 +91,13 @@ def test_a_spec_is_all_that_a_gateway_knows_but_what_the_operator_finds_out() ->
 
 
 def test_an_absent_group_of_options_stays_absent() -> None:
-    assert "default" not in field("spec.roles")
     assert "default" not in field("spec.scaling")
-    assert "default" not in field("spec.routing.params")
+    assert "default" not in field("spec.routing.migration")
+
+
+def test_the_name_of_the_policy_is_always_stored() -> None:
+    assert field("spec.routing")["default"]["policy"] == {"name": "ear"}
+    assert field("spec.routing.policy")["default"] == {"name": "ear"}
 
 
 def test_every_part_is_structural() -> None:
@@ -126,8 +130,8 @@ def test_an_objects_items_explain_themselves() -> None:
 
 
 def test_values_of_an_enum_say_what_they_mean() -> None:
-    text = field("spec.routing.params.conductorArm")["description"]
-    assert "no_scheduling: Any endpoint, drawn." in text
+    text = field("spec.routing.policy.conductor.arm")["description"]
+    assert "no_scheduling: any endpoint, drawn." in text
 
 
 def test_every_rule_has_a_message_a_user_can_act_on() -> None:

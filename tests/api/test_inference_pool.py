@@ -9,12 +9,12 @@ from perilune_api import pool
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.mooncake import Transfer
-from perilune_api.inference_pool.routing import Policy
+from perilune_api.policies import PolicyName
 from perilune_api.pool import SpecError
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ["smallest", "prefill-decode", "store", "topology"]
+EXAMPLES = ["smallest", "store", "topology"]
 
 
 def spec(**fields: object) -> dict[str, Any]:
@@ -48,14 +48,14 @@ def test_the_example_of_a_pool_without_kubernetes_is_one(hidden: bool) -> None:
 
 
 def test_every_policy_that_a_gateway_can_carry_out_may_be_named() -> None:
-    assert sorted(Policy) == sorted(LIVE)
+    assert sorted(PolicyName) == sorted(POLICIES)
 
 
 def test_the_gateways_document_says_what_the_spec_says() -> None:
     made = convert(
         spec(
             engine={"blockSize": 32, "tensorParallel": 2},
-            routing={"policy": "sticky"},
+            routing={"policy": {"name": "sticky"}},
             mooncake={"store": {"enabled": True}},
         )
     )
@@ -63,7 +63,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
     assert pool.parse(pool.dump(document)) == document
     assert document.metadata == pool.Metadata("p", "ns")
     assert (document.spec.engine.block_size, document.spec.engine.store) == (32, True)
-    assert document.spec.routing.policy == "sticky"
+    assert document.spec.routing.policy.name == "sticky"
     assert document.spec.topology.nodes == {"a": pool.NodePlace("r1")}
 
 
@@ -85,11 +85,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             spec(engine={"args": ["--seed=1", "--block-size=32"]}),
             "The operator sets --block-size itself, from the spec - at `$.spec.engine.args[1]`",
             id="an argument that the spec already says",
-        ),
-        pytest.param(
-            spec(roles={"prefill": {"args": ["-tp", "2"]}, "decode": {}}, mooncake={"transfer": "connector"}),
-            "-tp itself, from the spec - at `$.spec.roles.prefill.args[0]`",
-            id="the same of a role",
         ),
         pytest.param(
             spec(engine={"args": ["--kv_events_config.topic=x"]}),
@@ -141,14 +136,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "--ssl-keyfile is not possible: Envoy, gateways and probes speak plain HTTP to engines:"
             " end TLS at the Gateway - at `$.spec.engine.args[0]`",
             id="TLS",
-        ),
-        pytest.param(
-            spec(
-                roles={"prefill": {}, "decode": {"args": ["--ssl-certfile", "/c"]}},
-                mooncake={"transfer": "connector"},
-            ),
-            "--ssl-certfile is not possible",
-            id="TLS of a role",
         ),
         pytest.param(
             spec(engine={"args": ["-pcp", "2"]}),
@@ -255,14 +242,6 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             id="no resource",
         ),
         pytest.param(
-            spec(
-                roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": "many"}}}},
-                mooncake={"transfer": "connector"},
-            ),
-            "at `$.spec.roles.decode.resources.limits.cpu`",
-            id="a role's",
-        ),
-        pytest.param(
             spec(engine={"podTemplate": {"metadata": {"labels": {"team": "a b"}}}}),
             "'a b' is not a label value: at most 63 of letters, digits, - _ . - at "
             "`$.spec.engine.podTemplate.metadata.labels.team`",
@@ -299,7 +278,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             "at `$.spec.engine.podTemplate.spec.containers[0].resources.limits.cpu`",
             id="a container of no size",
         ),
-        pytest.param(spec(roles={"decode": {}}), "at `$.spec.roles.prefill`", id="half a pair of roles"),
+        pytest.param(spec(roles={"decode": {}}), "unknown field `roles`", id="roles"),
         pytest.param(spec(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(
             spec(gateway={"mode": "envoyGateway"}), "at `$.spec.gateway.parent`", id="route to nowhere"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune_api import pool
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
-from perilune_api.topology import Level, Place
+from perilune_api.topology import Bandwidth, Level, Place
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
 
@@ -24,7 +24,7 @@ def test_the_example_loads_and_is_short() -> None:
 
 
 def test_the_smallest_document() -> None:
-    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy == "ear"
+    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy.name == "ear"
 
 
 @pytest.mark.parametrize(
@@ -71,16 +71,27 @@ def test_the_smallest_document() -> None:
             "at `$.spec.endpoints[0].replay`",
             id="replay without events",
         ),
-        pytest.param(
-            document(topology={"bandwidth": {"rack": 1.0, "spine": 2.0}}),
-            "at `$.spec.topology.bandwidth`",
-            id="bandwidth grows with distance",
-        ),
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
+        pytest.param(
+            document(routing={"policy": {"name": "static_pd"}}),
+            "Invalid enum value 'static_pd' - at `$.spec.routing.policy.name`",
+            id="a policy of the simulator",
+        ),
+        pytest.param(
+            document(routing={"policy": "ear"}),
+            "Write `policy: {name: ear}`: a policy is an object now - at `$.spec.routing.policy`",
+            id="a policy as it was written before",
+        ),
+        pytest.param(
+            document(routing={"params": {"leastGainSeconds": 1, "migrationLinkBytes": 1}}),
+            "leastGainSeconds is now policy.perilune.leastGainSeconds; migrationLinkBytes is gone, since no"
+            " gateway acted on it - at `$.spec.routing.params`",
+            id="parameters as they were written before",
+        ),
         *(
             pytest.param(
-                document(routing={"params": {"interferenceWeight": weight}}),
-                "at `$.spec.routing.params.interferenceWeight`",
+                document(routing={"policy": {"perilune": {"interferenceWeight": weight}}}),
+                "at `$.spec.routing.policy.perilune.interferenceWeight`",
                 id=f"weight {weight}",
             )
             for weight in (-1.0, float("inf"), float("nan"), 1e308)
@@ -103,4 +114,4 @@ def test_dump_reads_back(model: Model, port: int) -> None:
 def test_link_speed_follows_the_narrowest_common_level() -> None:
     topology = pool.load(EXAMPLE).spec.topology
     link = topology.link(topology.place("node-a"), topology.place("node-b"))
-    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.SPINE, topology.bandwidth.spine)
+    assert (link.distance, link.bandwidth_bytes_per_s) == (Level.SPINE, Bandwidth().spine)

@@ -2,8 +2,7 @@
 
 240 sessions with a common system prompt take turns of 600 new tokens; engines announce what they prefill,
 over half a million blocks. A decision is `router.on_tokens`: hash, index, policy, record. CPU time of its
-thread; of some rounds the one with the best median counts. The garbage collector looks between decisions, as
-it does between turns of the gateway's event loop.
+thread, with what the garbage collector takes meanwhile; of some rounds the one with the best median counts.
 
 *During ingest*, in later rounds, when prompts are longer, decisions of three kinds take turns, in random
 order: after another engine's batches, of 100 blocks each, were decoded and applied; after a pause as long, in
@@ -13,7 +12,6 @@ decision slower, since whoever shares the CPU's caches goes on meanwhile. p99 ar
 (Making the batches is the engine's work, so they are made before.)
 """
 
-import gc
 from collections import defaultdict
 from itertools import islice
 from statistics import median
@@ -25,7 +23,6 @@ import pytest
 from bars import Bar
 from decision_rig import BLOCK, Rig
 
-from perilune_api import collector
 from perilune_gateway.feeds.kv_events import decode
 from perilune_gateway.model import Outcome, RequestHead, Routed
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -43,16 +40,12 @@ def nothing() -> None:
     """Between two decisions."""
 
 
-def turn(rig: Rig, looks: collector.Looks, between=nothing, looked: list[float] | None = None) -> float:
-    """Milliseconds of a decision; `looked`: gets those of the garbage collector before it."""
+def turn(rig: Rig, between=nothing) -> float:
+    """Milliseconds of a decision."""
     name = rig.dice.choice(rig.names)
     rig.now += 0.05
     asked = rig.ask(name)
     between()
-    started = thread_time()
-    looks.look()
-    if looked is not None:
-        looked.append((thread_time() - started) * 1e3)
     started = thread_time()
     routed = rig.router.on_tokens(*asked)
     took = (thread_time() - started) * 1e3
@@ -62,14 +55,13 @@ def turn(rig: Rig, looks: collector.Looks, between=nothing, looked: list[float] 
 
 
 def turns(rig: Rig, count: int) -> list[float]:
-    looks = collector.Looks()
-    return [turn(rig, looks) for _ in range(count)]
+    return [turn(rig) for _ in range(count)]
 
 
 def steps(rig: Rig) -> dict[str, float]:
     """Median microseconds, wall clock, of each step of the last round's decisions."""
     took = defaultdict(list)
-    for record in rig.router.decisions.query(n=TURNS):
+    for record in rig.decisions.query(n=TURNS):
         for step, us in record.timings_us.items():
             took[str(step)].append(us)
     return {step: median(us) for step, us in took.items()}
@@ -77,11 +69,10 @@ def steps(rig: Rig) -> dict[str, float]:
 
 def turns_by_headers(rig: Rig, count: int) -> list[float]:
     """Milliseconds of each decision whose body is not read."""
-    took, looks = [], collector.Looks()
+    took = []
     for _ in range(count):
         name = rig.dice.choice(rig.names)
         rig.now += 0.05
-        looks.look()
         size = str(4 * len(rig.prompts[name]))
         head = RequestHead("POST", "/v1/completions", {"x-session-id": name, "content-length": size})
         started = thread_time()
@@ -122,14 +113,14 @@ class Ingest:
             pass
 
 
-def beside_ingest(rig: Rig, names: EngineBlocks, looked: list[float]) -> dict[str, list[float]]:
+def beside_ingest(rig: Rig, names: EngineBlocks) -> dict[str, list[float]]:
     """Milliseconds of decisions after ingest, after a pause, and at once."""
-    ingest, looks = Ingest(rig, names), collector.Looks()
+    ingest = Ingest(rig, names)
     kinds = {"ingest": ingest.apply, "pause": ingest.pause, "nothing": nothing}
     took: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(TURNS):
         for kind in rig.dice.sample(list(kinds), len(kinds)):
-            took[kind].append(turn(rig, looks, kinds[kind], looked))
+            took[kind].append(turn(rig, kinds[kind]))
     return took
 
 
@@ -137,26 +128,19 @@ def beside_ingest(rig: Rig, names: EngineBlocks, looked: list[float]) -> dict[st
 @pytest.mark.timeout(600)
 def test_decision(request):
     rig = Rig(sessions=240)
-    thresholds = gc.get_threshold()
-    collector.calm(collector.UNASKED)
-    try:
-        names = EngineBlocks(rig.index, BLOCK, store=False)
-        looked: list[float] = []
-        alone = [turns(rig, TURNS) for _ in range(ROUNDS)]
-        known, of_last = len(rig.index), steps(rig)
-        mixed = [beside_ingest(rig, names, looked) for _ in range(ROUNDS)]
-        headers = min((turns_by_headers(rig, TURNS) for _ in range(ROUNDS)), key=median)
-        cold = []
-        for n in range(COLD):
-            name = f"cold-{n}"
-            rig.prompts[name] = type(rig.prompts["session-0"])("I", rig._tokens(33_000))
-            asked = rig.ask(name)
-            started = thread_time()
-            rig.router.on_tokens(*asked)
-            cold.append((thread_time() - started) * 1e3)
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
+    names = EngineBlocks(rig.index, BLOCK, store=False)
+    alone = [turns(rig, TURNS) for _ in range(ROUNDS)]
+    known, of_last = len(rig.index), steps(rig)
+    mixed = [beside_ingest(rig, names) for _ in range(ROUNDS)]
+    headers = min((turns_by_headers(rig, TURNS) for _ in range(ROUNDS)), key=median)
+    cold = []
+    for n in range(COLD):
+        name = f"cold-{n}"
+        rig.prompts[name] = type(rig.prompts["session-0"])("I", rig._tokens(33_000))
+        asked = rig.ask(name)
+        started = thread_time()
+        rig.router.on_tokens(*asked)
+        cold.append((thread_time() - started) * 1e3)
     best = min(alone, key=median)
     during = {kind: [ms for took in mixed for ms in took[kind]] for kind in mixed[0]}
     p99 = {kind: quantile(took, 0.99) for kind, took in during.items()}
@@ -184,8 +168,7 @@ the best one.
 By step, µs (median of the last round, wall clock): {parts}; the rest of the total is recording.
 During ingest p50 and p99 are {both("ingest")} ms after batches,
 {both("pause")} after a pause as long, {both("nothing")} at once
-(p99 after batches / at once: {p99["ingest"] / p99["nothing"]:.2f}). Garbage collector between two
-{1e3 * sum(looked) / len(looked):.0f} µs.
+(p99 after batches / at once: {p99["ingest"] / p99["nothing"]:.2f}).
 A known session's turn, by its headers alone: p50
 {quantile(headers, 0.5):.2f} ms, p99 {quantile(headers, 0.99):.2f} ms. A prompt of which nobody holds
 anything: p50 {quantile(cold, 0.5):.2f} ms, p99 {quantile(cold, 0.99):.2f} ms.

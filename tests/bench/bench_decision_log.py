@@ -10,7 +10,7 @@ from decision_rig import BLOCK, SHARED_TOKENS, Rig
 
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile, read
 from perilune_gateway.observe.decision_log.lines import Writer
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.whatif.arms import WhatIf
 
 DECISIONS, ROUNDS = 200, 15
@@ -29,7 +29,7 @@ def us_each(step: Callable[[], object], rounds: int = ROUNDS) -> float:
 @pytest.mark.bench
 def test_decision_log(request, tmp_path):
     rig = Rig(sessions=DECISIONS)
-    records = list(rig.router.decisions.query(n=DECISIONS))
+    records = list(rig.decisions.query(n=DECISIONS))
     pool, numbers = rig.router.pool, range(DECISIONS)
     log = DecisionLog(RotatedFile(tmp_path / "log", 2**30, 1), pool, "bench", time, max_rows=10**9)
 
@@ -49,7 +49,7 @@ def test_decision_log(request, tmp_path):
     read_back = list(read(text.splitlines(keepends=True), "log"))
 
     def again() -> None:
-        found = WhatIf(tuple(LIVE), {})
+        found = WhatIf(tuple(POLICIES), {})
         for entry in read_back:
             found.take(entry, "log")
         assert found.decisions == DECISIONS
@@ -68,6 +68,6 @@ time for each decision, the cheapest of {ROUNDS} rounds of {DECISIONS}:
 | its lines, beside the routing | {us_each(write):.0f} µs |
 | bytes of it | {len(text) / DECISIONS:,.0f} |
 | reading it back | {us_each(lambda: list(read(text.splitlines(keepends=True), "log"))) / 1000:.1f} ms |
-| `perilune whatif`, all {len(LIVE)} live policies | {us_each(again, 3) / 1000:.1f} ms |
+| `perilune whatif`, all {len(POLICIES)} live policies | {us_each(again, 3) / 1000:.1f} ms |
 """,
     )

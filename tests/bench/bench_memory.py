@@ -26,7 +26,7 @@ from perilune_lab import envoy
 from perilune_lab.child import start
 
 REQUESTS = 200_000
-PARTS = Path(__file__).with_name("transport_parts.py")
+ENDPOINTS = Path(__file__).with_name("cheap_endpoints.py")
 
 LUA = """
 local at, slice = 0, 0
@@ -81,7 +81,7 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
             stack.push_async_callback(started.stop, 5.0)
             return started, await started.until_ready(20)
 
-        _, facts = await child("endpoint", str(PARTS), "endpoint", "4")
+        _, facts = await child("endpoint", str(ENDPOINTS), "4")
         endpoints = facts["at"].split(",")
         routing = spec.Routing(session=spec.SessionKeys(max_sessions=2_000))
         pool = spec.Pool(

@@ -17,13 +17,13 @@ from time import process_time
 import bars
 import pytest
 
-from perilune_gateway.policy import POLICIES
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator import large_fleet, measure
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import Comparison, OfferedLoad, piece
+from perilune_research.simulator.policies import POLICIES
 
 REAL_TIME = 2000.0
 """Simulated seconds per second of one core, at least, with 8 endpoints under a load near R."""
@@ -170,9 +170,9 @@ _TABLE = (
 )
 _DIFFERENCES = """\
 Taking turns, both find the same share of the prompts in a cache. With the router that looks at caches the
-shares differ by a point: ours is the formula of Dynamo's documentation (`policy/dynamo.py`) over an index
-that counts a routed prompt as held until an engine's event says otherwise, theirs is the product's router
-with its default weights; and ours evicts the tail of a prompt by tokens where they drop blocks. An
+shares differ by a point: ours is the formula of Dynamo's documentation (`policy/others/dynamo.py`) over an
+index that counts a routed prompt as held until an engine's event says otherwise, theirs is the product's
+router with its default weights; and ours evicts the tail of a prompt by tokens where they drop blocks. An
 infinite cache would reuse 37.4 %: pools of this size keep a few minutes of this trace, and its sessions
 pause longer. Theirs keeps every token's time (it can report them); ours takes a run of decode steps in one
 formula, and has no events per token.

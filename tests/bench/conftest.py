@@ -11,4 +11,11 @@ def pytest_addoption(parser):
     parser.addoption("--write", action="store_true", help="write results to docs/benchmarks.md")
     parser.addoption("--strict-bars", action="store_true", help="a missed bar fails the benchmark")
     parser.addoption("--rounds", type=int, default=3, help="of which one counts (default %(default)s)")
-    parser.addoption("--seconds", type=int, default=2, help="of each measurement (default %(default)s)")
+    parser.addoption(
+        "--against",
+        default="",
+        metavar="PYTHON",
+        help="interpreter of another checkout's virtual environment, whose gateway is measured in turn with"
+        " this one's",
+    )
+    parser.addoption("--transport", default="h2", help="the gateway's, h2 or grpc (default %(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -11,13 +12,14 @@ from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
 from perilune_gateway.model import Outcome, RequestHead, Routed, Tier, Tokens, TokenSource
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.routing import new_router
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import Applied
-from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
-from perilune_gateway.state.sessions import Sessions
 
 BLOCK = 16
 PROMPT_TOKENS = 33_600
@@ -39,15 +41,14 @@ class Rig:
             endpoints=tuple(EndpointSpec(a, events=(f"tcp://{a}",)) for a in self.addresses),
         )
         self.now = 0.0
-        self.index = PrefixIndex(8_000_000, 30.0)
-        self.router = Router(
-            Pool(Metadata("bench"), spec),
-            Fleet(spec.engine.kv_pool_tokens),
-            Sessions(100_000, 1e9),
-            self.index,
+        pool = Pool(Metadata("bench"), spec)
+        state = replace(PoolState.of(pool), index=PrefixIndex(8_000_000, 30.0))
+        self.index = state.index
+        self.router = new_router(
+            pool,
+            state,
             None,  # type: ignore[arg-type]  # tokens are given
-            Decisions(),
-            Metrics(CollectorRegistry()),
+            Recorder(Metrics(CollectorRegistry()), Decisions()),
             clock=lambda: self.now,
             rng=self.dice,
         )
@@ -80,7 +81,7 @@ class Rig:
         for at in range(0, len(chain), 512):
             row, parent = chain[at : at + 512], chain[at - 1] if at else 0
             self.index.stored(target, Tier.DEVICE, row, self.now, parent=parent if at else FIRST)
-            self.router.on_applied(Applied(target, parent=parent, stored=tuple(row)))
+            self.router.lifecycle.on_applied(Applied(target, parent=parent, stored=tuple(row)))
         self.router.on_response(routed.ticket, 200, target, True)
         self.router.finished(routed.ticket, Outcome.COMPLETED)
 

@@ -87,7 +87,7 @@ def grown(data: bytes) -> None:
 
 
 def messages(data: bytes) -> None:
-    """What is read in place is what protobuf reads."""
+    """What is read without protobuf is what protobuf reads."""
     try:
         told = wire.decode(data, BodyMode.BUFFERED)
     except ProtocolError:
@@ -221,7 +221,7 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
     ),
     "log": (
-        b'{"kind":"pool","schema":"perilune.decisions/v1","routing":{"policy":"ear"},"columns":{}}\n'
+        b'{"kind":"pool","schema":"perilune.decisions/v2","routing":{"policy":{"name":"ear"}},"columns":{}}\n'
         b'{"kind":"end","n":0,"outcome":"completed","duration_s":1,"served":"a","status":200}\n{"kin',
     ),
 }

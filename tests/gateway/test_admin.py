@@ -9,8 +9,17 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
-from perilune_api.pool import PolicyParams
-from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason, tenant_hash
+from perilune_api.policies import PolicyParams
+from perilune_gateway.model import (
+    Decision,
+    DecisionRecord,
+    Ending,
+    Endpoint,
+    Load,
+    Outcome,
+    Reason,
+    tenant_hash,
+)
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.admin import PAGES, Admin, Sources
 from perilune_gateway.observe.decisions import Decisions
@@ -109,7 +118,7 @@ class TestDecisions:
 
     async def test_one_decision_with_its_counterfactual(self, world):
         add(world, 3)
-        world.decisions.finish(0, Outcome.COMPLETED, 1.5, "a", 200)
+        world.decisions.finish(0, Ending(Outcome.COMPLETED, 1.5, "a", 200))
         async with browsing(world) as get:
             status, body = await get("/api/decisions/r3")
             assert (await get("/api/decisions/r3"))[1] == body  # the same dice each time
@@ -139,7 +148,7 @@ class TestDecisions:
 
 
 class TestState:
-    async def test_nodes(self, world):
+    async def test_nodes_are_told_with_load_blocks_and_hit_ratio(self, world):
         world.endpoints = (
             EndpointStats(
                 Endpoint("a"),
@@ -192,7 +201,7 @@ class TestState:
             {"a": {"device": 3, "host": 1, "speculative": 0}},
         )
 
-    async def test_health(self, world):
+    async def test_health_tells_problems_and_their_kind(self, world):
         async with browsing(world) as get:
             status, body = await get("/api/health")
             assert (status, body["status"], body["problems"]) == (200, "ok", [])
@@ -205,17 +214,17 @@ class TestState:
 
 
 class TestPlainPages:
-    async def test_metrics(self, world):
+    async def test_metrics_are_scraped_here(self, world):
         world.metrics.mirror(lambda: Snapshot(world.endpoints))
         world.metrics.scrape_failed("a")
         async with browsing(world) as get:
             status, text = await get("/metrics")
         assert status == 200
         assert 'perilune_scrape_errors_total{endpoint="a"} 1.0' in text
-        assert 'perilune_endpoint_ready{endpoint="a",role="both"} 1.0' in text
+        assert 'perilune_endpoint_ready{endpoint="a"} 1.0' in text
         assert text.count("# TYPE perilune_decisions_total counter") == 1
 
-    async def test_probes(self, world):
+    async def test_probes_tell_alive_and_ready(self, world):
         async with browsing(world) as get:
             assert await get("/healthz") == (200, "ok\n")
             assert await get("/readyz") == (200, "ok\n")

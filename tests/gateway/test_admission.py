@@ -59,7 +59,9 @@ def node(address: str = "a", **kwargs):
         ),
     ],
 )
-def test_slo(asked: dict, nodes: list, retry_after_s: float | None) -> None:
+def test_a_request_whose_slo_nobody_can_keep_is_refused_until_one_can(
+    asked: dict, nodes: list, retry_after_s: float | None
+) -> None:
     refusal = admission.meets_slo(request(tokens=1000, **asked), nodes)
     if retry_after_s is None:
         assert refusal is None

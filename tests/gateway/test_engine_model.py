@@ -1,3 +1,5 @@
+"""The engine model predicts seconds for prefill, decode and transfer."""
+
 import pytest
 
 from perilune_gateway.model import H20_30B

@@ -148,7 +148,7 @@ SEND_BODY = Continue(Kind.REQUEST_HEADERS, override=Override(BodyMode.BUFFERED))
         ),
     ],
 )
-def test_buffered(router, events, answers):
+def test_messages_of_a_buffered_stream_are_answered(router, events, answers):
     said, _ = converse(FakeRouter(**router), *events)
     assert readable(said) == answers
 

@@ -56,7 +56,7 @@ CHUNK, END = Body(Kind.RESPONSE_BODY, b"x", False), Body(Kind.RESPONSE_BODY, b""
         ),
     ],
 )
-def test_outcome(mode, response, events, outcome):
+def test_the_router_hears_once_how_a_stream_ended(mode, response, events, outcome):
     router = FakeRouter(**ON_HEADERS)
     _, exchange = converse(router, request(mode, response), *events)
     assert router.finishes == []
@@ -120,7 +120,7 @@ def test_tokens_that_nobody_asked_for_do_not_fit():
         pytest.param(ON_HEADERS, [request(DUPLEX)], "abort", id="full duplex, routed"),
     ],
 )
-def test_failure(router, events, effect):
+def test_a_failure_is_answered_as_far_as_envoy_still_listens_and_ends_the_stream(router, events, effect):
     _, exchange = converse(FakeRouter(**router), *events)
     [failed] = exchange.fail()
     assert ("abort" if isinstance(failed, Abort) else readable([[failed.message]])[0][0]) == effect

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from routing_objects import PLAIN, candidate, fleet, link, prefix, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.model import (
     NEED_BODY,
     Cost,
@@ -60,7 +60,7 @@ class TestDecisions:
     def test_finish_fills_in_the_end(self):
         decisions = Decisions()
         number = decisions.add(record(1))
-        decisions.finish(number, Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64)
+        decisions.finish(number, Ending(Outcome.COMPLETED, 2.5, served="b", status=200, cached_tokens=64))
         found = decisions.get("r1")
         assert found is not None
         assert found.ending == Ending(Outcome.COMPLETED, 2.5, "b", 200, 64)
@@ -70,16 +70,16 @@ class TestDecisions:
         decisions = Decisions(capacity=1)
         number = decisions.add(record(1))
         decisions.add(record(2))
-        decisions.finish(number, Outcome.FAILED, 1.0)
+        decisions.finish(number, Ending(Outcome.FAILED, 1.0))
         assert decisions.query() == [record(2)]
 
     def test_a_new_record_does_not_inherit_the_end_of_the_one_whose_place_it_takes(self):
         decisions = Decisions(capacity=2)
         numbers = [decisions.add(record(i)) for i in range(2)]
         for number in numbers:
-            decisions.finish(number, Outcome.COMPLETED, 1.0)
+            decisions.finish(number, Ending(Outcome.COMPLETED, 1.0))
         decisions.add(record(2))
-        decisions.finish(numbers[0], Outcome.FAILED, 9.0)
+        decisions.finish(numbers[0], Ending(Outcome.FAILED, 9.0))
         assert [r.ending and r.ending.outcome for r in decisions.query()] == [None, Outcome.COMPLETED]
 
     def test_a_reused_id_means_the_newer_and_survives_the_older_one_leaving(self):
@@ -250,7 +250,7 @@ class TestWords:
             ),
         ],
     )
-    def test_sentence(self, changes, expected):
+    def test_a_decision_is_told_in_a_sentence(self, changes, expected):
         assert sentence(record(**changes)) == expected
 
 

@@ -97,7 +97,7 @@ def test_parity_does_not_say_that_hashes_differ_where_they_agree(parity, said):
         pytest.param([], "", Status.UNREADY, ProblemKind.NO_ENDPOINT, id="empty pool"),
     ],
 )
-def test_report(endpoints, pool_error, status, first):
+def test_the_report_says_how_the_pool_is_and_the_worst_problem_first(endpoints, pool_error, status, first):
     health = report(
         endpoints,
         block_size=16,

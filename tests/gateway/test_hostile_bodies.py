@@ -147,7 +147,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(path=st.sampled_from(list(PATHS)), body=BODIES, keep_model=st.booleans())
 def test_any_json(tokenizer, path, body, keep_model):
     if keep_model:
@@ -155,7 +155,7 @@ def test_any_json(tokenizer, path, body, keep_model):
     outcome(tokenizer, path, json.dumps(body).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(
     path=st.sampled_from(list(PATHS)),
     cuts=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 8), st.binary(max_size=6)), max_size=5),
@@ -168,7 +168,7 @@ def test_any_damage(tokenizer, path, cuts):
     outcome(tokenizer, path, bytes(body))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(path=st.sampled_from(list(PATHS)), body=st.binary(max_size=200))
 def test_any_bytes(tokenizer, path, body):
     assert isinstance(outcome(tokenizer, path, body), Refusal) or body.lstrip()[:1] == b"{"

@@ -1,3 +1,5 @@
+"""A request says by header, cookie or body which session it belongs to."""
+
 import pytest
 
 from perilune_api.pool import SessionKeys

@@ -23,7 +23,7 @@ from perilune_gateway.observe.logs import JsonFormatter, TextFormatter, configur
         ),
     ],
 )
-def test_levels(text, expected):
+def test_levels_are_given_for_all_or_by_logger(text, expected):
     assert levels(text) == expected
 
 

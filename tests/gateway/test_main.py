@@ -47,17 +47,9 @@ async def test_what_sessions_and_decisions_may_take_follows_the_document(gateway
     session = SessionKeys(idle_seconds=60, max_sessions=7)
     limits = Limits(decision_seconds=4, max_body_bytes=9)
     gateway.on_pool(pool(routing=Routing(session=session, limits=limits)))
-    assert (gateway.sessions.idle_s, gateway.sessions.max_sessions) == (60, 7)
+    assert (gateway.state.sessions.idle_s, gateway.state.sessions.max_sessions) == (60, 7)
     assert gateway.tokenizer.timeout_s == 4 * main.TOKENS_SHARE
     assert gateway.service.limits.max_body_bytes == 9
-
-
-async def test_the_index_has_room_for_the_endpoints_of_now(gateway, monkeypatch) -> None:
-    widened = []
-    monkeypatch.setattr(gateway.index, "widen", widened.append)
-    gateway.on_pool(pool(endpoints=30))
-    gateway.on_pool(pool(endpoints=1))
-    assert widened == [30 * main.INDEX_BLOCKS_PER_ENDPOINT * (281_600 // 16), main.MIN_INDEX_BLOCKS]
 
 
 async def test_a_scrape_that_ends_after_its_endpoint_left_makes_no_series(gateway) -> None:
@@ -75,10 +67,9 @@ async def test_another_model_needs_another_gateway(gateway) -> None:
         gateway.on_pool(pool(model="n"))
 
 
-async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys, monkeypatch) -> None:
+async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys) -> None:
     """So that an Envoy with health checks has time to send new requests elsewhere."""
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    monkeypatch.setattr(main.collector, "calm", lambda _: None)  # it is the whole process's
     stop = asyncio.Event()
     running = asyncio.create_task(gateway.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
     try:

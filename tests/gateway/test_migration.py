@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link
 
-from perilune_api.pool import MoveTrigger, PolicyParams
+from perilune_api.pool import Migration, MoveTrigger
 from perilune_api.topology import Place
 from perilune_gateway.model import Candidate, Location, Move, MoveReason
 from perilune_gateway.moves.plan import Budget, Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 
-PARAMS = PolicyParams()
+PARAMS = Migration()
 PLENTY = Budget(moves=100, link_bytes=10**12)
 
 
@@ -26,7 +26,7 @@ def session(id: str = "s", host: str = "a", tokens: int = 1000, **kwargs) -> Ses
     return SessionFacts(id, host, tokens, **({"cached_tokens": tokens} | kwargs))
 
 
-def plan(sessions, candidates, budget: Budget = PLENTY, params: PolicyParams = PARAMS, **kwargs) -> Plan:
+def plan(sessions, candidates, budget: Budget = PLENTY, params: Migration = PARAMS, **kwargs) -> Plan:
     return plan_migration(sessions, candidates, budget, params, **kwargs)
 
 
@@ -135,7 +135,7 @@ def test_a_rack_under_pressure_sheds_to_another_rack() -> None:
         one("d", place=there),
     ]
     assert plan([session()], candidates) == Plan(), "3.2 s is no more than twice the fleet's 1.6"
-    move = only(plan([session()], candidates, params=PolicyParams(rack_pressure=1.9)))
+    move = only(plan([session()], candidates, params=Migration(rack_pressure=1.9)))
     assert (move.reason, move.target) == (MoveReason.RACK_PRESSURE, "c")
 
 
@@ -194,7 +194,9 @@ PREFIX = PrefixFacts("system prompt", 1000, 0.3, (Location("a", 1000),))
         ),
     ],
 )  # fmt: skip
-def test_replication(p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str) -> None:
+def test_a_prefix_that_many_need_is_copied(
+    p: PrefixFacts, candidates: list[Candidate], reason: MoveReason, target: str
+) -> None:
     move = only(plan([], candidates, prefixes=[p]))
     assert (move.reason, move.target, move.release) == (reason, target, False)
 
@@ -213,7 +215,7 @@ def test_a_copy_must_save_more_than_it_costs(
 ) -> None:
     there = one("b", links={"a": link(bytes_per_s=5e6, slowdown=slowdown)})
     p = PrefixFacts("x", 1000, score * 1.0001, PREFIX.locations)
-    move = only(plan([], [one("a"), there], prefixes=[p], params=PolicyParams(hot_cache_threshold=0.0)))
+    move = only(plan([], [one("a"), there], prefixes=[p], params=Migration(replicate_score=0.0)))
     assert (move.reason, move.cost_s) == (reason, pytest.approx(cost_s))
 
 
@@ -276,7 +278,7 @@ prefixes_strategy = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,
@@ -310,7 +312,7 @@ def test_a_plan_never_exceeds_its_budget(
     assert len(subjects) == len(set(subjects))
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(
     candidates=candidates_strategy,
     sessions=sessions_strategy,

@@ -130,7 +130,7 @@ def test_prompt_embeddings_have_no_text():
     assert accepted(COMPLETIONS, prompt=None, prompt_embeds="AAAA").prompt == TextPrompt(())
 
 
-def test_responses():
+def test_a_body_of_the_responses_api_is_read():
     request = accepted(
         RESPONSES, input="hello", instructions="be brief", previous_response_id="resp_1", max_output_tokens=9
     )
@@ -188,7 +188,7 @@ def test_anthropic_messages():
         ),
     ],
 )
-def test_fields(body, field, value):
+def test_a_field_is_read_or_has_its_default(body, field, value):
     assert getattr(accepted(CHAT, messages=HELLO, **body), field) == value
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
-from perilune_api.pool import Migration, MoveTrigger, PolicyParams
+from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Decision, Location, Move, MoveReason, Reason
 from perilune_gateway.moves.budget import WINDOW_S
 from perilune_gateway.moves.plan import PrefixFacts, SessionFacts
 from perilune_gateway.moves.planner import ACTIVE_S, LOOKED_AT, Lapse, Planner, State
 
-PARAMS = PolicyParams(migrations_per_minute=4, migration_link_bytes=3_000_000)
+MOVES_PER_MINUTE, LINK_BYTES = 4, 3_000_000
 
 
 def one(address: str, queue_s: float = 0.0, **kwargs) -> Candidate:
@@ -50,10 +50,16 @@ class World:
         return self.prefixes.get(name)
 
 
-def planner(world: World, *triggers: str, policy: str = "sticky", params: PolicyParams = PARAMS) -> Planner:
-    made = Planner(world)
+def planner(
+    world: World,
+    *triggers: str,
+    policy: str = "sticky",
+    moves_per_minute: int = MOVES_PER_MINUTE,
+    link_bytes: int = LINK_BYTES,
+) -> Planner:
+    made = Planner(world, link_bytes)
     on = tuple(MoveTrigger(t) for t in triggers) or tuple(MoveTrigger)
-    made.configure(Migration(on), policy, params)
+    made.configure(Migration(on, moves_per_minute=moves_per_minute), policy)
     return made
 
 
@@ -227,7 +233,7 @@ def test_two_judges_of_one_question_disagree(policy: str, reasons: list[MoveReas
 def test_without_triggers_nothing_is_looked_at() -> None:
     world = World([one("a", 9.0, draining=True), one("b")], [at("a")])
     p = Planner(world)
-    p.configure(Migration(()), "sticky", PARAMS)
+    p.configure(Migration(()), "sticky")
     p.saw("x", 100)
     p.plan(0.0)
     assert p.offers == ()
@@ -285,13 +291,12 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(steps=steps, moves=st.integers(0, 3), link_bytes=st.integers(0, 4_000_000))
 def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -> None:
     """Loads, draining and hosts change at random between plans, requests and endings."""
-    params = replace_params(moves, link_bytes)
     world = World()
-    p = planner(world, params=params)
+    p = planner(world, moves_per_minute=moves, link_bytes=link_bytes)
     hosts = {f"s{i}": ADDRESSES[i % 2] for i in range(8)}
     started: list[float] = []
     open_moves: dict[int, Move] = {}
@@ -343,7 +348,3 @@ def test_whatever_happens_the_budget_holds(steps, moves: int, link_bytes: int) -
     assert sum(n for (_, state), n in counts.items() if state is State.STARTED) == len(started)
     over = sum(n for (_, state), n in counts.items() if state in (State.COMPLETED, State.FAILED))
     assert over == len(started) - len(open_moves)
-
-
-def replace_params(moves: int, link_bytes: int) -> PolicyParams:
-    return PolicyParams(migrations_per_minute=moves, migration_link_bytes=link_bytes)

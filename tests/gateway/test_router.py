@@ -1,8 +1,10 @@
 """Ways into the router, and what it tells of a decision."""
 
+from random import Random
+
 import pytest
 from router_rig import A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import Routing
 from perilune_gateway.model import (
@@ -18,9 +20,8 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.routing.context import Prompt
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
-from perilune_gateway.routing.gather import Prompt
 from perilune_gateway.routing.router import Encode
 
 
@@ -34,7 +35,7 @@ def test_what_is_not_for_the_model_goes_to_any_ready_endpoint(rig: Rig, h: Reque
     assert rig.record(routed).reason == Reason.PASS_THROUGH
     assert len(routed.destinations) == 2
     rig.finish(routed)
-    assert rig.router.fleet.in_flight == 0
+    assert rig.router.state.fleet.in_flight == 0
 
 
 def test_the_conformance_header_counts_only_in_conformance_mode(rig: Rig) -> None:
@@ -65,12 +66,12 @@ def test_the_decision_header_where_asked(rig: Rig) -> None:
     assert rig.route(h=head("/v1/completions", x_perilune_decision="0")).decision_header == ""
 
 
-def test_tokens_that_must_be_waited_for(rig: Rig) -> None:
+def test_tokens_that_must_be_waited_for() -> None:
     class Slow:
         def now(self, request: ParsedRequest) -> None:
             return None
 
-    rig.router.tokenizer = Slow()
+    rig = Rig(pool(), tokenizer=Slow())
     encode = rig.router.on_body(head("/v1/completions"), completion(range(20)))
     assert isinstance(encode, Encode)
     routed = rig.router.on_tokens(encode, Tokens(20, TokenSource.ENGINE, list(range(20))), waited_s=0.5)
@@ -85,25 +86,25 @@ def test_weighing_keeps_nothing(rig: Rig, by: str) -> None:
     rig.finish(routed)
     h = head("/v1/completions", x_session_id="s", content_length="400")
     prompt = Prompt(48, TokenSource.LOCAL, blocks.chain(range(48), rig.block_size, 0), "m")
-    session = rig.router.sessions.matching("s")[0]
-    before = (repr(session), rig.pending(), len(rig.router.decisions))
+    session = rig.router.state.sessions.matching("s")[0]
+    before = (repr(session), rig.pending(), len(rig.decisions))
     _, view, verdict = rig.router.weigh(h, None if by == "headers" else prompt, 1)
     assert isinstance(verdict, Decision)
     assert verdict.target == routed.destinations[0]
     assert view.phase is (Phase.HEADERS if by == "headers" else Phase.BODY)
-    assert (repr(session), rig.pending(), len(rig.router.decisions)) == before
+    assert (repr(session), rig.pending(), len(rig.decisions)) == before
     with pytest.raises(KeyError):
         rig.router.weigh(head("/v1/completions", x_session_id="new"), None, 1)
 
 
 def test_a_decision_can_be_taken_again_from_its_record() -> None:
-    """Ties are drawn: the record's dice draw them alike."""
-    rig = Rig(pool(routing=Routing("power_of_two"), endpoints=[A, B, C]))
+    """Ties are drawn: the record's seed draws them alike."""
+    rig = Rig(pool(routing=Routing(chosen("power_of_two")), endpoints=[A, B, C]))
     targets = set()
     for i in range(30):
         record = rig.record(rig.route(range(i, i + 8), h=head("/v1/completions", x_request_id=f"r{i}")))
         again = decide(
-            record.view, record.candidates, record.policy, rig.document.spec.routing, Dice(record.dice)
+            record.view, record.candidates, record.policy, rig.document.spec.routing, Random(record.seed)
         )
         assert again == record.verdict
         targets.add(record.target)
@@ -113,6 +114,6 @@ def test_a_decision_can_be_taken_again_from_its_record() -> None:
 def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.route(range(100, 120))
     assert not caplog.messages
-    with caplog.at_level("DEBUG", "perilune_gateway.routing.recording"):
+    with caplog.at_level("DEBUG", "perilune_gateway.observe"):
         rig.route(h=head("/v1/completions", x_request_id="abc"))
     assert [message.split()[:2] for message in caplog.messages] == [["decision", "request_id=abc"]]

@@ -3,9 +3,10 @@
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Lora, Model
+from perilune_api.pool import EndpointSpec, Hashing, Lora, Model
 from perilune_gateway.model import Outcome, Tier, TokenSource
 from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.state.parity import ParityCheck
 
 
 def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> None:
@@ -28,7 +29,7 @@ def test_an_unread_turn_after_an_eviction_counts_as_uncached(rig: Rig) -> None:
     host = routed.destinations[0]
     rig.stored(host, range(40))
     assert rig.record(rig.route(h=h)).cached_tokens == 40
-    rig.router.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[-2:])
+    rig.router.state.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[-2:])
     rig.now += 60.0
     assert rig.record(rig.route(h=h)).cached_tokens == 0
 
@@ -56,7 +57,7 @@ def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:
     before = rig.pending()[host]
     rig.stored(host, range(48), after=10)
     assert rig.pending()[host] == before - 8
-    session = rig.router.sessions.matching("s")[0]
+    session = rig.router.state.sessions.matching("s")[0]
     assert session.tail_tokens == 48
     rig.finish(second)
     assert rig.pending()[host] == 0
@@ -112,18 +113,17 @@ def test_an_endpoint_that_left_is_forgotten(rig: Rig) -> None:
     assert all(c.overlap.device_tokens == 0 for c in record.candidates)
 
 
-def test_parity_hears_whether_a_prompts_blocks_showed_up(rig: Rig) -> None:
-    class Heard:
+def test_parity_hears_whether_a_prompts_blocks_showed_up() -> None:
+    class Heard(ParityCheck):
         def __init__(self) -> None:
+            super().__init__(Hashing(), 4)
             self.seen: list[bool] = []
 
         def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
             self.seen.append(seen)
 
-        def forget(self, endpoint: str) -> None:
-            pass
-
-    rig.router.in_flight.parity = heard = Heard()
+    heard = Heard()
+    rig = Rig(pool(), parity=heard)
     first, second = rig.route(range(20)), rig.route(range(100, 120))
     rig.finish(first)
     rig.finish(second)

@@ -1,13 +1,13 @@
 """Whatever the policy, whatever the planner offers: nobody is sent where they may not go."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_rig import Rig, pool
+from routing_objects import chosen
 
-from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Role, Routing
+from perilune_api.pool import EndpointSpec, Engine, Migration, MoveTrigger, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 
 ENGINE = Engine(block_size=16, kv_pool_tokens=10_000)
 ADDRESSES = [f"10.0.0.{i}:8000" for i in range(1, 6)]
@@ -15,7 +15,6 @@ endpoints_strategy = st.lists(
     st.builds(
         EndpointSpec,
         address=st.sampled_from(ADDRESSES),
-        role=st.sampled_from([Role.BOTH, Role.BOTH, Role.DECODE, Role.PREFILL]),
         events=st.sampled_from([(), ("tcp://x:1",)]),
         draining=st.booleans(),
     ),
@@ -34,9 +33,9 @@ turns_strategy = st.lists(
 )
 
 
-@pytest.mark.parametrize("policy", LIVE)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=150)
 @given(
+    policy=st.sampled_from(list(POLICIES)),
     before=endpoints_strategy,
     after=endpoints_strategy,
     dead=st.frozensets(st.sampled_from(ADDRESSES)),
@@ -44,7 +43,7 @@ turns_strategy = st.lists(
 )
 def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) -> None:
     """Sessions are made in one pool, which then changes: endpoints leave, drain, die, change their role."""
-    routing = Routing(policy, migration=Migration(tuple(MoveTrigger)))
+    routing = Routing(chosen(policy), Migration(tuple(MoveTrigger)))
     rig = Rig(pool(endpoints=before, routing=routing, engine=ENGINE), seed=1)
     router = rig.router
     for half, endpoints in enumerate((before, after)):
@@ -52,21 +51,20 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
         by_address = {e.address: e for e in endpoints}
         if half:
             for address in dead:
-                router.fleet.suspect(address, rig.now)
+                router.state.fleet.suspect(address, rig.now)
         for name, tokens, subset, ends, wait_s in turns:
             rig.now += wait_s
             router.plan_moves()
             asked = RequestHead("POST", "/v1/completions", {"x-session-id": name}, subset)
-            host = next((s.host for s in router.sessions.matching(name)), "")
+            host = next((s.host for s in router.state.sessions.matching(name)), "")
             verdict = rig.ask(range(tokens), asked)
             if isinstance(verdict, Refusal):
                 assert verdict.reason in (RefuseReason.NO_ENDPOINT, RefuseReason.SUBSET_EMPTY)
                 continue
             assert isinstance(verdict, Routed)
-            ready = {v.endpoint.address for v in router.fleet.view(rig.now) if v.endpoint.ready}
+            ready = {v.endpoint.address for v in router.state.fleet.view(rig.now) if v.endpoint.ready}
             for address in verdict.destinations:
                 assert address in ready
-                assert by_address[address].role is not Role.PREFILL
                 assert not by_address[address].draining or address == host
                 assert subset is None or address in subset
             if ends:

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 from router_rig import USUAL, A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
-from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, SpecError, Topology
+from perilune_api.pool import EndpointSpec, Limits, NodePlace, Routing, Topology
 from perilune_api.topology import Level
 from perilune_gateway.model import (
     H20_30B,
-    Decision,
     DecisionRecord,
     Location,
     Overlap,
@@ -20,21 +18,21 @@ from perilune_gateway.model import (
     Routed,
     Tier,
 )
-from perilune_gateway.policy import LIVE, SIMULATED_ONLY
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.state.calibration import HALF_LIFE_S
 
 LONG = range(32_000)
 TWO_RACKS = Topology({"n1": NodePlace("r1", "s"), "n2": NodePlace("r1", "s"), "n3": NodePlace("r2", "s")})
 
 
-def rig_of(**routing: object) -> Rig:
+def rig_of(policy: str = "ear", **routing: object) -> Rig:
     """Three endpoints on two racks."""
     at = zip((A, B, C), TWO_RACKS.nodes, strict=True)
     endpoints = [EndpointSpec(a, node=node, events=(f"tcp://{a}",)) for a, node in at]
     return Rig(
         pool(
             endpoints=endpoints,
-            routing=Routing(**routing),  # type: ignore[arg-type]
+            routing=Routing(chosen(policy), **routing),  # type: ignore[arg-type]
             engine=USUAL,
             topology=TWO_RACKS,
         )
@@ -93,7 +91,7 @@ def test_a_prompt_that_comes_again_meets_what_has_changed() -> None:
 def test_links_are_as_slow_as_they_were_observed_to_be() -> None:
     rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))
-    rig.router.calibration.transfer(A, B, 3.0, 1.0, rig.now)
+    rig.router.state.calibration.transfer(A, B, 3.0, 1.0, rig.now)
     _, record = route(rig, range(640))
     slowdowns = {c.address: c.links[A].slowdown for c in record.candidates if c.address != A}
     assert slowdowns == {B: 2.0, C: 2.0}
@@ -105,13 +103,13 @@ def test_an_engine_slower_than_believed_is_found_out() -> None:
     for n in range(10):
         ids = range(100_000 * n, 100_000 * n + len(LONG))
         routed, record = route(rig, ids)
-        before = rig.router.calibration.prefill_ratio(record.target, rig.now)
+        before = rig.router.state.calibration.prefill_ratio(record.target, rig.now)
         rig.now += 2.0 * predicted_s
         rig.stored(record.target, ids)
-        assert rig.router.calibration.prefill_ratio(record.target, rig.now) > before
+        assert rig.router.state.calibration.prefill_ratio(record.target, rig.now) > before
         rig.now += 5.0
         rig.finish(routed)
-    known = rig.router.calibration.of(record.target, rig.now)
+    known = rig.router.state.calibration.of(record.target, rig.now)
     assert 1.5 < known.prefill.ratio <= 2.0
     assert known.decode_s == pytest.approx(5.0)
     chosen = next(c for c in record.candidates if c.address == record.target)
@@ -133,7 +131,7 @@ def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill()
         rig.now += 3 * fetch_s + rest_s
         rig.stored(record.target, ids)
         rig.finish(routed)
-    known = [rig.router.calibration.of(a, rig.now) for a in (A, B, C)]
+    known = [rig.router.state.calibration.of(a, rig.now) for a in (A, B, C)]
     assert sum(k.store.observations for k in known) == 3
     assert sum(k.prefill.observations for k in known) == 0
     assert all(2.5 <= k.store.ratio < 3.0 for k in known), "who loaded nothing is as slow as the pool"
@@ -144,37 +142,6 @@ def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill()
     _, record = route(rig, range(10_000_000, 10_032_000))
     faded = [engine.store_bytes_per_s / c.engine.store_bytes_per_s for c in record.candidates]
     assert faded == [1.0] * 3, "also that it gets another chance, though nothing was observed since"
-
-
-def test_a_pull_teaches_the_link_it_came_over() -> None:
-    rig = rig_of(policy="mooncake")
-    rig.stored(A, LONG)
-    pullable(rig)
-    rig.queue(A, 30.0)  # nobody wants to wait there
-    routed, record = route(rig, LONG)
-    decision = record.verdict
-    assert isinstance(decision, Decision)
-    assert decision.replicate_from == A
-    assert record.target != A
-    link = next(c for c in record.candidates if c.address == record.target).links[A]
-    rest_s = H20_30B.prefill_s(16, 31_984) + H20_30B.request_overhead_s(32_000)
-    rig.now += 4 * H20_30B.transfer_s(31_984, link.bandwidth_bytes_per_s) + rest_s
-    rig.stored(record.target, LONG)
-    rig.finish(routed)
-    assert rig.router.calibration.slowdown(A, record.target, rig.now) == pytest.approx(2.5, rel=0.01)
-    assert set(rig.router.calibration.links(rig.now)) == {(A, record.target)}
-
-
-def pullable(rig: Rig) -> None:
-    """As if the engines could pull from each other, which no gateway asks of them yet."""
-    exact = rig.router._gatherer.exact
-
-    def exact_and_pullable(asked):
-        matches = exact(asked)
-        asked.prefix = replace(asked.prefix, pullable=True)
-        return matches
-
-    rig.router._gatherer.exact = exact_and_pullable  # type: ignore[method-assign]
 
 
 def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
@@ -189,7 +156,7 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
     rig.stored(record.target, LONG)
     rig.now += predicted_s
     rig.stored(record.target, other)
-    known = rig.router.calibration.of(record.target, rig.now)
+    known = rig.router.state.calibration.of(record.target, rig.now)
     assert known.prefill.observations == 2
     assert known.prefill.ratio == pytest.approx(1.0)
     assert known.ttft.ratio == pytest.approx(1.0)
@@ -234,7 +201,7 @@ def test_an_slo_that_is_no_number_is_refused(name: str, value: str, known: bool)
     refusal = ask(rig, range(100), x_session_id="s", **{name.replace("-", "_"): value})
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (RefuseReason.BAD_REQUEST, 400)
-    assert refusal.message == f"{value!r} is no number of milliseconds - in {name}"
+    assert refusal.message == f"{value!r} is not a number of milliseconds - in {name}"
 
 
 def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_gone() -> None:
@@ -245,20 +212,10 @@ def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_g
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (RefuseReason.OVERLOADED, 429)
     assert 4.0 < refusal.retry_after_s < 4.3
-    assert rig.router.fleet.in_flight == 3
+    assert rig.router.state.fleet.in_flight == 3
 
 
-@pytest.mark.parametrize("name", SIMULATED_ONLY)
-def test_policies_that_split_prefill_and_decode_do_not_start_live(name: str) -> None:
-    with pytest.raises(SpecError, match=rf"{name}.* simulator only: it .* at `\$.spec.routing.policy`"):
-        rig_of(policy=name)
-    refusal = ask(rig_of(allow_policy_header=True), range(100), x_perilune_policy=name)
-    assert isinstance(refusal, Refusal)
-    assert refusal.status == 400
-    assert "simulator only" in refusal.message
-
-
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_live_policy_routes_and_shows_its_terms(name: str) -> None:
     rig = rig_of(allow_policy_header=True)
     rig.stored(A, range(320))

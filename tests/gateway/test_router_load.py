@@ -58,7 +58,7 @@ def test_binding_load_and_credit_follow_who_really_served(rig: Rig) -> None:
     target, other = routed.destinations
     rig.router.on_response(routed.ticket, 200, other, streamed=True)
     assert rig.pending() == {target: 0, other: 21}
-    assert rig.router.sessions.matching("s")[0].host == other
+    assert rig.router.state.sessions.matching("s")[0].host == other
     assert rig.record(rig.route(range(21))).excluded == {target: "not_ready"}
     rig.finish(routed)
     assert rig.record(routed).ending is not None
@@ -80,7 +80,7 @@ def test_an_engines_own_500_is_no_reason_to_leave_it_out(rig: Rig) -> None:
 
 
 def test_engines_too_busy_to_tell_their_metrics_are_chosen_from_rather_than_nobody(rig: Rig) -> None:
-    fleet = rig.router.fleet
+    fleet = rig.router.state.fleet
     for address in (A, B):
         fleet.metrics(address, EngineMetrics(), rig.now)
         for _ in range(DEAD_SCRAPES):
@@ -100,7 +100,7 @@ def test_of_two_requests_with_one_id_each_gets_its_own_end(rig: Rig) -> None:
     rig.finish(first, Outcome.FAILED)
     assert rig.record(second).ending is None
     rig.finish(second)
-    assert [r.ending.outcome for r in rig.router.decisions.query(n=2) if r.ending] == [
+    assert [r.ending.outcome for r in rig.decisions.query(n=2) if r.ending] == [
         Outcome.COMPLETED,
         Outcome.FAILED,
     ]
@@ -114,9 +114,9 @@ def test_a_request_that_outlives_its_endpoint_leaves_nothing_of_it():
     rig.now += 5
     rig.router.configure(pool(endpoints=[e for e in (A, B) if e != target]))
     rig.finish(routed)
-    assert target not in rig.router.calibration.decodes_s
+    assert rig.router.state.calibration.decode_s(target) == 0.0
     kept = rig.route(range(100, 140))
     rig.stored(kept.destinations[0], range(100, 140))
     rig.now += 5
     rig.finish(kept)
-    assert list(rig.router.calibration.decodes_s) == [kept.destinations[0]]
+    assert rig.router.state.calibration.decode_s(kept.destinations[0]) > 0.0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from router_rig import USUAL, A, B, C, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
 from perilune_gateway.model import DecisionRecord, MoveReason, Outcome, Phase, Reason, Routed
@@ -23,7 +23,7 @@ class Moving(Rig):
     """Three endpoints, and sessions whose turns say how long they are."""
 
     def __init__(self, policy: str = "sticky", *triggers: MoveTrigger) -> None:
-        self.routing = Routing(policy, migration=Migration(triggers or tuple(MoveTrigger)))
+        self.routing = Routing(chosen(policy), Migration(triggers or tuple(MoveTrigger)))
         super().__init__(self.pool())
 
     def pool(self, draining: str = "") -> Pool:
@@ -45,7 +45,7 @@ class Moving(Rig):
         return self.record(routed)
 
     def page(self) -> Mapping[str, Any]:
-        return move_rows.page(self.router.planner, self.router.calibration, self.now)
+        return move_rows.page(self.router.planner, self.router.state.calibration, self.now)
 
     def states(self) -> list[str]:
         return [one.state.value for one in self.router.planner.ended]
@@ -66,7 +66,7 @@ def test_sessions_of_a_draining_endpoint_leave_with_their_next_request(policy: s
     assert record.target != host
     assert record.moved_from == host
     assert record.phase is Phase.BODY
-    assert rig.router.sessions.bound == {record.target: 1}
+    assert rig.router.state.sessions.bound == {record.target: 1}
     assert rig.states() == [State.COMPLETED]
     assert f"the planner moves the session here from {host} (drain)" in to_json(record)["sentence"]
     assert rig.turn("s", text(1, 640)).target != host, "for good"
@@ -128,14 +128,14 @@ def test_the_page_and_the_metrics_tell_all_of_it() -> None:
     (offer,) = page["offers"]
     assert (offer["session_id"], offer["reason"], offer["source"]) == ("s", "drain", host)
     assert page["seconds_since_plan"] == 0.5
-    rig.router.calibration.transfer("x", "y", 3.0, 1.0, rig.now)
+    rig.router.state.calibration.transfer("x", "y", 3.0, 1.0, rig.now)
     (link,) = rig.page()["links"]
     assert link == {"source": "x", "target": "y", "ratio": 2.0, "observations": 1, "age_s": 0.0}
     assert page["budget"] == {"moves_left": 50, "link_bytes": 16_000_000_000, "in_flight": []}
     rig.turn("s", text(1, 480))
     (ended,) = rig.page()["ended"]
     assert (ended["state"], ended["lapse"], ended["target"]) == ("completed", None, offer["target"])
-    metrics = rig.router.metrics
+    metrics = rig.metrics
     metrics.mirror(lambda: Snapshot(moves=rig.router.planner.stats(rig.now)))
     shown = generate_latest(metrics.registry).decode()
     assert 'perilune_moves_total{reason="drain",state="completed"} 1.0' in shown

@@ -4,7 +4,7 @@ import pytest
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import head
 
-from perilune_api.pool import EndpointSpec, Limits, Model, Role, Routing, SpecError
+from perilune_api.pool import EndpointSpec, Limits, Model, Routing
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead
 
 
@@ -28,11 +28,6 @@ def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other(rig: Rig) -> 
     assert rig.route(range(100, 120)).destinations[0] != host
 
 
-def test_prefill_only_endpoints_are_left_out() -> None:
-    rig = Rig(pool(endpoints=[EndpointSpec(A, role=Role.PREFILL), EndpointSpec(B)]))
-    assert rig.route().destinations == (B,)
-
-
 def test_no_endpoint_at_all() -> None:
     refusal = Rig(pool(endpoints=[])).ask()
     assert isinstance(refusal, Refusal)
@@ -52,7 +47,9 @@ def test_no_endpoint_at_all() -> None:
         pytest.param(b"x" * 5_000, RefuseReason.BODY_TOO_LARGE, 413, id="too many bytes"),
     ],
 )
-def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
+def test_a_body_that_cannot_be_served_is_refused_with_its_reason(
+    body: bytes, reason: RefuseReason, status: int
+) -> None:
     rig = Rig(
         pool(
             model=Model("m", context_tokens=200, tokenize="estimate"),
@@ -62,8 +59,8 @@ def test_refusals(body: bytes, reason: RefuseReason, status: int) -> None:
     refusal = rig.router.on_body(head("/v1/completions"), body)
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.status) == (reason, status)
-    assert rig.router.fleet.in_flight == 0
-    kept = rig.router.decisions.query(n=1)[0]
+    assert rig.router.state.fleet.in_flight == 0
+    kept = rig.decisions.query(n=1)[0]
     assert kept.reason == reason
     assert kept.timings_us["total"] > 0
 
@@ -86,13 +83,8 @@ def test_overload_is_429_with_the_time_until_the_shortest_queue_fits() -> None:
 
 def test_a_client_learns_no_addresses_from_a_refusal(rig: Rig) -> None:
     for address in (A, B):
-        rig.router.fleet.suspect(address, rig.now)
+        rig.router.state.fleet.suspect(address, rig.now)
     refusal = rig.ask()
     assert isinstance(refusal, Refusal)
     assert "not_ready: 2" in refusal.message
     assert A not in refusal.message
-
-
-def test_an_unknown_policy_is_the_documents_fault() -> None:
-    with pytest.raises(SpecError, match=r"known are .*ear.* at `\$.spec.routing.policy`"):
-        Rig(pool(routing=Routing(policy="nearest")))

@@ -53,7 +53,7 @@ def test_a_policy_sees_how_many_sessions_are_bound_to_each(rig: Rig) -> None:
     assert seen("a") == {A: 0, B: 0}
     assert sum(seen("b").values()) == 1
     assert sum(seen("c").values()) == 2
-    rig.router.sessions.free(rig.router.sessions.matching("a")[0].key)
+    rig.router.state.sessions.free(rig.router.state.sessions.matching("a")[0].key)
     assert sum(seen("d").values()) == 2
 
 
@@ -110,5 +110,5 @@ def test_a_session_that_has_ended_is_bound_no_more_by_what_is_in_flight(rig: Rig
     rig.finish(last)
     rig.router.on_response(after.ticket, 200, after.destinations[1], streamed=True)
     rig.finish(after)
-    assert not rig.router.sessions.matching("s")
-    assert not rig.router.sessions.bound
+    assert not rig.router.state.sessions.matching("s")
+    assert not rig.router.state.sessions.bound

@@ -1,4 +1,4 @@
-"""Both servers, asked by a gRPC client on loopback."""
+"""The servers, asked by a gRPC client on loopback."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
-from perilune_gateway.extproc import SERVERS, Server, Transport, grpc_server
+from perilune_gateway.extproc import Server, Transport, grpc_server, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
 
@@ -50,6 +50,10 @@ class Rig:
         return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
 
 
+over_one_transport = pytest.mark.parametrize("serving", [Transport.H2], ids=str, indirect=True)
+"""For behaviour of the service and the exchange, which the servers share."""
+
+
 @pytest.fixture(params=list(Transport), ids=str)
 def serving(request):
     @asynccontextmanager
@@ -57,7 +61,7 @@ def serving(request):
         router = router or ScriptedRouter()
         limits = Limits(decision_seconds=decision_seconds)
         service = Service(router, Tokenizer(tokenizer_answer), limits=limits, **options)
-        server = SERVERS[request.param](service)
+        server = new_server(request.param, service)
         port = await server.start("127.0.0.1:0")
         try:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS) as channel:
@@ -104,6 +108,7 @@ async def test_conversation_decided_on_headers(serving):
         assert rig.service.body_bytes_received == 0
 
 
+@over_one_transport
 async def test_bodies_are_counted(serving):
     async with serving() as rig:
         call = rig.call()
@@ -132,6 +137,7 @@ async def test_cancelled_call_gives_the_ticket_back(serving):
         assert rig.router.outcomes["t"] == [Outcome.CANCELLED]
 
 
+@over_one_transport
 async def test_tokens_are_waited_for(serving):
     tokens = Tokens(5, TokenSource.ENGINE)
     async with serving(tokens) as rig:
@@ -142,6 +148,7 @@ async def test_tokens_are_waited_for(serving):
         call.cancel()
 
 
+@over_one_transport
 async def test_tokens_that_come_too_late_are_estimated(serving, caplog):
     async with serving(None, decision_seconds=0.05, bytes_per_token=2.0) as rig:
         call = rig.call()
@@ -153,6 +160,7 @@ async def test_tokens_that_come_too_late_are_estimated(serving, caplog):
     assert "late_tokens body_bytes=100" in caplog.text
 
 
+@over_one_transport
 async def test_prompt_at_fault_is_refused(serving):
     async with serving(Refusal(RefuseReason.BAD_REQUEST, "no such token")) as rig:
         call = rig.call()
@@ -163,6 +171,7 @@ async def test_prompt_at_fault_is_refused(serving):
         call.cancel()
 
 
+@over_one_transport
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_bug_while_tokens_are_awaited(serving, mode, caplog):
     async with serving(RuntimeError("a bug")) as rig:
@@ -196,6 +205,7 @@ async def test_bug_after_the_pick_ends_the_call_and_gives_the_ticket_back(servin
     assert "stream_failed state=routed" in caplog.text
 
 
+@over_one_transport
 @pytest.mark.parametrize(
     "raw", [b"\xff\xff", b"", request_body(b"first")], ids=["no protobuf", "empty", "a body first"]
 )
@@ -208,6 +218,7 @@ async def test_nonsense_ends_the_call_with_an_error(serving, raw, caplog):
     assert "protocol_error state=start" in caplog.text
 
 
+@over_one_transport
 async def test_refusal(serving):
     async with serving() as rig:
         call = rig.call()
@@ -218,6 +229,7 @@ async def test_refusal(serving):
         assert rig.router.outcomes == {}
 
 
+@over_one_transport
 async def test_new_limits_are_in_force_with_the_next_stream(serving):
     async with serving() as rig:
         rig.service.limits = Limits(max_body_bytes=2)
@@ -284,7 +296,7 @@ async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monk
         return came[-1]
 
     monkeypatch.setattr(grpc_server, "_bystander", noted)
-    server = SERVERS[Transport.GRPC](Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
+    server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
     await server.start(f"{host}:0")
     await server.stop(10)
     assert len(came) == len(grpc_server.BYSTANDERS_S)

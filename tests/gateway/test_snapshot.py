@@ -8,13 +8,11 @@ import pytest
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import Hashing
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.observe.health import Status
 from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.parity import ParityCheck
 
 
 @pytest.fixture
@@ -24,15 +22,14 @@ def rig() -> Rig:
 
 @pytest.fixture
 async def snapshots(rig: Rig) -> AsyncIterator[Snapshots]:
-    blocks = EngineBlocks(rig.router.index, rig.block_size, store=False)
-    parity = ParityCheck(Hashing(), rig.block_size)
-    feeds = EventFeeds(EventSink(blocks, parity, rig.router, lambda: rig.now), time.time)
-    yield Snapshots(rig.router, blocks, feeds, parity, None, lambda: rig.now)
+    blocks = EngineBlocks(rig.router.state.index, rig.block_size, store=False)
+    feeds = EventFeeds(EventSink(blocks, rig.state.parity, rig.router.lifecycle, lambda: rig.now), time.time)
+    yield Snapshots(rig.router, blocks, feeds, None, lambda: rig.now)
     await feeds.close()
 
 
 def scrapes_fail(rig: Rig, address: str, *, answered_before: bool) -> None:
-    fleet = rig.router.fleet
+    fleet = rig.router.state.fleet
     if answered_before:
         fleet.metrics(address, EngineMetrics(), rig.now)
     for _ in range(2):
@@ -62,7 +59,7 @@ async def test_an_empty_pool_serves_nobody(rig, snapshots) -> None:
 
 
 async def test_sessions_that_were_forgotten_are_counted(rig, snapshots) -> None:
-    rig.router.sessions.max_sessions = 2
+    rig.router.state.sessions.max_sessions = 2
     for name in "abc":
         rig.route(range(20), head("/v1/completions", x_session_id=name))
     found = snapshots.snapshot()
@@ -75,9 +72,3 @@ async def test_bodies_that_go_on_where_another_ended_are_counted(rig, snapshots)
         body = json.dumps({"model": "m", "messages": [turn] * turns}).encode()
         rig.router.on_body(head("/v1/chat/completions"), body)
     assert snapshots.snapshot().bodies_parsed_in_part == 2
-
-
-async def test_bodies_that_came_before_are_counted(rig, snapshots) -> None:
-    for _ in range(3):
-        rig.route(range(20))
-    assert snapshots.snapshot().bodies_known == 2

@@ -269,7 +269,7 @@ def test_echo_is_a_streamed_response(kind, chunk, end):
     assert common.body_mutation.HasField("streamed_response")
 
 
-def test_immediate():
+def test_an_immediate_answer_carries_status_reason_and_retry_after():
     message = encoded(Immediate(429, RefuseReason.OVERLOADED, b'{"error":{}}', 1.2))
     answer = message.immediate_response
     assert (answer.status.code, answer.body, answer.details) == (429, b'{"error":{}}', "perilune_overloaded")

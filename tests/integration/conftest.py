@@ -1,6 +1,7 @@
 """One event loop for the folder, one Envoy per configuration; the stand-ins around it are in `envoy_doubles`.
 
-Tests that take `rig` run over both transports; those about Envoy alone take `stub_rig`.
+Tests of the exchange take `rig` and run over the default transport. Tests of what differs between transports
+take `each_rig` and run over both. Tests of Envoy alone take `stub_rig`.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from envoy_doubles import ScriptedRouter, StubEndpoint, StubProcessor
 from running_envoy import Envoy
 
 from perilune_api.pool import Limits
-from perilune_gateway.extproc import SERVERS, Server, Transport
+from perilune_gateway.extproc import Server, Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.model import Tokens
 from perilune_gateway.request.openai import ParsedRequest
@@ -62,7 +63,7 @@ class Rig:
     def new_server(self, router: ScriptedRouter, decision_seconds: float) -> tuple[Service, Server]:
         limits = Limits(max_body_bytes=16 * 1024 * 1024, decision_seconds=decision_seconds)
         service = Service(router, SlowTokenizer(), limits=limits, conformance=True)
-        return service, SERVERS[self.transport](service)
+        return service, new_server(self.transport, service)
 
     async def start(self) -> None:
         self.gateway = f"127.0.0.1:{await self.server.start('127.0.0.1:0')}"
@@ -125,14 +126,20 @@ async def rigs(tmp_path_factory: pytest.TempPathFactory):
         assert (rig.service.failures, rig.service.streams_open) == (0, 0)
 
 
-@pytest.fixture(params=list(Transport), ids=str)
+@pytest.fixture
 def rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
+    """The rig of the default transport, or of the one that a test names (`indirect=["rig"]`)."""
+    return rigs[getattr(request, "param", Transport.H2)]
+
+
+@pytest.fixture(params=list(Transport), ids=str)
+def each_rig(rigs: dict[Transport, Rig], request: pytest.FixtureRequest) -> Rig:
     return rigs[request.param]
 
 
 @pytest.fixture
 def stub_rig(rigs: dict[Transport, Rig]) -> Rig:
-    return rigs[Transport.GRPC]
+    return rigs[Transport.H2]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Hostile clients and engines against the whole stack: a real Envoy, both transports, bodies buffered and
-in full duplex, the real gateway.
+"""Hostile clients and engines against the whole stack: a real Envoy, bodies buffered and in full duplex, the
+real gateway. Hostile peers of the transports themselves are in tests/gateway/transport.
 
 Whatever is sent, the answer is an error that says what is wrong, nothing crashes, and nothing stays behind:
 no open stream, no load. `-m bench` sends ten times as much.
@@ -113,14 +113,20 @@ async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -
             await asyncio.sleep(0.05)
 
 
-VICTIMS = [
+BUFFERED, FULL_DUPLEX, GRPC = (
     pytest.param((transport, mode), id=f"{transport}, {mode}")
-    for transport in Transport
-    for mode in (Mode.BUFFERED, Mode.FULL_DUPLEX)
-]
+    for transport, mode in (
+        (Transport.H2, Mode.BUFFERED),
+        (Transport.H2, Mode.FULL_DUPLEX),
+        (Transport.GRPC, Mode.BUFFERED),
+    )
+)
+in_one_mode = pytest.mark.parametrize("victim", [BUFFERED], indirect=True)
+"""For what does not depend on how Envoy sends bodies."""
+over_either_transport = pytest.mark.parametrize("victim", [BUFFERED, FULL_DUPLEX, GRPC], indirect=True)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=VICTIMS)
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[BUFFERED, FULL_DUPLEX])
 async def victim(request: pytest.FixtureRequest) -> AsyncIterator[Victim]:
     transport, mode = request.param
     stack = Stack(
@@ -233,6 +239,7 @@ async def test_an_odd_body_is_answered_by_somebody(victim: Victim, body: bytes) 
     assert status < 500, said
 
 
+@in_one_mode
 @pytest.mark.parametrize(
     "prompt",
     [[-1, 5], [2**31, 2**63, 2**70], [1.5], [[[1]]], [True, None], "", [], ["a", 1], [[]], {"a": 1}, 10**20],
@@ -259,6 +266,7 @@ SESSION_IDS = [
 ]
 
 
+@in_one_mode
 @pytest.mark.parametrize("session_id", SESSION_IDS)
 async def test_a_session_may_be_called_anything(victim: Victim, session_id: str) -> None:
     for _ in range(2):
@@ -271,6 +279,7 @@ async def test_a_session_may_be_called_anything(victim: Victim, session_id: str)
     assert len(session_id) > 1000 or found["session_id"] == session_id
 
 
+@in_one_mode
 @pytest.mark.parametrize(
     "line",
     [
@@ -291,6 +300,7 @@ async def test_a_header_that_is_none_ends_its_own_connection_at_most(victim: Vic
     assert await victim.send() == (200, "")
 
 
+@in_one_mode
 async def test_injected_headers_steer_nothing(victim: Victim) -> None:
     """A destination, a subset, an endpoint for conformance tests: a client may name them, nobody obeys."""
     lines = [
@@ -307,21 +317,25 @@ async def test_injected_headers_steer_nothing(victim: Victim) -> None:
     assert told.split(b";")[0].decode() in victim.stack.endpoints
 
 
+@in_one_mode
 @pytest.mark.parametrize("value", ["inf", "-1", "1e999", "", "9" * 5_000])
 async def test_objectives_without_a_limit_ask_for_nothing(victim: Victim, value: str) -> None:
     assert await victim.send(x_slo_ttft_ms=value, x_slo_tpot_ms=value) == (200, "")
 
 
+@in_one_mode
 @pytest.mark.parametrize("value", ["nan", "soon", "0x10"])
 async def test_objectives_that_are_no_numbers_are_bad_requests(victim: Victim, value: str) -> None:
     assert await victim.send(x_slo_ttft_ms=value) == (400, "bad_request")
     assert await victim.send(x_slo_tpot_ms=value) == (400, "bad_request")
 
 
+@in_one_mode
 async def test_a_policy_that_does_not_exist_is_a_bad_request(victim: Victim) -> None:
     assert await victim.send(x_perilune_policy="../evil\t") == (400, "bad_request")
 
 
+@in_one_mode
 async def test_headers_beyond_reason_are_envoys_to_refuse(victim: Victim) -> None:
     status, _ = await victim.raw([f"POST {CHAT} HTTP/1.1".encode(), b"x: " + b"y" * 65_000], chat())
     assert status in (0, 431), "an answer, or the connection's end"
@@ -418,6 +432,7 @@ EXPECTED = {
 }
 
 
+@over_either_transport
 async def test_a_storm_of_all_that_leaves_nothing_behind(victim: Victim) -> None:
     came = await storm(victim, 1_000)
     assert set(came) <= EXPECTED, came
@@ -426,6 +441,7 @@ async def test_a_storm_of_all_that_leaves_nothing_behind(victim: Victim) -> None
 
 @pytest.mark.bench
 @pytest.mark.timeout(600)
+@over_either_transport
 async def test_a_storm_of_10_000(victim: Victim) -> None:
     came = await storm(victim, 10_000)
     print(f"\n{dict(came)}")
@@ -496,6 +512,7 @@ def hostile_payloads() -> list[bytes]:
     ]
 
 
+@in_one_mode
 async def test_events_of_a_mad_engine_end_nothing(victim: Victim) -> None:
     async with hostile_publisher(victim) as (events, replay):
 
@@ -536,6 +553,7 @@ async def test_events_of_a_mad_engine_end_nothing(victim: Victim) -> None:
 MALFORMED = "perilune_events_malformed_total"
 
 
+@in_one_mode
 async def test_the_pool_file_may_be_garbage_for_a_while(victim: Victim) -> None:
     good = victim.stack.pool_file.read_bytes()
 

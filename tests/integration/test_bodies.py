@@ -67,6 +67,17 @@ async def test_body_arrives_as_it_was_sent(rig, size, mode, phase):
         assert rig.router.bodies[test_id] == body
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_either_transport_carries_a_large_body(each_rig, mode):
+    envoy, test_id, body = await getattr(each_rig, mode)(), each_rig.new_id(), body_of(6_000_000)
+    headers = each_rig.headers(test_id, to=each_rig.addresses[1], phase="body")
+    async with each_rig.http.post(f"{envoy.url}/v1/x", data=io.BytesIO(body), headers=headers) as reply:
+        assert reply.status == 200
+        assert says(await reply.json()) == sent(body)
+    assert await each_rig.router.outcome(test_id) is Outcome.COMPLETED
+    assert each_rig.router.bodies[test_id] == body
+
+
 @pytest.mark.parametrize("phase", ["body", "tokens"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [10, 70_000, 1_000_000])

@@ -19,7 +19,7 @@ PATHS = {
     "full duplex, decided on headers": ("duplex", "headers"),
 }
 by_every_path = pytest.mark.parametrize(("mode", "phase"), PATHS.values(), ids=PATHS)
-LONG_S = 20
+LONG_S = 17
 
 
 @by_every_path
@@ -54,16 +54,16 @@ async def test_request_without_body_holds_its_ticket_too(rig, mode):
 
 
 @by_every_path
-async def test_client_that_leaves_before_the_answer_has_cancelled(rig, mode, phase):
-    envoy, test_id = await getattr(rig, mode)(), rig.new_id()
+async def test_client_that_leaves_before_the_answer_has_cancelled(each_rig, mode, phase):
+    envoy, test_id = await getattr(each_rig, mode)(), each_rig.new_id()
     request = asyncio.ensure_future(
-        rig.http.post(f"{envoy.url}/hang", data=b"{}", headers=rig.headers(test_id, phase=phase))
+        each_rig.http.post(f"{envoy.url}/hang", data=b"{}", headers=each_rig.headers(test_id, phase=phase))
     )
-    await rig.endpoints[0].arrived(test_id)
+    await each_rig.endpoints[0].arrived(test_id)
     request.cancel()
-    assert await rig.router.outcome(test_id) is Outcome.CANCELLED
-    assert test_id not in rig.router.responses
-    await asyncio.wait_for(rig.endpoints[0].left[test_id].wait(), 10)
+    assert await each_rig.router.outcome(test_id) is Outcome.CANCELLED
+    assert test_id not in each_rig.router.responses
+    await asyncio.wait_for(each_rig.endpoints[0].left[test_id].wait(), 10)
 
 
 @by_every_path
@@ -142,26 +142,26 @@ async def test_status_of_the_answer_decides(rig, mode, phase, status, expected):
 
 
 @pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.FULL_DUPLEX])
-async def test_client_that_leaves_while_tokens_are_awaited_ends_the_stream_at_once(rig, mode):
-    service, server = rig.new_server(rig.router, decision_seconds=60)
+async def test_client_that_leaves_while_tokens_are_awaited_ends_the_stream_at_once(each_rig, mode):
+    service, server = each_rig.new_server(each_rig.router, decision_seconds=60)
     port = await server.start("127.0.0.1:0")
     try:
-        envoy = await rig.envoy(f"127.0.0.1:{port}", mode=mode, message_timeout_s=60)
-        test_id = rig.new_id()
-        headers = rig.headers(test_id, phase="tokens")
-        request = asyncio.ensure_future(rig.http.post(f"{envoy.url}/x", data=b"{}", headers=headers))
-        await until(lambda: test_id in rig.router.bodies)
+        envoy = await each_rig.envoy(f"127.0.0.1:{port}", mode=mode, message_timeout_s=60)
+        test_id = each_rig.new_id()
+        headers = each_rig.headers(test_id, phase="tokens")
+        request = asyncio.ensure_future(each_rig.http.post(f"{envoy.url}/x", data=b"{}", headers=headers))
+        await until(lambda: test_id in each_rig.router.bodies)
         assert service.streams_open == 1
         request.cancel()
         await until(lambda: service.streams_open == 0)
     finally:
         await server.stop(0)
-    assert test_id not in rig.router.outcomes
+    assert test_id not in each_rig.router.outcomes
     assert service.failures == 0
 
 
-async def test_sse_of_20_s_keeps_its_ticket_to_the_end(rigs):
-    """Longer than Envoy's default route timeout of 15 s; all paths of both transports at once."""
+async def test_sse_longer_than_the_route_timeout_keeps_its_ticket_to_the_end(rigs):
+    """Envoy's default route timeout is 15 s; all paths of both transports at once."""
 
     async def stream(rig, mode: str, phase: str) -> tuple[float, float, Outcome]:
         envoy, test_id = await getattr(rig, mode)(), rig.new_id()

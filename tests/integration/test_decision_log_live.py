@@ -8,10 +8,12 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from routing_objects import chosen
 
 from perilune_api import pool as spec
+from perilune_api.policies import EarParams, PeriluneParams
 from perilune_gateway.observe.decision_log import Ended, Logged, read
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.client import Load, run_load
 from perilune_lab.demo.load import demo_load
 from perilune_lab.stack import EngineOptions, Stack
@@ -29,8 +31,11 @@ async def recorded(folder: Path, policy: str, *, kill: bool = False) -> Path:
         engines=3,
         options=EngineOptions(kv_tokens=load.kv_tokens, context_tokens=load.context_tokens, time_scale=SCALE),
         routing=spec.Routing(
-            policy=policy,
-            params=spec.PolicyParams(cooldown_seconds=0.5, least_gain_seconds=0.01),
+            chosen(
+                policy,
+                ear=EarParams(cooldown_seconds=0.5),
+                perilune=PeriluneParams(least_gain_seconds=0.01),
+            ),
             limits=spec.Limits(max_pending_seconds=2.0, decision_seconds=30.0),
         ),
         gateway_arguments=("--decision-log", str(log), "--decision-log-max-bytes", str(10**8)),
@@ -72,7 +77,7 @@ async def test_every_recorded_decision_comes_out_the_same_again(tmp_path, policy
     assert (found["as_recorded"], found["planned"]) == (len(decisions) - found["planned"], found["planned"])
     policies = found["policies"]
     assert isinstance(policies, dict)
-    assert set(policies) == set(LIVE)
+    assert set(policies) == set(POLICIES)
     assert policies[policy]["same"] == found["as_recorded"] + found["planned"] - _differently(decisions)
     assert f"{policy}" in capsys.readouterr().out
 
@@ -85,9 +90,9 @@ def _differently(decisions: list[Logged]) -> int:
 async def test_the_log_of_a_killed_gateway_is_read_up_to_its_end(tmp_path, capsys):
     log = await recorded(tmp_path, "ear", kill=True)
     log.write_bytes(log.read_bytes() + b'{"kind":"decision","n":12,"time"')
-    found = replayed(log, "--policy", "ear,sticky", "--params", "hot_pending_tokens=1")
+    found = replayed(log, "--policy", "ear,sticky", "--params", "ear.hot_pending_tokens=1")
     assert len(found["skipped"]) == 1  # type: ignore[arg-type]
-    assert found["params"] == {"hot_pending_tokens": "1"}
+    assert found["params"] == {"ear.hot_pending_tokens": "1"}
     policies = found["policies"]
     assert isinstance(policies, dict)
     ear = policies["ear"]

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from msgspec import structs
+from routing_objects import chosen
 
 from perilune_api import pool as spec
 from perilune_lab.stack import EngineOptions, Stack
@@ -17,10 +18,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPTIONS = EngineOptions(time_scale=2.0, kv_tokens=200_000)
 ROUTING = spec.Routing(
-    policy="sticky",
-    params=spec.PolicyParams(hot_pending_seconds=0.5),
+    chosen("sticky"),
+    spec.Migration(tuple(spec.MoveTrigger), interval_seconds=0.1, hot_pending_seconds=0.5),
     limits=spec.Limits(decision_seconds=30.0),
-    migration=spec.Migration(tuple(spec.MoveTrigger), interval_seconds=0.1),
 )
 DECISION = "x-perilune-decision"
 

@@ -21,7 +21,7 @@ OPTIONS = EngineOptions(time_scale=4.0)
 async def test_a_short_prompt_waits_for_no_long_one(scheduling, ageing_weight, order) -> None:
     options = EngineOptions(time_scale=OPTIONS.time_scale, arguments=("--scheduling", scheduling))
     routing = spec.Routing(
-        params=spec.PolicyParams(ageing_weight=ageing_weight), limits=spec.Limits(decision_seconds=30.0)
+        engine_priority=spec.EnginePriority(ageing_weight), limits=spec.Limits(decision_seconds=30.0)
     )
     ended: list[str] = []
     async with Stack(engines=1, options=options, routing=routing) as stack, aiohttp.ClientSession() as http:

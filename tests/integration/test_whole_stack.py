@@ -80,7 +80,10 @@ def turns(count: int, name: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{name} " + f"turn {i} says something " * 150} for i in range(count)]
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=list(Transport), ids=str)
+over_either_transport = pytest.mark.parametrize("user", list(Transport), ids=str, indirect=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=[Transport.H2], ids=str)
 async def user(request: pytest.FixtureRequest) -> AsyncIterator[User]:
     by = ("--transport", request.param)
     stack = Stack(engines=3, options=OPTIONS, routing=PATIENT, gateway_arguments=by)
@@ -110,6 +113,7 @@ async def conversation(
     return seen
 
 
+@over_either_transport
 async def test_a_sessions_turns_find_their_cache_and_later_bodies_never_reach_the_gateway(user: User) -> None:
     (first, _, nothing), *_ = await conversation(user, "alpha", 1, x_session_id="alpha")
     assert (first.split("; ")[1], nothing) == ("cold", 0)
@@ -208,6 +212,7 @@ async def test_many_at_once_leave_no_load_behind(user: User) -> None:
     await until(idle)
 
 
+@over_either_transport
 async def test_clients_that_vanish_leave_no_load_behind(user: User) -> None:
     async def vanish(i: int) -> None:
         body = {"model": OPTIONS.model, "messages": turns(1, f"gone-{i}"), "max_tokens": 4000, "stream": True}

@@ -1,3 +1,5 @@
+"""The lab reads the gateway's admin pages."""
+
 import asyncio
 
 import aiohttp

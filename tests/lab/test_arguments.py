@@ -61,7 +61,7 @@ def test_what_cannot_be_written_is_known_before_the_work(
         kind(f"{tmp_path}/{name}")
 
 
-def test_assignments():
+def test_assignments_are_names_with_values():
     assert assignments(["a=1, b=x=y", "c="], "--params") == {"a": "1", "b": "x=y", "c": ""}
     with pytest.raises(SpecError, match="'a' is not NAME=VALUE - at `--params`"):
         assignments(["a"], "--params")

@@ -1,3 +1,5 @@
+"""Request bodies are built from segments of a trace."""
+
 import pytest
 
 from perilune_lab.bodies import Bodies
@@ -18,7 +20,7 @@ def test_they_forget_the_least_recent_text(monkeypatch: pytest.MonkeyPatch):
         made.append(key)
         return "x" * tokens
 
-    monkeypatch.setattr("perilune_lab.bodies._CACHED_BYTES", 20)
+    monkeypatch.setattr("perilune_lab.bodies.CACHED_BYTES", 20)
     bodies = Bodies("m", Style.TEXT, words)
     for key in ("a", "b", "a", "c", "b"):
         bodies.build(Turn("s", 0, (Segment(key, 10),), 1))

@@ -51,7 +51,7 @@ def test_help_shows_an_example_of_every_command(capsys, argv, status):
         assert command.example.startswith(f"perilune {name}")
 
 
-def test_version(capsys):
+def test_the_version_is_printed(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == "perilune 0.1.0\n"
 

@@ -1,3 +1,5 @@
+"""The load client sends sessions on time and notes what came back."""
+
 import asyncio
 from dataclasses import replace
 from itertools import count, pairwise

@@ -11,7 +11,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason, Refusal, RefuseReason
 from perilune_gateway.observe.admin import Admin, Sources
@@ -143,7 +143,7 @@ async def test_json_is_what_the_gateway_says(capsys):
         pytest.param(["--session", "s", "--last", "1"], ["r3"], id="newest of a session"),
     ],
 )
-async def test_lists(capsys, options, expected):
+async def test_decisions_are_listed_as_asked_for(capsys, options, expected):
     records = [decided(1), decided(2, of="t"), decided(3)]
     async with gateway(*records) as url:
         assert await explain(*options, "--gateway", url) == 0

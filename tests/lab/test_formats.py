@@ -1,3 +1,5 @@
+"""Numbers as people read them."""
+
 import pytest
 
 from perilune_lab.formats import as_number, as_percent, as_seconds

@@ -1,3 +1,5 @@
+"""Worker processes answer every item, and end at Ctrl-C."""
+
 import os
 import signal
 import subprocess

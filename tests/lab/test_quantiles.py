@@ -1,3 +1,5 @@
+"""Quantiles of samples."""
+
 import pytest
 
 from perilune_lab.quantiles import mean, quantile
@@ -17,5 +19,5 @@ def test_nothing_has_neither():
             function([])
 
 
-def test_mean():
+def test_the_mean_of_an_iterator():
     assert mean(iter([1, 2, 6])) == 3

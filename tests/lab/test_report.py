@@ -1,3 +1,5 @@
+"""Reports compare runs in tables, figures and JSON."""
+
 import io
 import json
 from dataclasses import replace
@@ -62,7 +64,7 @@ def same(value: float) -> Quantiles:
     return Quantiles(value, value, value, value, value)
 
 
-def test_counts():
+def test_requests_are_counted_by_how_they_ended():
     found = run(
         result("a"),
         result("b", status=429, error="429: busy"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from routing_objects import chosen
 from run_processes import processes
 
 from perilune_api import pool as spec
@@ -91,10 +92,10 @@ async def test_starts_everything_and_leaves_nothing(run, parts):
 
 
 async def test_writes_a_pool_document_that_names_the_engines(run, parts):
-    async with small(parts(), routing=spec.Routing(policy="sticky"), with_gateway=False) as stack:
+    async with small(parts(), routing=spec.Routing(chosen("sticky")), with_gateway=False) as stack:
         pool = spec.load(stack.pool_file)
     assert pool == stack.pool
-    assert pool.spec.routing.policy == "sticky"
+    assert pool.spec.routing.policy.name == "sticky"
     assert pool.spec.engine.prefill_scale == 0.25
     assert [endpoint.address for endpoint in pool.spec.endpoints] == list(stack.endpoints)
     assert all(endpoint.events and endpoint.replay for endpoint in pool.spec.endpoints)

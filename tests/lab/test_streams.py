@@ -1,3 +1,5 @@
+"""The load client reads streamed answers of every API."""
+
 import itertools
 
 import pytest

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import gateway_crds
 import pytest
-from api_server import ApiServer, binaries, new_namespace, started
+from api_server import ApiServer, new_namespace, program, started
 from operator_process import Operator
 
 from perilune_api import kube
+
+API_SERVERS = {"api_server", "own_server", "scheduled_server", "routed_server", "helm"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that need a real API server."""
+    for item in items:
+        if API_SERVERS & set(getattr(item, "fixturenames", ())):
+            item.add_marker("api_server")
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +47,7 @@ def scheduled_server() -> Iterator[ApiServer]:
 def routed_server() -> Iterator[ApiServer]:
     """One with the CRDs of Gateway API, Envoy Gateway and the inference extension."""
     if missing := gateway_crds.missing():
-        pytest.skip(f"NO CRDS OF ENVOY GATEWAY OR INFERENCE EXTENSION: {', '.join(missing)}")
+        pytest.skip(f"NO CRDS: {', '.join(missing)} is missing; `make api-server` downloads it")
     with started() as server:
         asyncio.run(gateway_crds.install(server))
         yield server
@@ -54,10 +63,7 @@ async def routed(routed_server: ApiServer) -> AsyncIterator[tuple[kube.Client, s
 
 @pytest.fixture
 def helm() -> Path:
-    found = binaries() / "helm"
-    if not found.exists():
-        pytest.skip(f"NO HELM: not in {found.parent}")
-    return found
+    return program("helm")
 
 
 @pytest.fixture

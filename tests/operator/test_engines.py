@@ -3,13 +3,12 @@
 from typing import Any
 
 import pytest
-from plans import LWS, NOW, PD, SPANS, made
+from plans import LWS, NOW, SPANS, made
 
 from perilune_api import names
 from perilune_api.inference_pool.arguments import FORBIDDEN_ARGS, SIMULATED_ARGS, VLLM_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.types import Resources
-from perilune_api.pool import Role
 from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render.mooncake import host_bytes
@@ -98,10 +97,10 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
 
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
     model = {"name": "m", "aliases": ["n"], "loras": [{"name": "a", "path": "/a"}]}
-    spec = {"model": model, "routing": {"params": {"ageingWeight": 1}}}
+    spec = {"model": model, "routing": {"enginePriority": {"ageingWeight": 1}}}
     seed = {"hashing": {"seed": "1"}}
     wide = {"tensorParallel": 8, "pipelineParallel": 2}
-    store = {"transfer": "connector", "store": {"enabled": True}}
+    store = {"transfer": "offload", "store": {"enabled": True}}
     for change, known in (
         ({"engine": {"kind": "simulated"} | seed}, SIMULATED_ARGS),
         ({"engine": wide | seed, "mooncake": store}, VLLM_ARGS | FORBIDDEN_ARGS.keys()),
@@ -172,24 +171,15 @@ def test_workers_of_an_endpoint_are_protected_like_its_leader() -> None:
 
 
 @pytest.mark.parametrize(
-    ("letters", "roles", "words"),
+    ("letters", "words"),
     [
-        pytest.param(41, {}, None, id="as long as it may be"),
-        pytest.param(42, {}, "of at most 41 letters - at `$.metadata.name`", id="longer"),
-        pytest.param(41, PD, "of at most 40 letters - at `$.metadata.name`", id="with prefill"),
+        pytest.param(41, None, id="as long as it may be"),
+        pytest.param(42, "of at most 41 letters - at `$.metadata.name`", id="longer"),
     ],
 )
-def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, roles: Object, words: str | None) -> None:
+def test_a_name_too_long_for_a_groups_pods_is_refused(letters: int, words: str | None) -> None:
     observed = Observed("u", 1, kinds=frozenset({LWS}))
-    planned = plan("p" * letters, "ns", convert(SPANS | roles), observed, NOW, Defaults())
+    planned = plan("p" * letters, "ns", convert(SPANS), observed, NOW, Defaults())
     accepted = planned.status.conditions[0]
     assert (planned.objects is None, accepted.status) == ((True, "False") if words else (False, "True"))
     assert accepted.message.endswith(words or "")
-
-
-def test_roles_have_names_of_their_own() -> None:
-    objects = made({"model": {"name": "m"}, **PD}, Observed("u", 1)).objects or ()
-    engines = {o["metadata"]["name"]: o["spec"]["template"] for o in objects if o["kind"] == "Deployment"}
-    assert sorted(engines) == ["p-decode", "p-gateway", "p-prefill"]
-    for name, role in (("p-prefill", Role.PREFILL), ("p-decode", Role.DECODE)):
-        assert engines[name]["metadata"]["labels"][names.ROLE_LABEL] == role

@@ -25,7 +25,7 @@ Object = dict[str, Any]
 FOLDER = Path(__file__).parent / "golden"
 CASES = sorted(file.name.removesuffix(".in.yaml") for file in FOLDER.glob("*.in.yaml"))
 NOW = 1_760_000_000.0
-DEFAULTS = Defaults("perilune:test", "vllm:test", "mooncake:test", "perilune-system")
+DEFAULTS = Defaults("perilune:test", "vllm:test", "mooncake:test", simulated_image="simulated:test")
 
 
 class Dumper(yaml.SafeDumper):

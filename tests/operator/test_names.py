@@ -32,8 +32,7 @@ KNOWN = frozenset(full_name(kind) for kinds in OPTIONAL.values() for kind in kin
 def objects(gateway: str, mode: str) -> tuple[Object, ...]:
     spec = {
         "model": {"name": "m"},
-        "roles": {"prefill": {}, "decode": {}},
-        "mooncake": {"transfer": "connector", "store": {"enabled": True}},
+        "mooncake": {"store": {"enabled": True}},
         "gateway": {"mode": mode, "parent": {"name": gateway}, "minReplicas": 1, "maxReplicas": 2},
     }
     made = plan(POOL, "n" * 63, convert(spec), Observed("u", 1, kinds=KNOWN), 0.0, Defaults()).objects

@@ -140,7 +140,7 @@ async def test_what_the_api_server_refuses_of_a_spec_touches_nothing(
     bad = {
         "engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "image": 5}]}}},
         "gateway": {"logLevel": "debug"},
-        "routing": {"policy": "sticky"},
+        "routing": {"policy": {"name": "sticky"}},
         "replicas": 7,
     }
     await merge(client, pools(namespace, "/p"), {"spec": bad})
@@ -155,7 +155,7 @@ async def test_what_the_api_server_refuses_of_a_spec_touches_nothing(
         now = await client.request("GET", deployments(namespace, name))
         assert now["metadata"]["generation"] == before["metadata"]["generation"]
     document = await client.request("GET", config_maps(namespace, "/p-gateway"))
-    assert "policy: ear" in document["data"]["pool.yaml"]
+    assert "name: ear" in document["data"]["pool.yaml"]
 
     good = {"spec": {"engine": {"podTemplate": None}}}
     await merge(client, pools(namespace, "/p"), good)

@@ -1,4 +1,4 @@
-"""Engines that come and go by number: scale-down, emptied nodes, autoscalers, other roles. What scheduler,
+"""Engines that come and go by number: scale-down, emptied nodes, autoscalers. What scheduler,
 kubelet and gateway would do is acted.
 """
 
@@ -106,34 +106,3 @@ async def test_an_autoscaler_takes_over_without_a_drop(
     )
     assert now["spec"]["replicas"] == 5
     assert claims(now) == [False]
-
-
-async def test_engines_of_other_roles_go_once_each_role_serves_and_their_sessions_have_left(
-    client: Client, namespace: str, operator: Operator
-) -> None:
-    spec = {"replicas": 1, "engine": {"kind": "vllm"}, "rollout": {"sessionSeconds": 3600}}
-    await client.request("POST", pools(namespace), pool(**spec))
-    await run_pods(client, namespace, 2)
-    await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "1/1")
-    roles = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
-    split = {"spec": {"roles": roles, "mooncake": {"transfer": "connector"}}}
-    await merge(client, pools(namespace, "/p"), split)
-    body = await becomes(client, pools(namespace, "/p"), lambda p: p["status"]["ready"] == "0/2")
-    assert "p-engine of an earlier spec is removed once" in condition(body, "Progressing")["message"]
-
-    async def left() -> list[str]:
-        listed = await client.request("GET", deployments(namespace))
-        return sorted(d["metadata"]["name"] for d in listed["items"])
-
-    await until(left, lambda found: found == ["p-decode", "p-engine", "p-gateway", "p-prefill"])
-    (old,) = [p for p in await engines(client, namespace) if "p-engine-" in p["metadata"]["name"]]
-    await run_pods(client, namespace, 4)
-    (marked,) = await until(lambda: engines(client, namespace, marked=True), lambda found: len(found) == 1)
-    assert marked["metadata"]["uid"] == old["metadata"]["uid"]
-    body = await becomes(
-        client, pools(namespace, "/p"), lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving"
-    )
-    assert old["metadata"]["name"] in condition(body, "Draining")["message"]
-    assert "p-engine" in await left()
-    await say_drained(client, namespace, marked)
-    assert await until(left, lambda found: "p-engine" not in found) == ["p-decode", "p-gateway", "p-prefill"]

@@ -32,7 +32,7 @@ STORE: Object = {"mooncake": {"store": {"enabled": True, "segmentSize": "1Gi"}}}
 
 
 KEYS = {"node": "host", "rack": "rack-key"}
-LABELS = {"perilune.dev/pool": "p", "perilune.dev/component": "engine", "perilune.dev/role": "decode"}
+LABELS = {"perilune.dev/pool": "p", "perilune.dev/component": "engine", "perilune.dev/role": "both"}
 SELECTOR = {
     "matchLabels": {"perilune.dev/pool": "p"},
     "matchExpressions": [
@@ -239,11 +239,9 @@ async def test_packed_under_one_spine_and_spread_over_its_racks(cluster: Racks) 
     assert (spines(nodes), racks(nodes)) == ([4], [2, 2])
 
 
-async def test_prefill_and_decode_pack_together_and_their_segments_with_them(cluster: Racks) -> None:
+async def test_engines_pack_together_and_their_segments_with_them(cluster: Racks) -> None:
     await cluster.begin(*LABELLED)
-    roles = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
-    mooncake = {**STORE["mooncake"], "transfer": "connector"}
-    await cluster.place(cluster.plan(4, [by("rack", "pack", required=True)], roles=roles, mooncake=mooncake))
+    await cluster.place(cluster.plan(4, [by("rack", "pack", required=True)], replicas=4, **STORE))
     assert racks(await cluster.bound(4)) == [4]
     for pod in await cluster.pods():
         (engine,) = pod["spec"]["containers"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import LWS, NOW, PD, SPANS, made
+from plans import LWS, NOW, SPANS, made
 
 from perilune_api import names
 from perilune_api.inference_pool.arguments import GATEWAY_ARGS
@@ -24,7 +24,7 @@ from perilune_operator.render.objects import Defaults
 Object = dict[str, Any]
 SPECS = st.builds(
     lambda *parts: {"model": {"name": "m"}, **{k: v for part in parts for k, v in part.items()}},
-    st.sampled_from([{}, PD, {"mooncake": {"transfer": "offload", "store": {"enabled": True}}}]),
+    st.sampled_from([{}, {"mooncake": {"transfer": "offload", "store": {"enabled": True}}}]),
     st.sampled_from(
         [{}, {"engine": {"tensorParallel": 8, "pipelineParallel": 2}}, {"engine": {"kind": "simulated"}}]
     ),
@@ -144,15 +144,13 @@ def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str
 @pytest.mark.parametrize(
     ("before", "after", "serving", "kept"),
     [
-        pytest.param({}, PD, [("both", -1)], ["p-engine"], id="roles: none serves"),
-        pytest.param({}, PD, [("both", -1), ("prefill", -1)], ["p-engine"], id="roles: one serves"),
-        pytest.param({}, PD, [("prefill", -1), ("decode", -1)], [], id="roles: each serves"),
-        pytest.param(
-            PD, {}, [("prefill", -1), ("decode", -1)], ["p-decode", "p-prefill"], id="no roles more"
-        ),
+        pytest.param(SPANS, {}, [("both", 0)], ["p-engine"], id="fewer nodes: none serves"),
+        pytest.param(SPANS, {}, [("both", -1)], [], id="fewer nodes: one serves"),
         pytest.param({}, SPANS, [("both", -1)], ["p-engine"], id="more nodes: none serves"),
         pytest.param({}, SPANS, [("both", 0)], [], id="more nodes: one serves"),
-        pytest.param({}, PD | {"rollout": {"maxSurge": 0, "maxUnavailable": 1}}, [], [], id="no spare GPUs"),
+        pytest.param(
+            {}, SPANS | {"rollout": {"maxSurge": 0, "maxUnavailable": 1}}, [], [], id="no spare GPUs"
+        ),
         pytest.param({}, {"replicas": 0} | SPANS, [], [], id="none wanted"),
     ],
 )
@@ -161,7 +159,8 @@ def test_engines_of_an_earlier_spec_serve_until_there_are_others(
 ) -> None:
     kinds = frozenset({LWS})
     children = {
-        facts.key(o): o for o in made({"model": {"name": "m"}} | before, Observed("u", 1)).objects or ()
+        facts.key(o): o
+        for o in made({"model": {"name": "m"}} | before, Observed("u", 1, kinds=kinds)).objects or ()
     }
     pods = tuple(
         PodFacts(f"{role}{group}", "engine", role, "n", True, False, group=group) for role, group in serving
@@ -175,7 +174,7 @@ def test_engines_of_an_earlier_spec_serve_until_there_are_others(
 
 
 def former(*, since: float | None = None, answered: bool = False, leaving: bool = False) -> PodFacts:
-    """An engine without a role, that has been draining for so many seconds."""
+    """An engine of one node that has been draining for so many seconds."""
     stamp = (
         datetime.fromtimestamp(NOW - since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if since is not None else ""
     )
@@ -196,10 +195,10 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
 @pytest.mark.parametrize(
     ("old", "serving", "kept", "marked", "draining"),
     [
-        pytest.param(former(), ["prefill"], True, [], "NothingLeaving", id="it is needed"),
+        pytest.param(former(), 0, True, [], "NothingLeaving", id="it is needed"),
         pytest.param(
             former(since=5),
-            ["prefill"],
+            0,
             True,
             [{names.DRAINING: None, names.DELETION_COST: None}],
             "NothingLeaving",
@@ -207,37 +206,36 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
         ),
         pytest.param(
             former(),
-            ["prefill", "decode"],
+            1,
             True,
             [{names.DRAINING: "2025-10-09T08:53:20Z", names.DELETION_COST: "-1"}],
             "SessionsLeaving",
             id="it is to go",
         ),
-        pytest.param(
-            former(since=5), ["prefill", "decode"], True, [], "SessionsLeaving", id="its sessions are leaving"
-        ),
+        pytest.param(former(since=5), 1, True, [], "SessionsLeaving", id="its sessions are leaving"),
         pytest.param(
             former(since=5, answered=True),
-            ["prefill", "decode"],
+            1,
             False,
             [],
             "SessionsLeaving",
             id="they left",
         ),
-        pytest.param(former(since=31), ["prefill", "decode"], False, [], "SessionsLeaving", id="long enough"),
-        pytest.param(
-            former(since=5, leaving=True), ["prefill", "decode"], False, [], "EndpointsLeaving", id="it goes"
-        ),
+        pytest.param(former(since=31), 1, False, [], "SessionsLeaving", id="long enough"),
+        pytest.param(former(since=5, leaving=True), 1, False, [], "EndpointsLeaving", id="it goes"),
     ],
 )
-def test_engines_of_other_roles_let_their_sessions_leave(
-    old: PodFacts, serving: list[str], kept: bool, marked: list[Object], draining: str
+def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
+    old: PodFacts, serving: int, kept: bool, marked: list[Object], draining: str
 ) -> None:
     children = {facts.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
-    pods = [PodFacts(role, "engine", role, "n", True, False, role) for role in serving]
+    pods = [
+        PodFacts(f"new{n}", "engine", "both", "n", True, False, f"new{n}", group=n) for n in range(serving)
+    ]
     gateway = PodFacts("gw", "gateway", "", "n", True, False)
-    seen = Observed("u", 1, pods=(old, gateway, *pods), children=children)
-    planned = made({"model": {"name": "m"}} | PD, seen)
+    kinds = frozenset({LWS})
+    seen = Observed("u", 1, pods=(old, gateway, *pods), children=children, kinds=kinds)
+    planned = made(SPANS, seen)
     assert [k.name for k in planned.kept] == (["p-engine"] if kept else [])
     assert [dict(mark.annotations) for mark in planned.marks if mark.pod == "old"] == marked
     said = {c.type.value: c for c in planned.status.conditions}

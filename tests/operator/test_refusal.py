@@ -16,7 +16,6 @@ from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
 MODEL: Object = {"model": {"name": "m"}}
-PD: Object = {"roles": {"prefill": {}, "decode": {}}, "mooncake": {"transfer": "connector"}}
 
 
 def rendered(namespace: str, spec: Object) -> list[Object]:
@@ -91,11 +90,6 @@ BAD: list[Any] = [
         {"engine": {"resources": {"requests": {"gpu": "1"}}}},
         "must be a standard resource type or fully qualified - at `$.spec.engine.resources.requests.gpu`",
         id="no such resource",
-    ),
-    pytest.param(
-        {**PD, "roles": {"prefill": {}, "decode": {"resources": {"requests": {"gpu": "1"}}}}},
-        "- at `$.spec.roles.decode.resources.requests.gpu`",
-        id="the same of a role",
     ),
     pytest.param(
         container(resources={"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}),

@@ -27,8 +27,8 @@ ENVOY = frozenset({"gateway.networking.k8s.io/HTTPRoute", "gateway.envoyproxy.io
 RACK = {"topology.kubernetes.io/rack": "r1"}
 
 
-def pod(name: str, *, ready: bool = True, leaving: bool = False, role: str = "both") -> PodFacts:
-    return PodFacts(name, "engine", role, "n1", ready, leaving)
+def pod(name: str, *, ready: bool = True, leaving: bool = False) -> PodFacts:
+    return PodFacts(name, "engine", "both", "n1", ready, leaving)
 
 
 def deployment(name: str, replicas: int = 1, **state: int) -> tuple[Key, Object]:
@@ -417,16 +417,6 @@ def test_a_pool_that_is_as_wanted_may_still_answer_nobody(change: Object, ready:
     assert made["Ready"] == ready
 
 
-def test_a_role_does_not_stand_in_for_the_other() -> None:
-    spec = SPEC | {"roles": {"prefill": {}, "decode": {"replicas": 2}}, "mooncake": {"transfer": "connector"}}
-    pods = tuple(pod(name, role=role) for name, role in (("a", "prefill"), ("b", "prefill"), ("c", "decode")))
-    made = of(seen(pods=pods), spec)
-    assert made.ready == "3/3"
-    assert conditions(made)["EnginesReady"] == ("False", "WaitingForEngines")
-    (said,) = [c.message for c in made.conditions if c.type is Condition.ENGINES_READY]
-    assert said == "2 of 1 prefill endpoints and 1 of 2 decode endpoints are ready."
-
-
 def test_an_endpoint_that_does_not_come_says_why() -> None:
     stuck = replace(pod("b", ready=False), trouble="ImagePullBackOff (vllm:none)")
     (said,) = [c for c in of(seen(pods=(pod("a"), stuck))).conditions if c.type is Condition.ENGINES_READY]
@@ -455,17 +445,11 @@ def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> Non
     assert conditions(made)["Progressing"] == ("True", "RollingOut")
 
 
-def test_roles_and_store_are_waited_for() -> None:
-    spec = SPEC | {
-        "roles": {"prefill": {}, "decode": {"replicas": 2}},
-        "mooncake": {"transfer": "connector", "store": {"enabled": True}},
-    }
-    pods = (pod("a", role="prefill"), pod("b", role="decode"), pod("c", role="decode"))
-    made = of(seen(pods=pods), spec)
+def test_a_store_is_waited_for() -> None:
+    made = of(seen(pods=(pod("a"), pod("b"))), SPEC | {"mooncake": {"store": {"enabled": True}}})
     assert conditions(made)["StoreReady"] == ("False", "WaitingForStore")
     assert conditions(made)["Ready"] == ("False", "WaitingForStore")
-    assert (made.ready, made.replicas) == ("3/3", 2)
-    assert "perilune.dev/role=decode" in made.selector
+    assert (made.ready, made.replicas) == ("2/2", 2)
 
 
 def test_a_time_changes_only_with_the_status() -> None:

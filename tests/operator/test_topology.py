@@ -1,8 +1,8 @@
 import pytest
 
 from perilune_api.inference_pool.topology import LevelName, LevelSpec, TopologySpec
-from perilune_api.pool import Bandwidth, NodePlace
-from perilune_api.topology import Level
+from perilune_api.pool import NodePlace
+from perilune_api.topology import Bandwidth, Level
 from perilune_operator.observe.facts import NodeFacts, PodFacts
 from perilune_operator.observe.topology import resolve
 
@@ -88,41 +88,22 @@ def test_order_of_nodes_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "gbits", "rack"),
+    ("gbits", "rack"),
     [
-        pytest.param(Bandwidth(), ("400", "100"), 9.7e9 / 2, id="the slower end's cards"),
-        pytest.param(Bandwidth(), ("400", "400"), 9.7e9 * 2, id="fast at both ends"),
-        pytest.param(Bandwidth(), ("400", ""), 9.7e9, id="one end does not tell"),
-        pytest.param(Bandwidth(), ("100", "many"), 9.7e9 / 2, id="no number: it does not tell"),
-        pytest.param(Bandwidth(), ("-1", "nan"), 9.7e9, id="nonsense"),
-        pytest.param(Bandwidth(rack=5e9, spine=5e9), ("100", "100"), 5e9, id="the spec wins"),
+        pytest.param(("400", "100"), 9.7e9 / 2, id="the slower end's cards"),
+        pytest.param(("400", "400"), 9.7e9 * 2, id="fast at both ends"),
+        pytest.param(("400", ""), 9.7e9, id="one end does not tell"),
+        pytest.param(("100", "many"), 9.7e9 / 2, id="no number: it does not tell"),
+        pytest.param(("-1", "nan"), 9.7e9, id="nonsense"),
     ],
 )
-def test_a_link_is_as_fast_as_its_slower_end(given: Bandwidth, gbits: tuple[str, str], rack: float) -> None:
+def test_a_link_is_as_fast_as_its_slower_end(gbits: tuple[str, str], rack: float) -> None:
     nodes = [labelled(n, {RACK: "r", "perilune.dev/nic-gbits": g}) for n, g in zip("ab", gbits, strict=True)]
-    topology = resolve(TopologySpec(bandwidth=given), nodes, []).topology
+    topology = resolve(TopologySpec(), nodes, []).topology
     link = topology.link(topology.place("a"), topology.place("b"))
     assert (link.distance, link.bandwidth_bytes_per_s) == (Level.RACK, pytest.approx(rack))
     same = topology.link(topology.place("a"), topology.place("a"))
-    assert same.bandwidth_bytes_per_s == given.node
-
-
-@pytest.mark.parametrize(
-    ("given", "gbits", "rack"),
-    [
-        pytest.param(Bandwidth(rack=5e9, spine=5e9), ("", "200"), 2.5e9, id="bandwidths of one's own"),
-        pytest.param(Bandwidth(rack=5e9, spine=5e9), ("", ""), 5e9, id="no node tells"),
-        pytest.param(Bandwidth(), ("", "100"), 9.7e9 / 4, id="the default bandwidths"),
-    ],
-)
-def test_a_spec_says_which_cards_its_bandwidths_are_for(
-    given: Bandwidth, gbits: tuple[str, str], rack: float
-) -> None:
-    """Here of 400 Gbit/s, as nodes count that do not tell."""
-    nodes = [labelled(n, {RACK: "r", "perilune.dev/nic-gbits": g}) for n, g in zip("ab", gbits, strict=True)]
-    topology = resolve(TopologySpec(bandwidth=given, nic_gbits=400.0), nodes, []).topology
-    link = topology.link(topology.place("a"), topology.place("b"))
-    assert link.bandwidth_bytes_per_s == pytest.approx(rack)
+    assert same.bandwidth_bytes_per_s == Bandwidth().node
 
 
 def test_gpus_and_network_cards_are_published() -> None:

@@ -1,12 +1,11 @@
-"""A real etcd, API server and controller manager on loopback; without their binaries, tests are skipped.
+"""A real etcd, API server and controller manager on loopback; without their programs, tests are skipped.
 
-Looked for in $KUBEBUILDER_ASSETS, then ${XDG_CACHE_HOME:-~/.cache}/perilune/bin. kube-controller-manager
+`make api-server` builds them; where they lie, `testbed.programs` says. kube-controller-manager
 makes ReplicaSets, pods and garbage collection real too; but pods never run.
 """
 
 import asyncio
 import ctypes
-import os
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ import yaml
 from kubernetes.aio.client.configuration import Configuration
 
 from perilune_api import kube
+from testbed import programs
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "admin-token"
@@ -53,9 +53,12 @@ async def until(what: Callable[[], Awaitable[Any]], true: Callable[[Any], bool])
         await asyncio.sleep(0.1)
 
 
-def binaries() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "perilune/bin"
-    return Path(os.environ.get("KUBEBUILDER_ASSETS") or cache)
+def program(name: str) -> Path:
+    """A program that `make api-server` builds; without it the test is skipped."""
+    found = programs.path(name)
+    if not found.exists():
+        pytest.skip(f"NO API SERVER: {found} is missing; `make api-server` builds it")
+    return found
 
 
 def free_port() -> int:
@@ -101,12 +104,9 @@ class ApiServer:
 def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServer]:
     """A new one, with our CRD and the operator's ClusterRole; if asked for, with kube-scheduler, and with
     kwok, which says of every node and pod that it runs."""
-    found = binaries()
     needed = ["etcd", "kube-apiserver", "kube-controller-manager", *(["kube-scheduler"] if scheduler else [])]
     needed += ["kwok"] if kwok else []
-    missing = [name for name in needed if not (found / name).exists()]
-    if missing:
-        pytest.skip(f"NO API SERVER: {', '.join(missing)} not in {found} (set KUBEBUILDER_ASSETS)")
+    found = {name: program(name) for name in needed}
     with tempfile.TemporaryDirectory(prefix="perilune-api-") as made:
         folder = Path(made)
         key = folder / "sa.key"
@@ -122,7 +122,7 @@ def started(*, scheduler: bool = False, kwok: bool = False) -> Iterator[ApiServe
         def start(name: str, *args: str) -> None:
             with (folder / f"{name}.log").open("ab") as log:
                 running[name] = subprocess.Popen(
-                    [str(found / name), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
+                    [str(found[name]), *args], stdout=log, stderr=log, preexec_fn=_die_with_parent
                 )
 
         def restart() -> None:

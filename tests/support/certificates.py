@@ -1,11 +1,11 @@
-"""Key pairs of a test's own, made by openssl: each is signed by itself, so its certificate is its own CA."""
+"""Key pairs for tests, made by openssl. Each is signed by itself, so its certificate is its own CA."""
 
 import subprocess
 from pathlib import Path
 
 
 def make(folder: Path, name: str = "tls", *, password: str = "") -> tuple[Path, Path]:
-    """NAME.crt and NAME.key in `folder`, for 127.0.0.1; replaced as whole files where they are there."""
+    """Write NAME.crt and NAME.key for 127.0.0.1 into `folder`; files that are there are replaced whole."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     new = [file.with_suffix(f"{file.suffix}.new") for file in (cert, key)]
     subprocess.run(

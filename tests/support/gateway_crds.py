@@ -1,30 +1,28 @@
-"""The CRDs of Gateway API, Envoy Gateway and the inference extension, as Go's module cache has them."""
+"""The CRDs of Gateway API, Envoy Gateway and the inference extension, from the cache of Go modules."""
 
 import asyncio
 import time
 
 import yaml
-from api_server import ApiServer, binaries
+from api_server import ApiServer
 
 from perilune_api import kube
+from testbed import programs
+from testbed.paths import GO_MODULES
 
-MODULES = "go/mod"
-"""Beside the binaries' folder."""
-ENVOY_GATEWAY = "github.com/envoyproxy/gateway@v1.9.1/charts/gateway-helm/charts/crds/crds"
-INFERENCE = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0/config/crd/bases"
-FOLDERS = (ENVOY_GATEWAY, f"{ENVOY_GATEWAY}/generated", INFERENCE)
+ENVOY_GATEWAY = programs.CHART / "charts/crds/crds"
+INFERENCE = GO_MODULES / "@".join(programs.INFERENCE_EXTENSION) / "config/crd/bases"
+FOLDERS = (ENVOY_GATEWAY, ENVOY_GATEWAY / "generated", INFERENCE)
 
 
 def missing() -> list[str]:
-    """Folders that the cache has not."""
-    modules = binaries().parent / MODULES
-    return [str(modules / folder) for folder in FOLDERS if not (modules / folder).is_dir()]
+    """Folders that the cache does not have."""
+    return [str(folder) for folder in FOLDERS if not folder.is_dir()]
 
 
 async def install(server: ApiServer) -> None:
     """Returns when all of them are served."""
-    modules = binaries().parent / MODULES
-    texts = [file.read_text() for folder in FOLDERS for file in sorted((modules / folder).glob("*.yaml"))]
+    texts = [file.read_text() for folder in FOLDERS for file in sorted(folder.glob("*.yaml"))]
     made = [crd for text in texts for crd in yaml.load_all(text, yaml.CSafeLoader) if crd]
     crds = [crd for crd in made if crd["kind"] == "CustomResourceDefinition"]
     client = kube.Client(server.access)

@@ -9,7 +9,6 @@ from perilune_operator.render.objects import Defaults
 
 Object = dict[str, Any]
 NOW = 1_760_000_000.0
-PD: Object = {"roles": {"prefill": {"replicas": 2}, "decode": {}}, "mooncake": {"transfer": "connector"}}
 SPANS: Object = {"model": {"name": "m"}, "engine": {"tensorParallel": 8, "pipelineParallel": 2}}
 LWS = "leaderworkerset.x-k8s.io/LeaderWorkerSet"
 

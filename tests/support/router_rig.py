@@ -8,6 +8,7 @@ rig.finish(routed)
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from prometheus_client import CollectorRegistry
@@ -17,13 +18,14 @@ from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routi
 from perilune_gateway.model import DecisionRecord, Load, NeedBody, Outcome, Refusal, RequestHead, Routed, Tier
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.routing import new_router
+from perilune_gateway.routing.router import Encode, TokenizesNow
 from perilune_gateway.state.engine_blocks import Applied
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.state.parity import ParityCheck
+from perilune_gateway.state.pool_state import PoolState
 
 A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
 SMALL = Engine(block_size=4, kv_pool_tokens=10_000)
@@ -49,19 +51,29 @@ def completion(ids: Sequence[int], **body: object) -> bytes:
 
 
 class Rig:
-    def __init__(self, document: Pool, *, conformance: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        document: Pool,
+        *,
+        tokenizer: TokenizesNow | None = None,
+        parity: ParityCheck | None = None,
+        conformance: bool = False,
+        seed: int = 0,
+    ) -> None:
         spec = document.spec
         self.document = document
         self.block_size = spec.engine.block_size
         self.now = 1000.0
-        self.router = Router(
+        self.state = PoolState.of(document)
+        if parity:
+            self.state = replace(self.state, parity=parity)
+        self.decisions = Decisions()
+        self.metrics = Metrics(CollectorRegistry())
+        self.router = new_router(
             document,
-            Fleet(spec.engine.kv_pool_tokens),
-            Sessions(spec.routing.session.max_sessions, spec.routing.session.idle_seconds),
-            PrefixIndex(100_000, 30.0),
-            Tokenizer(spec.model),
-            Decisions(),
-            Metrics(CollectorRegistry()),
+            self.state,
+            tokenizer or Tokenizer(spec.model),
+            Recorder(self.metrics, self.decisions),
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,
@@ -96,26 +108,26 @@ class Rig:
         """The engine at `address` announces the blocks of these ids, the first `after` left out."""
         chain = blocks.chain(list(ids), self.block_size, 0)
         parent = chain[after - 1] if after else 0
-        self.router.index.stored(address, tier, chain[after:], self.now)
-        self.router.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
+        self.state.index.stored(address, tier, chain[after:], self.now)
+        self.router.lifecycle.on_applied(Applied(address, tier, parent, tuple(chain[after:])))
 
     def queue(self, address: str, seconds: float, tokens: int = 9_999) -> None:
         """It has so much to prefill, of somebody else's."""
         self._queued -= 1
-        self.router.fleet.start(
+        self.state.fleet.start(
             self._queued, address, uncached_tokens=tokens, prefill_s=seconds, context_tokens=0
         )
 
     # -- ours
 
     def record(self, routed: Routed) -> DecisionRecord:
-        found = self.router.decisions.get(routed.request_id)
+        found = self.decisions.get(routed.request_id)
         assert found is not None
         return found
 
     def load(self, address: str) -> Load:
-        return next(v.load for v in self.router.fleet.view(self.now) if v.endpoint.address == address)
+        return next(v.load for v in self.state.fleet.view(self.now) if v.endpoint.address == address)
 
     def pending(self) -> dict[str, int]:
         """Prefill tokens, by address."""
-        return {v.endpoint.address: v.load.pending_prefill_tokens for v in self.router.fleet.view(self.now)}
+        return {v.endpoint.address: v.load.pending_prefill_tokens for v in self.state.fleet.view(self.now)}

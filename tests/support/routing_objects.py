@@ -1,8 +1,9 @@
 """Builders for tests: one object a line, only what the test is about."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from perilune_api.pool import Role
+from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.model import (
     H20_30B,
@@ -84,14 +85,18 @@ def link(level: Level = Level.RACK, bytes_per_s: float = 9.7e9, slowdown: float 
     return Link(level, bytes_per_s, slowdown)
 
 
-def endpoint(address: str = "a", *, role: Role = Role.BOTH, place: Place = Place()) -> Endpoint:  # noqa: B008
-    return Endpoint(address, role, place)
+def chosen(policy: str = "ear", **blocks: Any) -> PolicyChoice:
+    """A pool's `routing.policy`, with the blocks of parameters that it sets."""
+    return PolicyChoice(name=PolicyName(policy), **blocks)
+
+
+def endpoint(address: str = "a", *, place: Place = Place()) -> Endpoint:  # noqa: B008
+    return Endpoint(address, place)
 
 
 def candidate(
     address: str = "a",
     *,
-    role: Role = Role.BOTH,
     pending: int = 0,
     pending_s: float = 0.0,
     in_flight: int = 0,
@@ -124,7 +129,7 @@ def candidate(
     )
     host = max(host, cached)
     return Candidate(
-        Endpoint(address, role, place, draining=draining),
+        Endpoint(address, place, draining=draining),
         load,
         Overlap(cached, host, max(stored, host)),
         links=links or {},

@@ -9,6 +9,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
+{{- define "perilune.simulatedImage" -}}
+{{ dig "simulatedImage" "" .Values.AsMap | default (printf "%s-engine:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion)) }}
+{{- end }}
+
 {{- /* Of what belongs to no namespace: an operator of one namespace may have others beside it. */ -}}
 {{- define "perilune.clusterName" -}}
 perilune-operator{{ with .Values.watchNamespace }}-{{ $.Release.Namespace }}{{ end }}

@@ -1,16 +1,17 @@
-"""The message proper of a ProcessingRequest, read where it lies: its headers, or its body.
+"""Reads the headers or the body of a ProcessingRequest directly from its bytes, faster than protobuf.
 
-    tag, size, { headers | body, end_of_stream }, rest: metadata, attributes, modes
+    tag, size, { headers or body, end_of_stream }, rest: metadata, attributes, modes
 
-Envoy writes the message proper first and its fields in order, so that one pass suffices: a field is its tag
-(number and type), the size of its content, the content. Only this form is read; for any other `read` says
-None, and protobuf has to be asked. What is read is exactly what protobuf would read.
+Envoy writes the headers or the body first, and all fields in the order of their numbers, so one pass
+suffices: a field is its tag (number and type), the size of its content, and the content. `read` returns None
+for a message in any other form; protobuf has to read that one. What `read` returns is exactly what protobuf
+would return.
 
-Costs 3 µs for eight headers, 0.6 µs and one copy for a body: half, and one copy less, of what protobuf's
-objects do. Does not look at the rest; it may hold a message again, which would be the one that counts.
+Eight headers take 3 µs, a body 0.6 µs and one copy: half of protobuf's time, and one copy less. The rest is
+not read. It may contain headers or a body again, and those would then be the valid ones.
 
-Short entries of headers that say the same again and again (`USUAL`) are remembered. No other header is kept
-beyond its request: it may be somebody's key.
+Headers that most requests of a client repeat (`USUAL`) are cached. All other headers are forgotten with their
+request, since they may be secret keys.
 """
 
 from msgspec import Struct
@@ -23,15 +24,15 @@ _KINDS = {
     0x22: Kind.REQUEST_BODY,
     0x2A: Kind.RESPONSE_BODY,
 }
-"""By tag, in ProcessingRequest."""
+"""Kinds of messages by their tag in ProcessingRequest."""
 _FIRST = 0x0A
-"""Tag of the first field: the headers in HttpHeaders, one of them in HeaderMap, the key in HeaderValue, the
-bytes in HttpBody."""
+"""The tag of the first field, which is: the headers in HttpHeaders, a header in HeaderMap, the key in
+HeaderValue, the bytes in HttpBody."""
 _RAW_VALUE = 0x1A
 _HEADERS_END, _BODY_END = b"\x18\x01", b"\x10\x01"
-"""`end_of_stream`, set."""
+"""The field `end_of_stream` with the value true."""
 _LAST_SHORT = 0x7F
-"""A size up to this is one byte."""
+"""Sizes up to this one are written as one byte."""
 
 USUAL = frozenset(
     {
@@ -45,8 +46,8 @@ USUAL = frozenset(
         *("anthropic-beta", "anthropic-version", "anthropic-dangerous-direct-browser-access", "x-app"),
     }
 )
-"""Headers of which a client sends the same with every request, and that hold no secret: a path does not
-while it has no query. With those of OpenAI's and Anthropic's clients, about ten each."""
+"""Headers that a client sends with the same value in every request and that contain no secret; a path
+contains none when it has no query. OpenAI's and Anthropic's clients send about ten each."""
 MEMO_ENTRIES = 4096
 _QUERY = b"?"
 
@@ -54,18 +55,18 @@ _QUERY = b"?"
 class Envelope(Struct, frozen=True, gc=False):
     kind: Kind
     headers: dict[str, str]
-    """Lower-case names; of a body none."""
+    """Headers by lower-case name; empty for a body."""
     body: bytes
     end_of_stream: bool
     rest: bytes
 
 
 class _OtherFormError(Exception):
-    """Perhaps a message, but not as Envoy writes it."""
+    """The bytes are not in the form that Envoy writes. `read` returns None then."""
 
 
 def read(raw: bytes) -> Envelope | None:
-    """None: not in this form."""
+    """The headers or the body; None when the bytes are not in the form that Envoy writes."""
     try:
         kind = _KINDS.get(raw[0])
         if kind is None:
@@ -107,7 +108,7 @@ def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
 
 
 def _header(raw: bytes) -> tuple[str, str]:
-    """Its name, in lower case, and its value."""
+    """Name, in lower case, and value of a header."""
     size, start = (raw[1], 2) if raw[1] <= _LAST_SHORT else _size(raw, 1)
     at = start + size
     name = raw[start:at].decode().lower()
@@ -124,11 +125,11 @@ def _header(raw: bytes) -> tuple[str, str]:
 
 
 _memo: dict[bytes, tuple[str, str]] = {}
-"""By entry, with its tag and size."""
+"""Cached headers, by their bytes with tag and size."""
 
 
 def _new_header(raw: bytes, at: int) -> tuple[tuple[str, str], int]:
-    """The entry that starts at `at`, and where it stops; it is remembered if it is short and a usual one."""
+    """The header that starts at `at`, and the position after it. It is cached if it is short and in USUAL."""
     if raw[at] != _FIRST:
         raise _OtherFormError
     size, start = _size(raw, at + 1)
@@ -142,7 +143,7 @@ def _new_header(raw: bytes, at: int) -> tuple[tuple[str, str], int]:
 
 
 def _size(raw: bytes, at: int) -> tuple[int, int]:
-    """A size that starts at `at`, and where what follows it starts."""
+    """The size that is written at `at`, and the position after it."""
     low = raw[at]
     if low <= _LAST_SHORT:
         return low, at + 1

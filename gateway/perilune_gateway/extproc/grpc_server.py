@@ -1,20 +1,22 @@
-"""The gRPC server: Envoy's one method, and gRPC health, by grpc.aio.
+"""The gRPC server: Envoy's one method and gRPC health, by grpc.aio.
 
-Messages of a stream are handled in order; while its tokens are awaited a stream reads nothing, but learns
-at once that Envoy has gone.
+Messages of a stream are handled in order. While its tokens are awaited, a stream reads nothing, but learns at
+once when Envoy has gone.
 
 Choices: messages are handled as bytes with the read/write API, which costs a third less than generated
-servicers; uvloop, where main installs it, another tenth. Pings from Envoy are welcome at any rate (the
-default policy would drop the connection). A taken port is an error (no SO_REUSEPORT: Envoy keeps one
-connection per worker, so it would not spread the load anyway).
+servicers; uvloop, where main installs it, saves another tenth. Pings from Envoy are welcome at any rate (the
+default policy would drop the connection). A taken port is an error: SO_REUSEPORT would not spread the load,
+because Envoy keeps one connection per worker.
 
-Stopping: gRPC refuses the calls that wait when it shuts down, but one that arrives at that very moment may
-be queued just after that, neither served nor refused: Envoy's request then waits for its message timeout.
-gRPC looks at that queue again whenever a connection closes, so a few of our own do (`BYSTANDERS_S`). What is
-refused Envoy sends to another gateway, if its retry policy has `cancelled` (perilune_lab.envoy).
+Stopping: gRPC refuses the calls that wait when it shuts down. A call that arrives at that very moment may be
+queued just after that and neither served nor refused; Envoy's request then waits for its message timeout.
+gRPC looks at that queue again whenever a connection closes, so the server opens a few connections to itself
+and closes them (`BYSTANDERS_S`). Envoy sends what is refused to another gateway if its retry policy has
+`cancelled` (perilune_lab.envoy). A server that asks for client certificates cannot connect to itself and
+stops without this.
 
-Costs about 400 µs CPU per request with headers only, 600 µs with a 130 KB body; two fifths of it are the
-kernel's, since every read and write passes from grpc's thread to ours. TLS: `tls`.
+Costs about 400 µs CPU per request with headers only, and 600 µs with a 130 KB body; two fifths of it are the
+kernel's, since every read and write passes from grpc's thread to ours.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES, LIVENESS
 from perilune_gateway.extproc.exchange import Abort, Wait
-from perilune_gateway.extproc.h2.frames import PREFACE, settings
 from perilune_gateway.extproc.service import MESSAGE_BYTES, Service, Step, Stream
-from perilune_gateway.extproc.tls import KeyPair
+from perilune_gateway.extproc.tls import Tls
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -44,18 +45,19 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 BYSTANDERS_S = (0.01, 0.1, 0.4)
-"""When connections of our own leave a server that stops, each so long after the one before."""
+"""When our own connections to a server that stops are closed, each so long after the one before."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How an HTTP/2 client begins: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
 
 
 class GrpcServer:
-    """One listening server; see transport.Server."""
+    """One listening server; see extproc.Server."""
 
-    def __init__(self, service: Service, key_pair: KeyPair | None = None) -> None:
-        """`key_pair`: for TLS; None: without."""
+    def __init__(self, service: Service, tls: Tls | None = None) -> None:
         self._service = service
-        self._key_pair = key_pair
+        self._tls = tls
         self._health = health.aio.HealthServicer()
-        self._to_oneself = _trusting() if key_pair else None
+        self._to_oneself = _trusting() if tls else None
         self._server: grpc.aio.Server | None = None
         self._address = ("", 0)
 
@@ -67,8 +69,8 @@ class GrpcServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         try:
-            if self._key_pair:
-                port = server.add_secure_port(listen, self._key_pair.credentials())
+            if self._tls:
+                port = server.add_secure_port(listen, self._tls.grpc_credentials())
             else:
                 port = server.add_insecure_port(listen)
         except RuntimeError as error:
@@ -89,7 +91,8 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
         if self._server is None:
             return
-        pauses_s = BYSTANDERS_S if grace_s else ()
+        reachable = not (self._tls and self._tls.asks_for_client_certificates)
+        pauses_s = BYSTANDERS_S if grace_s and reachable else ()
         bystanders = [await _bystander(*self._address, self._to_oneself) for _ in pauses_s]
         stopping = asyncio.create_task(self._server.stop(grace_s))
         for bystander, pause_s in zip(bystanders, pauses_s, strict=True):
@@ -109,10 +112,11 @@ class GrpcServer:
 
 
 async def _take(stream: Stream, context: Context) -> bool:
-    """One message; False at the end of the stream. A function, so that no body is held while the next
-    message is awaited, which may take as long as the answer. Shielded, because gRPC cancels us when Envoy
-    resets the stream, as it ends every one, and a read that is cancelled leaks 100 bytes (grpcio 1.85); the
-    call's end ends the read as well."""
+    """Handle one message. Returns False at the end of the stream.
+
+    This is a function, so that no body is held while the next message is awaited, which may take as long as
+    the answer. The read is shielded: gRPC cancels us when Envoy resets the stream, as it ends every stream,
+    and a cancelled read leaks 100 bytes (grpcio 1.85). The end of the call ends the read as well."""
     raw = await asyncio.shield(context.read())
     if not isinstance(raw, bytes):  # grpc.aio.EOF
         return False
@@ -131,24 +135,24 @@ async def _carry_out(stream: Stream, context: Context, step: Step) -> None:
 
 
 def _reachable(host: str) -> str:
-    """Where one reaches oneself that listens there."""
+    """The address at which a server that listens on `host` reaches itself."""
     return {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
 
 
 async def _bystander(host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.StreamWriter | None:
-    """A connection that asks for nothing; None where there is none to be had."""
+    """Open a connection that asks for nothing. Returns None where that fails."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
-            writer.write(PREFACE + settings({}))
-            await reader.read(1)  # the server's greeting: it knows us
+            writer.write(GREETING)
+            await reader.read(1)  # the server's greeting, so it knows of the connection
     except OSError:
         return None
     return writer
 
 
 def _trusting() -> ssl.SSLContext:
-    """Whoever answers at one's own address is oneself."""
+    """A client context without verification, because the server that it reaches is this process."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

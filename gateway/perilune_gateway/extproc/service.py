@@ -1,11 +1,11 @@
-"""What both servers share: an ext_proc stream as bytes in, bytes out.
+"""What both servers share: one ext_proc stream as bytes in, bytes out.
 
-Per message: `wire.decode` → `exchange.receive` → the effects, encoded: messages to send, then perhaps to
-wait for tokens, or to break the call off. The server carries that out and, when the stream ends, calls
-`closed`.
+For each message, `wire.decode` → `exchange.receive` → encoded effects: messages to send, and then perhaps to
+wait for tokens or to abort the call. The server carries these out and calls `closed` when the stream ends.
 
-Three ends of waiting for tokens: they come; they do not within `limits.decision_seconds`, then the byte
-estimate is used; the prompt is at fault, then the client gets a 400.
+Waiting for tokens ends in one of three ways. The tokens come; or they do not come within
+`limits.decision_seconds`, and the estimate from bytes is used; or the prompt is invalid, and the client gets
+a 400.
 
 Costs about 7 µs per message beside the router's work. Knows neither sockets nor HTTP/2.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from enum import StrEnum
 from typing import Protocol
 
 from msgspec import Struct
@@ -33,23 +34,38 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message that is taken or sent."""
 
 
+class Closed(StrEnum):
+    """Why a server closed a connection while the gateway goes on. gRPC's own server does not tell."""
+
+    TLS_FAILED = "tls_failed"
+    """No TLS, no HTTP/2 within it, or no certificate that we trust."""
+    HANDSHAKE_TIMEOUT = "handshake_timeout"
+    PROTOCOL_ERROR = "protocol_error"
+    FLOOD = "flood"
+    """Beyond one of the limits on a connection."""
+    NOT_READING = "not_reading"
+    """The peer does not take its answers."""
+    IDLE = "idle"
+
+
 class Tokenizer(Protocol):
-    """tokens.Tokenizer, as far as streams need it."""
+    """The part of tokens.Tokenizer that streams need."""
 
     async def encode(self, request: ParsedRequest) -> Tokens | Refusal: ...
 
 
 class Step(Struct, frozen=True, gc=False):
-    """What to do next: send these, then that; None: await the next message."""
+    """Send `messages`, then do `then`; None means to await the next message."""
 
     messages: list[bytes]
     then: Wait | Abort | None
 
 
 class Service:
-    """What a gateway's streams have in common.
+    """What all streams of a gateway share.
 
-    `limits` may be replaced while it runs. The counters are for metrics and tests.
+    `limits` may be replaced at any time and applies to the next stream. The counters are for metrics and
+    tests.
     """
 
     def __init__(
@@ -62,18 +78,20 @@ class Service:
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
     ) -> None:
-        """`bytes_per_token`: of the estimate when tokens come too late. `default_mode`: what an Envoy sends
-        that does not say it by itself, see `wire`."""
+        """`bytes_per_token` serves the estimate that is used when tokens come too late. `default_mode` is the
+        body mode of an Envoy that does not tell its mode, see `wire`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
         self.body_bytes_received = 0
-        """Of request bodies; a request decided on its headers adds nothing."""
+        """Bytes of request bodies; a request that is decided on its headers adds none."""
         self.protocol_errors = 0
         self.failures = 0
-        """Bugs of ours: exceptions while a message was handled."""
+        """Exceptions while a message was handled, which are bugs of ours."""
         self.late_tokens = 0
         """Requests routed by estimate because their tokens came too late."""
+        self.connections_closed: dict[str, int] = dict.fromkeys(Closed, 0)
+        """Connections that a server closed on its own, by cause."""
         self.router = router
         self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token
@@ -81,14 +99,14 @@ class Service:
         self.conformance = conformance
 
     def open(self) -> Stream:
-        """A new stream; it has to be closed."""
+        """Begin a stream, which has to be closed."""
         self.streams_total += 1
         self.streams_open += 1
         return Stream(self)
 
 
 class Stream:
-    """One call of the method. After a step that waits call `tokens`, and nothing else but `closed`."""
+    """One call of Envoy's method. After a step that waits, call `tokens` or `closed` and nothing else."""
 
     __slots__ = ("_exchange", "_service")
 
@@ -99,7 +117,7 @@ class Stream:
         )
 
     def receive(self, raw: bytes) -> Step:
-        """A message from Envoy. Raises nothing."""
+        """Handle a message from Envoy. Raises nothing."""
         service = self._service
         try:
             inbound = wire.decode(raw, service.default_mode)
@@ -110,7 +128,7 @@ class Stream:
             return self._failed(error)
 
     async def tokens(self, encode: Encode) -> Step:
-        """Get the tokens that a step waits for. Raises nothing but CancelledError."""
+        """Get the tokens that the last step waits for. Raises only CancelledError."""
         started = time.perf_counter()
         try:
             tokens = await self._encode(encode)
@@ -119,7 +137,7 @@ class Stream:
             return self._failed(error)
 
     def closed(self) -> None:
-        """The stream has ended, however that came."""
+        """Give back what the stream holds; call it once, however the stream ended."""
         self._service.streams_open -= 1
         self._exchange.closed()
 
@@ -135,7 +153,7 @@ class Stream:
             return Tokens(count, TokenSource.ESTIMATE)
 
     def _failed(self, error: Exception) -> Step:
-        """The peer broke its protocol, or we have a bug: either way this stream is over."""
+        """End the stream because the peer broke the protocol or because of a bug of ours."""
         if isinstance(error, ProtocolError):
             self._service.protocol_errors += 1
             log.warning("protocol_error state=%s error=%s", self._exchange.state, error)
@@ -150,6 +168,6 @@ def _step(effects: list[Effect]) -> Step:
     for effect in effects:
         if isinstance(effect, Send):
             messages.append(wire.encode(effect.message))
-        else:  # always the last one
+        else:  # always the last effect
             return Step(messages, effect)
     return Step(messages, None)

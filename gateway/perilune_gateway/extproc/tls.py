@@ -1,15 +1,18 @@
-"""TLS of the grpc transport: a certificate and its key from files, taken up anew when they change.
+"""TLS of both transports: certificates from files, which are read again when they change.
 
-    --tls-cert, --tls-key ─▶ KeyPair ─▶ credentials ─▶ gRPC, which asks at every new connection
+    --tls-cert, --tls-key, --tls-client-ca ─▶ Tls ─▶ context()           the h2 server, for each connection
+                                                  └▶ grpc_credentials()  gRPC, which asks for each connection
 
-1. At the start both files are read and have to belong together, else SpecError.
-2. At each new connection gRPC asks whether there is something new (in a thread of its own): the files are
-   looked at, and read if they are others than before. So what renews certificates in place (cert-manager, a
-   mounted Secret) needs no restart; connections that are open keep theirs.
-3. Files that do not belong together, or cannot be read, are logged once, and the last good pair stays.
+1. At the start, the certificate and its key are read and must belong together; otherwise SpecError is raised.
+2. For each new connection, the files' inode, time and size are compared with those last seen, and changed
+   files are read. A tool that renews certificates in place (cert-manager, a mounted Secret) therefore needs
+   no restart. Open connections keep the certificate that they began with.
+3. Files that cannot be read or do not belong together are logged once; the last good ones stay in use.
 
-Costs two `stat` calls per connection, of which Envoy keeps one per worker. Clients are not asked for a
-certificate: who may connect is a matter of the network (on Kubernetes a NetworkPolicy).
+With a client CA, a peer must present a certificate that this CA signed. Without one, any peer may connect and
+the network decides who can (on Kubernetes a NetworkPolicy).
+
+The cost is two or three `stat` calls per connection; Envoy keeps one connection per worker.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +32,88 @@ log = logging.getLogger(__name__)
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
-class KeyPair:
-    """A certificate chain and its private key, as PEM files."""
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One good set of files, in the forms that the two servers take."""
 
-    def __init__(self, cert: Path, key: Path) -> None:
-        """Raises SpecError if they cannot be read, or do not belong together."""
-        self._cert, self._key = cert, key
+    context: ssl.SSLContext
+    for_grpc: grpc.ServerCertificateConfiguration
+
+
+class Tls:
+    """A server's certificate chain and private key, and optionally the CA of its clients, as PEM files."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
+        """Raises SpecError if a file cannot be read, or if certificate and key do not belong together."""
+        self._cert, self._key, self._client_ca = cert, key, client_ca
         self._seen = self._stamp()
-        self._first = self._read()
+        self._loaded = self._load()
 
-    def credentials(self) -> grpc.ServerCredentials:
-        changed: Any = self._changed  # which may say None, but for types-grpcio
-        return grpc.dynamic_ssl_server_credentials(self._first, changed)
+    @property
+    def asks_for_client_certificates(self) -> bool:
+        return self._client_ca is not None
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks; None: they are as before. Raises nothing."""
+    def context(self) -> ssl.SSLContext:
+        """The context for a new connection, made from the current files."""
+        self._refresh()
+        return self._loaded.context
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """Credentials with which gRPC asks for the current files at each new connection."""
+        changed: Any = self._changed_for_grpc  # types-grpcio does not know that it may return None
+        return grpc.dynamic_ssl_server_credentials(
+            self._loaded.for_grpc, changed, require_client_authentication=self.asks_for_client_certificates
+        )
+
+    def _changed_for_grpc(self) -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this in a thread of its own. Returns None when nothing has changed."""
+        return self._loaded.for_grpc if self._refresh() else None
+
+    def _refresh(self) -> bool:
+        """Read the files if they have changed. Returns whether new ones are in use; raises nothing."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
-                return None
+                return False
             self._seen = stamp
-            pair = self._read()
+            self._loaded = self._load()
         except SpecError as error:
             log.warning("certificate_kept error=%s", error)
-            return None
+            return False
         log.info("certificate_renewed file=%s", self._cert)
-        return pair
+        return True
 
     def _stamp(self) -> _Stamp:
-        return tuple(
-            (status.st_ino, status.st_mtime_ns, status.st_size)
-            for status in (_stat(self._cert, "--tls-cert"), _stat(self._key, "--tls-key"))
-        )
+        files = [_stat(self._cert, "--tls-cert"), _stat(self._key, "--tls-key")]
+        if self._client_ca is not None:
+            files.append(_stat(self._client_ca, "--tls-client-ca"))
+        return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in files)
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        """gRPC itself would say nothing of a pair that is wrong, but end every handshake."""
+    def _load(self) -> _Loaded:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2"])
+        context.options |= ssl.OP_NO_RENEGOTIATION
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._cert, self._key, _no_password)
+            context.load_cert_chain(self._cert, self._key, _no_password)
             pair = self._key.read_bytes(), self._cert.read_bytes()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             raise SpecError(
                 f"{self._cert} and {self._key}: {_why(error)} - PEM files of a certificate chain and its key,"
                 " without password, at `--tls-cert` and `--tls-key`"
             ) from None
-        return grpc.ssl_server_certificate_configuration([pair])
+        ca = None
+        if self._client_ca is not None:
+            try:
+                context.load_verify_locations(self._client_ca)
+                ca = self._client_ca.read_bytes()
+            except (OSError, ValueError) as error:
+                raise SpecError(
+                    f"{self._client_ca}: {_why(error)} - a PEM file with the CA certificates of clients, at"
+                    " `--tls-client-ca`"
+                ) from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return _Loaded(context, grpc.ssl_server_certificate_configuration([pair], ca))
 
 
 def _stat(file: Path, option: str) -> os.stat_result:
@@ -82,7 +124,7 @@ def _stat(file: Path, option: str) -> os.stat_result:
 
 
 def _no_password() -> str:
-    """OpenSSL would ask on the terminal."""
+    """Without this, OpenSSL would ask on the terminal."""
     raise ValueError("the key is encrypted")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from perilune_api import kube, names
-from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse
+from perilune_api.pool import EndpointSpec, NodePlace, Pool, SpecError, check, parse
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +49,8 @@ def endpoint(pod: Object) -> EndpointSpec | None:
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
     port = _port(annotations.get(names.EVENTS_PORT, ""))
-    role = (meta.get("labels") or {}).get(names.ROLE_LABEL, "")
     return EndpointSpec(
         f"{host}:{names.ENGINE_PORT}",
-        Role(role) if role in set(Role) else Role.BOTH,
         pod.get("spec", {}).get("nodeName", ""),
         (f"tcp://{host}:{port}",) if port else (),
         (f"tcp://{host}:{port + 1}",) if port else (),

@@ -13,7 +13,6 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
 
@@ -31,7 +30,6 @@ class Endpoint:
     """One vLLM server, as configured or observed."""
 
     address: str
-    role: Role = Role.BOTH
     place: Place = Place()
     events: tuple[str, ...] = ()
     replay: tuple[str, ...] = ()

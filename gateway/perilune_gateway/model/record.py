@@ -48,8 +48,8 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     """As `identity` knows it; what is rendered is `tenant_hash` of it."""
     ending: Ending | None = None
     """None while the request runs."""
-    dice: int = 0
-    """What the policy's dice started from (dice.Dice)."""
+    seed: int = 0
+    """The policy's random draws follow from `random.Random(seed)`."""
 
     @property
     def request_id(self) -> str:

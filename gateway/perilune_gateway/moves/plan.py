@@ -5,20 +5,20 @@
 1. *Trigger*, by a session's host: it drains; it is hot (`hot_pending_seconds` of prefill queued); its rack is
    (mean queue hot and `rack_pressure` times the fleet's). Sessions of other hosts are not looked at
    (`pressed` says whose will be).
-2. *Target*: ready, not draining, serves whole requests, KV room for the context, for a hot host strictly less
+2. *Target*: ready, not draining, KV room for the context, for a hot host strictly less
    queued, for a rack another rack; of the `TARGETS` least queued the best benefit − worth × cost.
    None: stay, migration is opportunistic.
 3. *Cost*: the context's KV by the cheapest way: pulled over the link with its learned slowdown, from the
    store, or recomputed. *Benefit*: the difference of the queues over the turns that the session is expected
-   to meet it. A move needs benefit > `migration_worth` × cost and a session that did not move within
+   to meet it. A move needs benefit > `worth` × cost and a session that did not move within
    `cooldown_seconds`. From a draining host every session must go: only room and budget count.
 4. *Budget*: moves per minute of the pool, bytes on their way per link. A plan never exceeds it.
 5. Each planned move shifts the session's share of the host's queue, so one target is not flooded and a host
    stops being hot when enough have left (hysteresis within one plan; the cooldown is that between plans).
 6. *Replication* of hot prefixes under the same budget: to the least loaded endpoint without it, if what its
    share of the next minute's requests would spend there without a copy (recomputing, or reading the store) is
-   worth making one. (Conductor's published rule, in policy/near_cache.py, collapses to a threshold on the
-   frequency; this one weighs what a copy saves.)
+   worth making one. (Conductor's published rule, in policy/others/near_cache.py, collapses to a threshold on
+   the frequency; this one weighs what a copy saves.)
 
 A plan only offers: a binding switches with the session's next request, the target pulls, a pull that fails is
 a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it.
@@ -31,7 +31,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 
-from perilune_api.pool import MoveTrigger, PolicyParams, Role
+from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Location, Move, MoveReason, Subject
 from perilune_gateway.policy.cost import lasting_turns
 
@@ -95,7 +95,7 @@ def plan_migration(
     sessions: Sequence[SessionFacts],
     endpoints: Sequence[Candidate],
     budget: Budget,
-    params: PolicyParams,
+    params: Migration,
     prefixes: Sequence[PrefixFacts] = (),
     *,
     pullable: bool = True,
@@ -113,7 +113,7 @@ def plan_migration(
 
 
 def pressed(
-    endpoints: Sequence[Candidate], params: PolicyParams, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
+    endpoints: Sequence[Candidate], params: Migration, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
 ) -> list[str]:
     """The endpoints whose sessions a plan looks at: draining ones first, then the longest queues."""
     draft = _Draft(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
@@ -129,7 +129,7 @@ class _Draft:
         self,
         endpoints: Sequence[Candidate],
         budget: Budget,
-        params: PolicyParams,
+        params: Migration,
         pullable: bool,
         triggers: Collection[MoveTrigger],
     ) -> None:
@@ -193,7 +193,7 @@ class _Draft:
     def replicate(self, prefix: PrefixFacts) -> Move:
         """Step 6."""
         source = prefix.locations[0].address
-        if prefix.frequency_score < self._params.hot_cache_threshold:
+        if prefix.frequency_score < self._params.replicate_score:
             return Move(prefix.name, MoveReason.NOT_HOT, source)
         holders = {location.address for location in prefix.locations}
         free = [c for c in self._shortlist if c.address not in holders and self._takes(c, prefix.tokens)]
@@ -212,7 +212,7 @@ class _Draft:
             target.engine.kv_bytes(pulled),
             cost_s,
             requests * without_s,
-            self._params.migration_worth,
+            self._params.worth,
         )
         if move.value_s <= 0:
             return _because(move, MoveReason.NOT_WORTH)
@@ -239,7 +239,7 @@ class _Draft:
 
     def _takes(self, candidate: Candidate, tokens: int) -> bool:
         endpoint = candidate.endpoint
-        serves = endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL
+        serves = endpoint.ready and not endpoint.draining
         return serves and self._room[candidate.address] >= tokens
 
     def _move(self, session: SessionFacts, target: Candidate, trigger: MoveReason) -> Move:
@@ -258,7 +258,7 @@ class _Draft:
             target.engine.kv_bytes(pulled),
             cost_s,
             benefit_s,
-            self._params.migration_worth,
+            self._params.worth,
             turns,
             release=True,
         )

@@ -31,9 +31,9 @@ from typing import Protocol
 
 from msgspec import structs
 
-from perilune_api.pool import Migration, MoveTrigger, PolicyParams
+from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason, RequestView, Subject
-from perilune_gateway.moves.budget import Moves
+from perilune_gateway.moves.budget import LINK_BYTES, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
@@ -126,9 +126,10 @@ class PlannerStats:
 class Planner:
     """One pool's planner."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, link_bytes: int = LINK_BYTES) -> None:
+        """`link_bytes`: most bytes on their way between two endpoints."""
         self._facts = facts
-        self._moves = Moves()
+        self._moves = Moves(link_bytes)
         self._begun: dict[int, float] = {}
         self._sessions: dict[Subject, Move] = {}
         self._copies: dict[Subject, Move] = {}
@@ -136,17 +137,17 @@ class Planner:
         self._counts: Counter[tuple[MoveReason, State]] = Counter()
         self._lapses: Counter[Lapse] = Counter()
         self._stays: Counter[MoveReason] = Counter()
-        self._params = PolicyParams()
+        self._params = Migration()
         self.triggers: tuple[MoveTrigger, ...] = ()
         self.last = Plan()
         self.planned_at = float("-inf")
         self.ended: deque[Ended] = deque(maxlen=KEPT)
 
-    def configure(self, migration: Migration, policy: str, params: PolicyParams) -> None:
+    def configure(self, migration: Migration, policy: str) -> None:
         """What it acts on; sessions on hot hosts are left to a policy that moves them itself."""
         left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
         self.triggers = tuple(t for t in migration.triggers if t not in left_out)
-        self._params = params
+        self._params = migration
 
     # -- plan --------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Planner:
         hot = []
         for name, tokens in list(self._prefixes.items()):
             facts = self._facts.prefix(name, tokens, now)
-            if facts and facts.frequency_score >= self._params.hot_cache_threshold:
+            if facts and facts.frequency_score >= self._params.replicate_score:
                 hot.append(facts)
             else:
                 del self._prefixes[name]  # until a new session begins with it again
@@ -299,7 +300,7 @@ def redirect(
     decision: Decision,
     request: RequestView,
     candidates: Sequence[Candidate],
-    params: PolicyParams,
+    params: Migration,
 ) -> Decision | Lapse:
     """The decision, to the offer's target; or why not any more."""
     by_address = {c.address: c for c in candidates}

@@ -23,7 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.observe import explain
 from perilune_gateway.observe.health import Health, Status
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
@@ -196,7 +196,6 @@ def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
     endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
-        "role": endpoint.role,
         "place": endpoint.place._asdict(),
         "ready": endpoint.ready,
         "draining": endpoint.draining,

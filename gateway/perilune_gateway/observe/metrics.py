@@ -1,40 +1,31 @@
 """The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
 
-Decisions are counted some together, into dicts; these, and that of ends, are emptied into the counters when a
-scrape begins: about 3 µs for a request decided from its headers. What *is* (load, index,
-feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py), and so is what the tokenizer
-did (tokens/metrics.py): requests pay nothing.
+What *is* (load, index, feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py). So
+are the tokenizer's numbers (request/tokens/metrics.py). Requests pay nothing for those.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
 Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
 token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
-among others), node load by endpoint and role = perilune_endpoint_*, cache migrations =
+among others), node load by endpoint = perilune_endpoint_*, cache migrations =
 perilune_migrations_total.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from enum import StrEnum
-from itertools import accumulate
-from math import inf
 from typing import Protocol
 
 import prometheus_client as prometheus
-from msgspec import Struct
 from prometheus_client import CollectorRegistry, Info
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.model import (
     Decision,
     DecisionRecord,
     Outcome,
-    Phase,
     Reason,
     RefuseReason,
     Step,
@@ -47,10 +38,8 @@ SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
 )
-AT_ONCE = 16
-"""Decisions that wait to be counted, at most."""
 LEFT = "left"
-"""Stands for all endpoints that have left the pool."""
+"""Label that stands for all endpoints that have left the pool."""
 
 
 class Affinity(StrEnum):
@@ -95,40 +84,8 @@ class Window:
         return sum(self._parts[i] for i in live) / whole if whole else None
 
 
-class Distribution:
-    """A histogram's counts: a quarter of the cost of prometheus_client's."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: upper ends of the buckets, ascending."""
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, values: Iterable[float]) -> None:
-        for value in values:
-            self._counts[bisect_left(self._bounds, value)] += 1
-            self.sum += value
-
-    def cumulated(self) -> list[tuple[str, float]]:
-        """(upper end, how many are not above it)."""
-        ends = [floatToGoString(bound) for bound in (*self._bounds, inf)]  # type: ignore[no-untyped-call]
-        return list(zip(ends, accumulate(self._counts), strict=True))
-
-
-_Kind = tuple[str, Reason, Phase, str, TokenSource, Affinity | None]
-"""Policy, reason, phase, target, where the token count comes from, what came of the session's host."""
-
-
-class _Alike(Struct, gc=False):
-    """Decisions of one kind."""
-
-    count: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
 class StreamCounts(Protocol):
-    """transport.Service, as far as a scrape reads it."""
+    """The counts of extproc.service.Service that a scrape shows."""
 
     streams_open: int
     streams_total: int
@@ -136,6 +93,7 @@ class StreamCounts(Protocol):
     protocol_errors: int
     failures: int
     late_tokens: int
+    connections_closed: dict[str, int]
 
 
 class Metrics:
@@ -143,16 +101,9 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
-        registry.register(_Emptied(self))  # the first, so that all others are up to date
         self._clock = clock
-        self._uncounted: list[tuple[DecisionRecord, float]] = []
-        """And when they were taken."""
-        self._alike: dict[_Kind, _Alike] = {}
-        self._ended: Counter[tuple[str, Outcome]] = Counter()
-        """Decisions by kind, and requests that ended by endpoint and outcome, since the last scrape."""
-        self._seconds = {step: Distribution(SCHEDULING_BUCKETS_S) for step in Step}
         self._left: set[str] = set()
-        """Endpoints that are out of the pool, where requests may still be in flight."""
+        """Endpoints that left the pool. Requests may still be in flight there."""
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
         self._streams: StreamCounts | None = None
@@ -161,6 +112,13 @@ class Metrics:
             return prometheus.Counter(f"perilune_{name}", text, labels, registry=registry)
 
         # Decisions
+        scheduling = prometheus.Histogram(
+            "perilune_scheduling_seconds",
+            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
+            ("step",),
+            registry=registry,
+            buckets=SCHEDULING_BUCKETS_S,
+        )
         self._decisions = counter("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
         refusals = counter("refusals", "Requests answered with an error instead of an endpoint.", "reason")
         sources = counter("token_counts", "Prompts by where their token count came from.", "source")
@@ -179,6 +137,7 @@ class Metrics:
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
 
         # Children of enum labels exist from the start: a rate() over a series that appears late is wrong.
+        self._scheduling = {step: scheduling.labels(step.value) for step in Step}
         self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
         self._sources = {source: sources.labels(source.value) for source in TokenSource}
         self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
@@ -187,34 +146,25 @@ class Metrics:
     # What happens
 
     def decided(self, record: DecisionRecord) -> None:
-        """Count one decision or refusal, soon."""
-        self._uncounted.append((record, self._clock()))
-        if len(self._uncounted) >= AT_ONCE:
-            self._count()
-
-    def _count(self) -> None:
-        """Many at once, which the CPU's caches make cheaper than each when it comes."""
-        uncounted, self._uncounted = self._uncounted, []
-        for step, seconds in self._seconds.items():
-            seconds.observe([r.timings_us[step] * 1e-6 for r, _ in uncounted if step in r.timings_us])
-        for record, now in uncounted:
-            self._counted(record, now)
-
-    def _counted(self, record: DecisionRecord, now: float) -> None:
+        """Count one decision or refusal."""
+        for step, microseconds in record.timings_us.items():
+            self._scheduling[Step(step)].observe(microseconds * 1e-6)
         verdict, view = record.verdict, record.view
         if not isinstance(verdict, Decision):
             self.refused(verdict.reason)
             return
-        affinity = None if view.session is None else affinity_of(view.session.host, verdict)
-        kind = (record.policy, verdict.reason, view.phase, verdict.target, view.token_source, affinity)
-        alike = self._alike.get(kind) or self._alike.setdefault(kind, _Alike())
-        alike.count += 1
-        alike.prompt_tokens += view.prompt_tokens
-        alike.cached_tokens += record.cached_tokens
-        if verdict.reason is not Reason.PASS_THROUGH:
-            self._window.add(record.cached_tokens, view.prompt_tokens, now)
+        self._left.discard(verdict.target)
+        self._decisions.labels(record.policy, verdict.reason, view.phase).inc()
         if verdict.moved_from:
             self._migrations.inc()
+        if verdict.reason is Reason.PASS_THROUGH:
+            return
+        self._prompt.labels(verdict.target).inc(view.prompt_tokens)
+        self._cached.labels(verdict.target).inc(record.cached_tokens)
+        self._sources[view.token_source].inc()
+        if view.session is not None:
+            self._affinity[affinity_of(view.session.host, verdict)].inc()
+        self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
 
     def refused(self, reason: RefuseReason) -> None:
         """Count one refusal."""
@@ -222,28 +172,10 @@ class Metrics:
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
         """Count the end of a request, under the endpoint that served it."""
-        self._ended[endpoint, outcome] += 1
+        self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc()
 
     def scrape_failed(self, endpoint: str) -> None:
         self._scrape_errors.labels(endpoint).inc()
-
-    def empty(self) -> None:
-        """The counters get what was counted since the last time."""
-        self._count()
-        decisions, self._alike = self._alike, {}
-        for (policy, reason, phase, target, source, affinity), alike in decisions.items():
-            self._left.discard(target)
-            self._decisions.labels(policy, reason, phase).inc(alike.count)
-            if reason is Reason.PASS_THROUGH:
-                continue
-            self._prompt.labels(target).inc(alike.prompt_tokens)
-            self._cached.labels(target).inc(alike.cached_tokens)
-            self._sources[source].inc(alike.count)
-            if affinity is not None:
-                self._affinity[affinity].inc(alike.count)
-        ended, self._ended = self._ended, Counter()
-        for (endpoint, outcome), count in ended.items():
-            self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc(count)
 
     # What is
 
@@ -260,29 +192,16 @@ class Metrics:
 
     def hit_ratio(self) -> float | None:
         """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
-        self._count()
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
-        """Drop the series of an endpoint that has left the pool. What ends there afterwards counts as LEFT's:
-        else every pod that ever was would have its series again."""
-        self.empty()
+        """Drop the series of an endpoint that has left the pool. Requests that end there afterwards count
+        under LEFT; otherwise the series of every pod that ever was would come back."""
         self._left.add(endpoint)
         for counter in (self._prompt, self._cached, self._scrape_errors):
             counter.remove(endpoint)
         for outcome in Outcome:
             self._requests.remove(endpoint, outcome)
-
-    def scheduling(self) -> HistogramMetricFamily:
-        self._count()
-        found = HistogramMetricFamily(
-            "perilune_scheduling_seconds",
-            "Time spent deciding one request, by step; total is all of it without waiting for the body.",
-            labels=("step",),
-        )
-        for step, seconds in self._seconds.items():
-            found.add_metric((step.value,), seconds.cumulated(), seconds.sum)
-        return found
 
     def streams(self) -> Iterator[Metric]:
         streams = self._streams
@@ -291,6 +210,12 @@ class Metrics:
         yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
         for name, text, field in STREAM_COUNTERS:
             yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
+        closed = CounterMetricFamily(
+            "perilune_connections_closed", "Connections closed by the h2 server.", labels=["cause"]
+        )
+        for cause, count in streams.connections_closed.items():
+            closed.add_metric([cause], count)
+        yield closed
 
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None
@@ -315,20 +240,6 @@ STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
 """perilune_<name>_total, and its field of StreamCounts."""
 
 
-class _Emptied:
-    """Yields nothing: what was counted goes into the counters."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
-
-    def collect(self) -> Iterator[Metric]:
-        self._metrics.empty()
-        return iter(())
-
-
 class _Mirror:
     """What is read at scrape time."""
 
@@ -340,7 +251,6 @@ class _Mirror:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        yield self._metrics.scheduling()
         ratio = self._metrics.hit_ratio()
         hit = GaugeMetricFamily(
             "perilune_cache_hit_ratio",

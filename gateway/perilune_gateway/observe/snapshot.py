@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
-from perilune_gateway.feeds.pool_events import EventFeeds
+from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe import health
-from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe import moves as moves
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.router import Router
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
+
+
+class Feeds(Protocol):
+    """What feeds.pool_events.EventFeeds tells of its feeds."""
+
+    def stats(self, address: str) -> EventStats | None: ...
 
 
 class Snapshots:
@@ -24,28 +29,26 @@ class Snapshots:
         self,
         router: Router,
         blocks: EngineBlocks,
-        events: EventFeeds,
-        parity: ParityCheck,
+        events: Feeds,
         decision_log: DecisionLog | None,
         clock: Callable[[], float],
     ) -> None:
         self._router = router
+        self._state = router.state
         self._blocks = blocks
         self._events = events
-        self._parity = parity
         self._decision_log = decision_log
         self._clock = clock
         self._started_at = clock()
 
     def snapshot(self) -> Snapshot:
-        index = self._router.index.stats(self._clock())
+        index = self._state.index.stats(self._clock())
         return Snapshot(
             self._rows(index),
             index,
-            len(self._router.sessions),
-            self._router.sessions.evicted,
+            len(self._state.sessions),
+            self._state.sessions.evicted,
             self._router.bodies.parsed_in_part,
-            self._router.prompts.found,
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),
@@ -53,23 +56,23 @@ class Snapshots:
 
     def serves(self) -> bool:
         """Some endpoint may be chosen: `health` would not say UNREADY. Cheap, for probes."""
-        now, fleet = self._clock(), self._router.fleet
+        now, fleet = self._clock(), self._state.fleet
         return any(view.endpoint.ready for view in fleet.view(now)) or bool(fleet.silent(now))
 
     def moves(self) -> Mapping[str, Any]:
         """The migration planner's page."""
-        return move_rows.page(self._router.planner, self._router.calibration, self._clock())
+        return moves.page(self._router.planner, self._state.calibration, self._clock())
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
-        return self._rows(self._router.index.stats(self._clock()))
+        return self._rows(self._state.index.stats(self._clock()))
 
     def _rows(self, index: IndexStats) -> tuple[EndpointStats, ...]:
-        now, router = self._clock(), self._router
-        silent, rows = router.fleet.silent(now), []
-        for view in router.fleet.view(now, router.sessions.bound):
+        now, state = self._clock(), self._state
+        silent, rows = state.fleet.silent(now), []
+        for view in state.fleet.view(now, state.sessions.bound):
             address = view.endpoint.address
-            said = router.fleet.engine_metrics(address)
-            parity = self._parity.report(address)
+            said = state.fleet.engine_metrics(address)
+            parity = state.parity.report(address)
             rows.append(
                 EndpointStats(
                     view.endpoint,
@@ -83,7 +86,7 @@ class Snapshots:
                     parity.cure,
                     said.block_size if said else 0,
                     view.seconds_since_move,
-                    router.calibration.of(address, now),
+                    state.calibration.of(address, now),
                     address in silent,
                 )
             )
@@ -103,7 +106,7 @@ class Snapshots:
                 now - s.moved_at,
                 now - s.seen_at,
             )
-            for s in self._router.sessions.matching(session_id)
+            for s in self._state.sessions.matching(session_id)
         ]
 
     def _log_stats(self) -> LogStats | None:
@@ -116,7 +119,7 @@ class Snapshots:
             self.endpoints(),
             block_size=pool.spec.engine.block_size,
             pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
-            policy=pool.spec.routing.policy,
+            policy=pool.spec.routing.policy.name,
             version=version("perilune"),
             uptime_s=self._clock() - self._started_at,
             pool_error=pool_error,

@@ -1,7 +1,7 @@
 """The gateway's metrics of what *is*: a snapshot of the state (stats.py) as metric families.
 
 One table for each kind of row: its name, its help and where its value stands. Moves have their own
-(move_rows.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
+(moves.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.model import Tier
-from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe import moves
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.engine_blocks import Unused
 from perilune_gateway.state.prefix_index import IndexStats
@@ -34,7 +34,7 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("store_time_ratio", "Store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
     ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda e: e.calibration.sends.ratio),
 )  # fmt: skip
-"""perilune_endpoint_<name>{endpoint, role}"""
+"""perilune_endpoint_<name>{endpoint}"""
 
 EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("batches", "KV event batches received."),
@@ -50,7 +50,7 @@ EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Others may run between two of them."""
+    """One metric family after the other."""
     yield from _endpoints(snapshot.endpoints)
     index = snapshot.index
     yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
@@ -63,20 +63,18 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
     in_part = "Bodies of which only what is new was parsed: the rest was known."
     yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
-    known = "Short bodies that came before, byte for byte: neither parsed nor tokenized again."
-    yield _counter("bodies_known", known, snapshot.bodies_known)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
-        yield from move_rows.families(snapshot.moves)
+        yield from moves.families(snapshot.moves)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 
 
 def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
     for name, text, value in LOAD_GAUGES:
-        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint", "role"))
+        load = GaugeMetricFamily(f"perilune_endpoint_{name}", text, labels=("endpoint",))
         for stats in endpoints:
-            load.add_metric((stats.endpoint.address, stats.endpoint.role.value), value(stats))
+            load.add_metric((stats.endpoint.address,), value(stats))
         yield load
     blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
     speculative = GaugeMetricFamily(

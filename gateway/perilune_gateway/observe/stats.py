@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf, nan
-from typing import TYPE_CHECKING
 
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
-
-if TYPE_CHECKING:
-    from perilune_gateway.moves.planner import PlannerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +83,7 @@ class Snapshot:
     sessions_bound: int = 0
     sessions_evicted: int = 0
     bodies_parsed_in_part: int = 0
-    """Requests' bodies that begin as an earlier one did, see `known_bodies`."""
-    bodies_known: int = 0
-    """Those that came before, byte for byte, see `known_prompts`."""
+    """Number of bodies that begin as an earlier one did; see `request.known_bodies`."""
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
     """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None

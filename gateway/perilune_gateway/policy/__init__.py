@@ -1,66 +1,86 @@
-"""Routing policies: one file each, one function each, chosen by name.
+"""Routing policies: one file each, one function each, chosen by name. Those of other
+systems are in `others/`.
 
-A policy is pure and synchronous: `(request, candidates, params, rng) -> Decision | Refusal | NeedBody`.
-Candidates are the endpoints that passed every check, at least one, in the pool's order. Lower cost is
-better. It answers NEED_BODY where the headers alone (`request.phase`) do not suffice. It never
-records: that is the router's part. To add one: a function, a line here, and a table of cases in the tests.
+A policy is pure and synchronous: `(request, candidates, its parameters, rng) -> Decision | Refusal |
+NeedBody`; one without parameters takes none. Candidates are the endpoints that passed every check, at least
+one, in the pool's order. Lower cost is better. A policy answers NEED_BODY where the headers alone
+(`request.phase`) do not suffice. It never records: that is the router's part.
 
-Where some candidate is for prefill only, policies that know roles choose an endpoint for each part; only the
-simulator has such candidates. SIMULATED_ONLY names those that make no sense otherwise.
+To add one: a function, a line in POLICIES, a member of `PolicyName` (perilune_api/policies.py) and, where it
+has parameters, a struct and a field of `PolicyParams` there, and a table of cases in the tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import TypeVar
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyName, PolicyParams
 from perilune_gateway.model import Candidate, RequestView, Verdict
-from perilune_gateway.policy.conductor import conductor
-from perilune_gateway.policy.dynamo import dynamo
-from perilune_gateway.policy.dynamo_disagg import dynamo_disagg
-from perilune_gateway.policy.dynamo_product import dynamo_product
-from perilune_gateway.policy.dynamo_v1 import dynamo_v1
 from perilune_gateway.policy.ear import ear
-from perilune_gateway.policy.kv_linear import kv_linear
 from perilune_gateway.policy.least_loaded import least_loaded
-from perilune_gateway.policy.lmetric import lmetric
-from perilune_gateway.policy.lmetric_plus_one import lmetric_plus_one
-from perilune_gateway.policy.mooncake import mooncake
+from perilune_gateway.policy.others.conductor import conductor
+from perilune_gateway.policy.others.dynamo import dynamo
+from perilune_gateway.policy.others.dynamo_product import dynamo_product
+from perilune_gateway.policy.others.dynamo_v1 import dynamo_v1
+from perilune_gateway.policy.others.kv_linear import kv_linear
+from perilune_gateway.policy.others.lmetric import lmetric
+from perilune_gateway.policy.others.lmetric_plus_one import lmetric_plus_one
+from perilune_gateway.policy.others.mooncake import mooncake
 from perilune_gateway.policy.perilune import perilune
 from perilune_gateway.policy.power_of_two import power_of_two
 from perilune_gateway.policy.random import random
 from perilune_gateway.policy.round_robin import round_robin
-from perilune_gateway.policy.static_pd import static_pd
 from perilune_gateway.policy.sticky import sticky
 
 Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
+"""A policy as others call it: with the blocks of all policies, of which it gets its own."""
+Plain = Callable[[RequestView, Sequence[Candidate], Random], Verdict]
+_Block = TypeVar("_Block")
+
+
+def with_block(
+    policy: Callable[[RequestView, Sequence[Candidate], _Block, Random], Verdict],
+    block: Callable[[PolicyParams], _Block],
+) -> Policy:
+    """The policy, given its block of the parameters."""
+
+    def decide(
+        request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    ) -> Verdict:
+        return policy(request, candidates, block(params), rng)
+
+    return decide
+
+
+def without_block(policy: Plain) -> Policy:
+    """The policy, which has no parameters."""
+
+    def decide(
+        request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    ) -> Verdict:
+        return policy(request, candidates, rng)
+
+    return decide
+
 
 POLICIES: Mapping[str, Policy] = {
-    "conductor": conductor,
-    "dynamo": dynamo,
-    "dynamo_disagg": dynamo_disagg,
-    "dynamo_product": dynamo_product,
-    "dynamo_v1": dynamo_v1,
-    "ear": ear,
-    "kv_linear": kv_linear,
-    "least_loaded": least_loaded,
-    "lmetric": lmetric,
-    "lmetric_plus_one": lmetric_plus_one,
-    "mooncake": mooncake,
-    "perilune": perilune,
-    "power_of_two": power_of_two,
-    "random": random,
-    "round_robin": round_robin,
-    "static_pd": static_pd,
-    "sticky": sticky,
+    PolicyName.CONDUCTOR: with_block(conductor, lambda params: params.conductor),
+    PolicyName.DYNAMO: with_block(dynamo, lambda params: params.dynamo),
+    PolicyName.DYNAMO_PRODUCT: with_block(dynamo_product, lambda params: params.dynamo_product),
+    PolicyName.DYNAMO_V1: with_block(dynamo_v1, lambda params: params.dynamo_v1),
+    PolicyName.EAR: with_block(ear, lambda params: params.ear),
+    PolicyName.KV_LINEAR: with_block(kv_linear, lambda params: params.kv_linear),
+    PolicyName.LEAST_LOADED: without_block(least_loaded),
+    PolicyName.LMETRIC: without_block(lmetric),
+    PolicyName.LMETRIC_PLUS_ONE: without_block(lmetric_plus_one),
+    PolicyName.MOONCAKE: without_block(mooncake),
+    PolicyName.PERILUNE: with_block(perilune, lambda params: params.perilune),
+    PolicyName.POWER_OF_TWO: without_block(power_of_two),
+    PolicyName.RANDOM: without_block(random),
+    PolicyName.ROUND_ROBIN: without_block(round_robin),
+    PolicyName.STICKY: without_block(sticky),
 }
+"""Every policy that a pool may name."""
 
-SIMULATED_ONLY: Mapping[str, str] = {
-    "dynamo_disagg": "it puts prefills into a queue of their own",
-    "static_pd": "it prefills on one endpoint and decodes on another",
-}
-"""Policies that a gateway cannot carry out, and why: an external processor cannot issue the prefill leg."""
-
-LIVE: Mapping[str, Policy] = {name: policy for name, policy in POLICIES.items() if name not in SIMULATED_ONLY}
-
-MOVES_SESSIONS = frozenset({"ear", "perilune"})
+MOVES_SESSIONS = frozenset({PolicyName.EAR, PolicyName.PERILUNE})
 """Policies that move sessions from hot hosts in their own decisions."""

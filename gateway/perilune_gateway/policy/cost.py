@@ -19,16 +19,15 @@ not, so either all of it or nothing is best. For the same reason more overlap ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from math import inf
-from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
-from perilune_api.pool import PolicyParams, Role
-from perilune_gateway.model import Candidate, Cost, Load, RequestView
-from perilune_gateway.routing.rows import Costs, addresses, find, loads, totals
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Migration
+from perilune_gateway.model import Candidate, Cost, RequestView
 
 
 class Source(StrEnum):
@@ -41,9 +40,6 @@ class Source(StrEnum):
     PEER = "peer"
 
 
-_new = tuple.__new__
-_business = itemgetter(*map(Load._fields.index, ("pending_prefill_tokens", "in_flight", "sessions")))
-"""Of a load; by place is half the cost of by name."""
 SAME_SHARE, SAME_S = 0.05, 0.01
 """Costs that differ by no more than that share and seconds are not told apart."""
 
@@ -64,17 +60,16 @@ def draw(candidates: Sequence[Candidate], keys: Sequence[object], rng: Random) -
 
 
 def cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
-    """The one with the lowest total; `costs` in the candidates' order."""
-    total = totals(costs)
-    return draw(candidates, [total[address] for address in addresses(candidates)], rng)
+    """The candidate with the lowest total. `costs` holds one of every candidate, and may hold others."""
+    total = {cost.address: cost.total for cost in costs}
+    return draw(candidates, [total[c.endpoint.address] for c in candidates], rng)
 
 
 def nearly_cheapest(candidates: Sequence[Candidate], costs: Sequence[Cost], rng: Random) -> Candidate:
-    """Of those whose cost in seconds is not told apart from the lowest, the one with the fewest sessions; a
-    draw among equals."""
-    total = totals(costs)
-    limit = nearly(min(total.values()))
-    equal = [c for c in candidates if total[c.address] <= limit]
+    """The one with the fewest sessions among those whose cost in seconds is nearly the lowest; a draw among
+    equals. `costs` in the candidates' order."""
+    limit = nearly(min(cost.total for cost in costs))
+    equal = [c for c, cost in zip(candidates, costs, strict=True) if cost.total <= limit]
     return lowest(equal, lambda c: c.load.sessions, rng)
 
 
@@ -86,11 +81,17 @@ def nearly(cost_s: float) -> float:
 def least_pending(candidates: Sequence[Candidate], rng: Random, near: str = "") -> Candidate:
     """Fewest pending prefill tokens; of those `near`, if it is one; then fewest requests in flight, then
     fewest sessions; the rest is a draw, so that equal endpoints share the work."""
-    keys = list(map(_business, loads(candidates)))
+    loads = [c.load for c in candidates]
+    keys = [(load.pending_prefill_tokens, load.in_flight, load.sessions) for load in loads]
     there = find(candidates, near) if near else None
     if there is not None and there.load.pending_prefill_tokens == min(keys)[0]:
         return there
     return draw(candidates, keys, rng)
+
+
+def find(candidates: Sequence[Candidate], address: str) -> Candidate | None:
+    """The candidate with this address; None if there is none."""
+    return next((c for c in candidates if c.endpoint.address == address), None)
 
 
 def host_of(request: RequestView, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -106,17 +107,6 @@ def near(request: RequestView) -> str:
 
 
 # -- facts ---------------------------------------------------------------------------------------------
-
-
-def is_split(candidates: Iterable[Candidate]) -> bool:
-    """Whether prefill and decode have endpoints of their own. Live they do not: prefill-only endpoints are no
-    candidates."""
-    return any(c.endpoint.role is Role.PREFILL for c in candidates)
-
-
-def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Those that do that part of the work; all where none is made for it."""
-    return [c for c in candidates if c.endpoint.role in (role, Role.BOTH)] or candidates
 
 
 def held_tokens(candidate: Candidate) -> int:
@@ -136,24 +126,22 @@ def blocks(tokens: float, request: RequestView) -> float:
 # -- costs in tokens -------------------------------------------------------------------------------------
 
 
-def pending_costs(candidates: Sequence[Candidate]) -> Costs:
+def pending_costs(candidates: Sequence[Candidate]) -> list[Cost]:
     """Cost = pending prefill tokens; the terms are what `least_pending` compares."""
-    return Costs(addresses(candidates), _pending, candidates, _pending_terms)
-
-
-def _pending(candidates: Sequence[Candidate]) -> list[float]:
-    return [float(load[0]) for load in loads(candidates)]  # a third of what the name would cost
-
-
-def _pending_terms(candidate: Candidate) -> dict[str, float]:
-    _, load, overlap, prefill_s, *_ = candidate
-    return {
-        "pending_prefill_tokens": float(load.pending_prefill_tokens),
-        "pending_prefill_s": load.pending_prefill_s,
-        "in_flight": float(load.in_flight),
-        "cached_tokens": float(overlap.device_tokens),
-        "prefill_s": prefill_s,
-    }
+    return [
+        Cost(
+            c.endpoint.address,
+            float(c.load.pending_prefill_tokens),
+            {
+                "pending_prefill_tokens": float(c.load.pending_prefill_tokens),
+                "pending_prefill_s": c.load.pending_prefill_s,
+                "in_flight": float(c.load.in_flight),
+                "cached_tokens": float(c.overlap.device_tokens),
+                "prefill_s": c.prefill_s,
+            },
+        )
+        for c in candidates
+    ]
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------
@@ -196,40 +184,21 @@ class Seconds(NamedTuple):
         return Cost(address, self.total_s, self.terms)
 
 
-def seconds(candidate: Candidate, request: RequestView, params: PolicyParams) -> Seconds:
-    """The request's cost there."""
-    return all_seconds((candidate,), request, params)[0]
-
-
-def all_seconds(candidates: Iterable[Candidate], request: RequestView, params: PolicyParams) -> list[Seconds]:
-    """The request's cost on each. About 1 µs an idle endpoint: what depends on the engine and on how much it
-    holds is computed once for all that are alike."""
-    prompt, prefix, interference = request.prompt_tokens, request.prefix, params.interference_weight
-    alone: dict[tuple[int, int], float] = {}
-    found: list[Seconds] = []
-    for candidate in candidates:
-        _, load, (device, host, stored), _, _, _, engine, _, _ = candidate
-        same = id(engine)
-        disturbed = interference * load.in_flight
-        if prefix.pullable or host > device or stored > device:
-            source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
-        else:
-            source, peer, cached, fetch_s = Source.DEVICE, "", device, 0.0
-            if (at := alone.get((same, device))) is None:
-                at = alone[same, device] = engine.prefill_s(prompt - device, device)
-            prefill_s = at
-        cost = (
-            load.pending_prefill_s,
-            fetch_s,
-            prefill_s,
-            _company_s(candidate, request, params) if load.in_flight else 0.0,
-            disturbed * prefill_s,
-            source,
-            peer,
-            cached,
-        )
-        found.append(_new(Seconds, cost))
-    return found
+def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams) -> Seconds:
+    """What the request costs on this endpoint."""
+    load = candidate.load
+    disturbed = params.interference_weight * load.in_flight
+    source, peer, cached, fetch_s, prefill_s = cheapest_fetch(candidate, request, 1.0 + disturbed)
+    return Seconds(
+        load.pending_prefill_s,
+        fetch_s,
+        prefill_s,
+        _company_s(candidate, request, params) if load.in_flight else 0.0,
+        disturbed * prefill_s,
+        source,
+        peer,
+        cached,
+    )
 
 
 def cheapest_fetch(
@@ -237,7 +206,10 @@ def cheapest_fetch(
 ) -> tuple[Source, str, int, float, float]:
     """Where to take the cached part from: (source, peer, tokens cached then, seconds of fetching, seconds of
     prefill) with the smallest fetching + weight × prefill."""
-    engine, best_s, best = candidate.engine, inf, None
+    engine, overlap, best_s, best = candidate.engine, candidate.overlap, inf, None
+    device = overlap.device_tokens
+    if not request.prefix.pullable and device >= overlap.host_tokens and device >= overlap.store_tokens:
+        return Source.DEVICE, "", device, 0.0, engine.prefill_s(request.prompt_tokens - device, device)
     for source, peer, tokens, fetch_s in fetches(candidate, request):
         prefill_s = engine.prefill_s(request.prompt_tokens - tokens, tokens)
         if (sum_s := fetch_s + prefill_s * prefill_weight) < best_s:
@@ -266,7 +238,7 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[Source
             yield Source.PEER, peer, tokens, pull_s
 
 
-def _company_s(candidate: Candidate, request: RequestView, params: PolicyParams) -> float:
+def _company_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:
     """Seconds that those in flight there add to this request's decoding."""
     load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
     output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)
@@ -292,13 +264,13 @@ def tpot_s(candidate: Candidate, request: RequestView, at_s: float) -> float:
     return candidate.engine.decode_step_s(round(sequences) + 1, round(context) + request.prompt_tokens)
 
 
-def remaining_turns(turns: int, params: PolicyParams) -> float:
+def remaining_turns(turns: int, params: Migration) -> float:
     """Turns that a session is expected to have left after this one: as many as it has had. (Turn counts have
     a Pareto tail of exponent about 1.15, whose median residual life is 0.83 times its age.)"""
     return min(float(max(turns, 1)), params.max_remaining_turns)
 
 
-def lasting_turns(turns: int, params: PolicyParams) -> float:
+def lasting_turns(turns: int, params: Migration) -> float:
     """How many turns' worth of today's load difference a session still meets: this one in full, each
     later one a share `load_persistence` of the one before."""
     share, left = params.load_persistence, remaining_turns(turns, params) + 1.0

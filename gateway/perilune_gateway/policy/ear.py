@@ -17,7 +17,7 @@ session alone makes any endpoint hot, nor knows endpoints of unequal hardware.
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import EarParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -31,7 +31,7 @@ from perilune_gateway.policy.cost import has_kv_room, host_of, least_pending, ne
 
 
 def ear(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: EarParams, rng: Random
 ) -> Decision | NeedBody:
     """Affinity, and a move when the host is hot."""
     costs = pending_costs(candidates)

@@ -6,13 +6,10 @@ Sees load only: a session's turns are spread, and each endpoint computes the sam
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import least_pending, pending_costs
 
 
-def least_loaded(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
-) -> Decision:
+def least_loaded(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
     """Ties by requests in flight, bound sessions, then by draw."""
     return Decision(least_pending(candidates, rng).address, Reason.LEAST_LOADED, pending_costs(candidates))

@@ -19,10 +19,9 @@ happens less: nothing else has to be switched off.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from random import Random
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -33,19 +32,15 @@ from perilune_gateway.model import (
     Reason,
     RequestView,
 )
-from perilune_gateway.policy.cost import Seconds, all_seconds, cheapest, host_of, nearly_cheapest
-from perilune_gateway.routing.rows import Costs, addresses
-
-_terms = attrgetter("terms")
+from perilune_gateway.policy.cost import Seconds, cheapest, host_of, nearly_cheapest, seconds
 
 
 def perilune(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
+    request: RequestView, candidates: Sequence[Candidate], params: PeriluneParams, rng: Random
 ) -> Decision | NeedBody:
     """Lowest cost, or the host unless leaving it pays."""
-    each, named = all_seconds(candidates, request, params), addresses(candidates)
-    costs = Costs(named, [there.total_s for there in each], each, _terms)
-    here = dict(zip(named, each, strict=True))
+    here = {c.address: seconds(c, request, params) for c in candidates}
+    costs = [there.cost(address) for address, there in here.items()]
     host, by_headers = host_of(request, candidates), request.phase is Phase.HEADERS
     if host is None or request.session is None:
         if by_headers:

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import pending_costs
 
 
-def round_robin(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
-) -> Decision:
+def round_robin(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
     """Endpoint number `ordinal mod n`."""
     chosen = candidates[request.ordinal % len(candidates)]
     return Decision(chosen.address, Reason.ROUND_ROBIN, pending_costs(candidates))

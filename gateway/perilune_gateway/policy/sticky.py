@@ -6,14 +6,11 @@ Best reuse inside a session, no escape from a hot endpoint. Requests without a s
 from collections.abc import Sequence
 from random import Random
 
-from perilune_api.pool import PolicyParams
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import host_of, least_pending, near, pending_costs
 
 
-def sticky(
-    request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
-) -> Decision:
+def sticky(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
     """The session's host if it may be chosen, else the endpoint with the fewest pending tokens."""
     costs = pending_costs(candidates)
     if host := host_of(request, candidates):

@@ -21,8 +21,6 @@ from perilune_api import names
 from perilune_api.pool import SessionKeys
 from perilune_gateway.model import Identity
 
-_new = tuple.__new__
-"""A third of a named tuple's own constructor."""
 MAX_ID = 256
 _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
 """Most requests carry none of these."""
@@ -34,7 +32,7 @@ def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     if keys.cookie and not session_id:
         session_id = _cookie(headers, keys.cookie)
     if _SPECIAL.isdisjoint(headers):
-        return _new(Identity, (_tenant(headers, keys.tenant_header), _bounded(session_id), "", False, False))
+        return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id))
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:
@@ -53,8 +51,8 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
 
 
 def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
-    """With that session."""
-    return _new(Identity, (identity[0], session_id, identity[2], identity[3], inferred))
+    """The identity with this session."""
+    return identity._replace(session_id=session_id, inferred=inferred)
 
 
 @lru_cache(maxsize=16)

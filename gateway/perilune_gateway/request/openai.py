@@ -1,12 +1,13 @@
-"""Body bytes → the few fields that routing needs.
+"""Reads the few fields that routing needs from a request's body, for four APIs.
 
-Steps of `parse`: one typed msgspec decode of the four APIs' fields (everything else is skipped, the
-conversation stays undecoded JSON) → check that model and prompt are there → `ParsedRequest`. Any bytes
-give a value: bad JSON, wrong types and bottomless nesting are Refusals that say where.
+`parse` decodes the body once, into a typed struct of its API: it skips all other fields, keeps the
+conversation as undecoded JSON, checks that model and prompt are there and returns a `ParsedRequest`. It
+returns a value for any bytes: bad JSON, wrong types and too deep nesting give a Refusal that says where the
+problem is.
 
-Costs 25–30 µs for a 130 KB chat body, a quarter of `json.loads`; the conversation is decoded later, by the
-package `tokens`, and only when text must become tokens. Types are read as leniently as the engines read them
-("5" is a number); what only the engine can judge (roles, tools, limits) is left to it.
+A 130 KB chat body takes 25–30 µs, a quarter of `json.loads`. The package `tokens` decodes the conversation
+later, and only when text must become tokens. Types are read as leniently as the engines read them ("5" is a
+number). Roles, tools and limits are not checked, since only the engine can judge them.
 
     POST /v1/chat/completions   messages, tools                       → ChatPrompt
     POST /v1/completions        prompt: text, ids, or a list of those → TextPrompt, TokenPrompt
@@ -25,7 +26,7 @@ from perilune_gateway.model import Refusal, RefuseReason
 
 
 class Api(StrEnum):
-    """The API that a request speaks: decides what its body means and in which form it is refused."""
+    """The API of a request. It decides what the body means and which form a refusal has."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -42,15 +43,15 @@ PATHS: Mapping[str, Api] = {
 
 
 BILLING_MARK = "x-anthropic-billing-header"
-"""Begins a system block that one client writes anew for every request. vLLM drops that block, because it
-would defeat every prefix cache."""
+"""The beginning of a system block that one client writes anew for every request. vLLM drops that block,
+because it would defeat every prefix cache."""
 
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 
 
 class TextPrompt(Struct, frozen=True, gc=False):
-    """Completions: one or more texts, each an engine request of its own."""
+    """Completions: one or more texts; the engine serves each as a separate request."""
 
     texts: tuple[str, ...]
     add_special_tokens: bool = True
@@ -63,7 +64,7 @@ class TokenPrompt(Struct, frozen=True, gc=False):
 
 
 class ChatPrompt(Struct, frozen=True, gc=False):
-    """A conversation that a chat template turns into text; every Raw is the body's own JSON or empty."""
+    """A conversation that a chat template turns into text. Every Raw is JSON as the body has it, or empty."""
 
     messages: Raw
     """An array; for `responses` an array of items or one string."""
@@ -74,7 +75,7 @@ class ChatPrompt(Struct, frozen=True, gc=False):
     template_kwargs: Raw = Raw()
     reasoning_effort: str = ""
     own_template: str = ""
-    """A chat template that the request brings along."""
+    """The request's own chat template; empty when it has none."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -84,29 +85,30 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class ParsedRequest(Struct, frozen=True, gc=False):
-    """What routing needs of a request. Absent strings are empty, absent numbers 0."""
+    """The fields of a request that routing needs. Absent strings are empty, absent numbers 0."""
 
     api: Api
     model: str
     prompt: Prompt
     stream: bool = False
     max_output_tokens: int = 0
-    """The request's own bound; 0: none."""
+    """The request's own limit; 0 means none."""
     session_id: str = ""
     """Body `session_id`, else `vllm_xargs.session_id`, else `metadata.session_id`."""
     prompt_cache_key: str = ""
     user: str = ""
     """Body `user`; Anthropic: `metadata.user_id`."""
     previous_response_id: str = ""
-    """Set: the engine prepends a conversation that this body does not show."""
+    """When set, the engine prepends a stored conversation that this body does not contain."""
     cache_salt: str = ""
     priority: int = 0
 
     def prefix_text(self) -> bytes | memoryview:
-        """Text whose common leading bytes stand for common leading tokens: what a byte estimate hashes.
+        """The bytes that are hashed when the prompt's tokens are only estimated.
 
-        System (unless BILLING_MARK spoils it), tools, then messages, as the body writes them: a
-        conversation that grew by a turn extends it. Empty for ids. Of messages alone no copy is made.
+        Two prompts with the same leading tokens have the same leading bytes here: system (unless it has a
+        BILLING_MARK), tools, then messages, as the body writes them, so a conversation that grew by a turn
+        extends the earlier one. Empty for token ids. Messages alone are not copied.
         """
         match self.prompt:
             case ChatPrompt() as chat:
@@ -127,23 +129,23 @@ def _is_marked(system: Raw) -> bool:
 
 
 def is_model_path(path: str) -> bool:
-    """Whether a POST to this path (query string ignored) is a request for the model."""
+    """Whether a POST to this path is a request for the model. The query string is ignored."""
     return path.partition("?")[0] in PATHS
 
 
 def api_of(path: str) -> Api | None:
-    """The API of a path, query string ignored; None: not a model path."""
+    """The API of a path, or None when it is no model path. The query string is ignored."""
     return PATHS.get(path.partition("?")[0])
 
 
 def with_priority(body: bytes, priority: int) -> bytes:
-    """A body that `parse` has accepted, with the engine's `priority` in it. Written at its end, since the
-    last of two equal names is the one that counts. Costs one copy of the body."""
+    """Adds the engine's `priority` to a body that `parse` has accepted. The field is written at the end,
+    because engines take the last of two equal names. Costs one copy of the body."""
     end = body.rindex(b"}")
     return b'%b,"priority":%d%b' % (body[:end], priority, body[end:])
 
 
-# What the bodies look like. Optional everywhere: clients send null for "not set".
+# The fields of the bodies. All are optional, since clients send null for "not set".
 
 
 class _Metadata(Struct, frozen=True):
@@ -217,7 +219,7 @@ _ID_LISTS = msgspec.json.Decoder(tuple[list[TokenId], ...])
 
 
 class _RefusedError(Exception):
-    """A field is missing or has the wrong shape; never leaves `parse`."""
+    """A field is missing or has the wrong shape. `parse` turns it into a Refusal."""
 
     def __init__(self, message: str, reason: RefuseReason = RefuseReason.BAD_REQUEST) -> None:
         super().__init__(message)
@@ -225,9 +227,9 @@ class _RefusedError(Exception):
 
 
 def parse(path: str, body: bytes) -> ParsedRequest | Refusal:
-    """What routing needs of a body, or why it is refused (400).
+    """The fields that routing needs, or a Refusal (status 400). Never raises, whatever the bytes are.
 
-    Never raises, whatever the bytes. A path that is no model path (see `is_model_path`) is a BAD_REQUEST.
+    A path that is no model path (see `is_model_path`) is refused as BAD_REQUEST.
     """
     api = api_of(path)
     if api is None:
@@ -345,7 +347,7 @@ def _request(
 
 
 def _completion_prompt(raw: Raw, special: bool) -> TextPrompt | TokenPrompt:
-    """`"…"`, `["…"]`, `[1, 2]` or `[[1], [2]]`, told apart by the first two characters."""
+    """Reads `"…"`, `["…"]`, `[1, 2]` or `[[1], [2]]`; the first two characters tell which it is."""
     try:
         match bytes(memoryview(raw)[:64]).translate(None, b" \t\r\n")[:2]:
             case b'["':
@@ -362,7 +364,7 @@ def _completion_prompt(raw: Raw, special: bool) -> TextPrompt | TokenPrompt:
 
 
 def _given(raw: Raw) -> Raw:
-    """`null` counts as absent."""
+    """The value, or an empty Raw for `null`."""
     return Raw() if raw == _NULL else raw
 
 
@@ -395,7 +397,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-# Answers instead of an endpoint.
+# The bodies of refusals.
 
 _OPENAI_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 _ANTHROPIC_TYPES = {
@@ -409,8 +411,8 @@ _ABOUT_MODEL = (RefuseReason.NO_MODEL, RefuseReason.UNKNOWN_MODEL)
 
 
 def error_body(status: int, reason: RefuseReason, message: str, path: str = "") -> bytes:
-    """JSON of a refusal in the form of the API that `path` belongs to: Anthropic's for /v1/messages, else
-    OpenAI's. `code` is the RefuseReason."""
+    """The JSON body of a refusal: in Anthropic's form for /v1/messages, else in OpenAI's, whose `code` is the
+    RefuseReason."""
     error: dict[str, str | None]
     if api_of(path) is Api.MESSAGES:
         error = {"type": _ANTHROPIC_TYPES.get(status, "invalid_request_error"), "message": message}

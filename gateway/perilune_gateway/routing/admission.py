@@ -1,9 +1,8 @@
-"""Which endpoints a request may go to, and whether it may go at all.
+"""Admission: which endpoints a request may go to, and whether it may go at all.
 
-Small functions. BEFORE holds those that say of one endpoint whether it may be chosen; the first that says
-no gives the exclusion its name. `fits_context`, `not_overloaded` and `meets_slo` may refuse the request as a
-whole: the last by prediction, before any GPU work, and only where waiting would help, so never on an idle
-fleet.
+`exclusion` says of one endpoint whether it may be chosen. `fits_context`, `not_overloaded` and `meets_slo`
+may refuse the request as a whole. `meets_slo` goes by prediction, before any GPU work, and refuses only if
+waiting would help, so never on an idle fleet.
 
 Priority levels: each level above 0 doubles the backlog that a request may find, each below halves it.
 """
@@ -11,12 +10,11 @@ Priority levels: each level above 0 doubles the backlog that a request may find,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
 
-from perilune_api.pool import Limits, Role
+from perilune_api.pool import Limits
 from perilune_gateway.model import (
     Candidate,
     Refusal,
@@ -26,10 +24,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.policy.cost import cheapest_fetch, tpot_s
-from perilune_gateway.routing.rows import loads
-
-if TYPE_CHECKING:
-    from perilune_gateway.state.fleet import EndpointView
+from perilune_gateway.state.fleet import EndpointView
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,49 +36,35 @@ class Wanted:
     """Its session's host: it may stay there while that endpoint drains."""
 
 
-def in_subset(endpoint: EndpointView, wanted: Wanted) -> bool:
-    """The proxy's subset hint names it, or there is none."""
-    return wanted.subset is None or endpoint.endpoint.address in wanted.subset
+def exclusion(view: EndpointView, wanted: Wanted) -> str:
+    """Why the endpoint may not be chosen; empty if it may.
+
+    `subset`: the proxy's subset hint does not name it. `not_ready`: it is listed as not ready, or was found
+    dead. `draining`: it drains, and is not the session's host.
+    """
+    endpoint = view.endpoint
+    if wanted.subset is not None and endpoint.address not in wanted.subset:
+        return "subset"
+    if not endpoint.ready:
+        return "not_ready"
+    if endpoint.draining and endpoint.address != wanted.host:
+        return "draining"
+    return ""
 
 
-def is_ready(endpoint: EndpointView, wanted: Wanted) -> bool:
-    """Listed as ready, and nobody found it dead."""
-    return endpoint.endpoint.ready
-
-
-def takes_sessions(endpoint: EndpointView, wanted: Wanted) -> bool:
-    """A draining endpoint keeps the sessions it has and takes no other."""
-    return not endpoint.endpoint.draining or endpoint.endpoint.address == wanted.host
-
-
-def serves_whole_requests(endpoint: EndpointView, wanted: Wanted) -> bool:
-    """A prefill-only endpoint cannot answer by itself."""
-    return endpoint.endpoint.role is not Role.PREFILL
-
-
-BEFORE: Mapping[str, Callable[[EndpointView, Wanted], bool]] = {
-    "subset": in_subset,
-    "not_ready": is_ready,
-    "draining": takes_sessions,
-    "role": serves_whole_requests,
-}
-"""By the name that an exclusion gets."""
-
-
-def split(endpoints: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
-    """Those that may be chosen, and the others with the name of the check that they failed."""
+def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
+    """The endpoints that may be chosen, and the others by address with the name of the check they failed."""
     eligible: list[EndpointView] = []
     excluded: dict[str, str] = {}
-    for endpoint in endpoints:
-        failed = next((name for name, check in BEFORE.items() if not check(endpoint, wanted)), "")
-        if failed:
-            excluded[endpoint.endpoint.address] = failed
+    for view in views:
+        if why := exclusion(view, wanted):
+            excluded[view.endpoint.address] = why
         else:
-            eligible.append(endpoint)
+            eligible.append(view)
     return eligible, excluded
 
 
-def nobody(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
+def no_endpoint(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
     """Why no endpoint is left (503)."""
     if wanted.subset is not None and all(why == "subset" for why in excluded.values()):
         return Refusal(
@@ -113,7 +94,7 @@ def not_overloaded(candidates: Sequence[Candidate], limits: Limits, level: int =
     if not limits.max_pending_seconds:
         return None
     allowed_s = limits.max_pending_seconds * 2.0**level
-    shortest_s = min(load.pending_prefill_s for load in loads(candidates))
+    shortest_s = min(c.load.pending_prefill_s for c in candidates)
     if shortest_s <= allowed_s:
         return None
     return Refusal(

@@ -1,134 +1,164 @@
-"""Candidates: one row of facts per endpoint, for every decision, so made cheaply (`rows.Rows`).
+"""Gathers the facts of a decision: the endpoints that may serve a request, and one `Candidate` for each.
 
-What changes rarely is kept: speeds until something is observed (`calibration.changes`), ten seconds at most,
-since what was learned of the store fades; links to the same few holders until the endpoints change or a
-transfer was observed.
+1. `find_eligible` keeps the endpoints that pass the checks of admission.BEFORE.
+2. `estimate_from_session` is for a request whose body is not read. The prompt's length follows from the
+   body's, and the session's host is taken to hold the session's context.
+3. `look_up` is for a prompt whose blocks are known. The prefix index says what every endpoint holds of it.
 
-Costs some µs, whatever the number of endpoints, and 0.4 µs for each if a policy looks at all of them. Keeps
-nothing of a request.
+Reads state and changes nothing, except that the index drops claims that have expired. Costs about 1 µs per
+endpoint, and the index's look-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import inf
-from operator import itemgetter
 
+from perilune_api.pool import Pool
 from perilune_api.topology import Link
-from perilune_gateway.model import Endpoint, EngineModel, Overlap
-from perilune_gateway.routing.rows import Rows
-from perilune_gateway.state.calibration import Calibration
+from perilune_gateway.model import (
+    Candidate,
+    EngineModel,
+    Location,
+    Overlap,
+    Prefix,
+    Tokens,
+    TokenSource,
+)
+from perilune_gateway.request import block_hashes
+from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.routing import admission
+from perilune_gateway.routing.context import Prompt, RequestContext
 from perilune_gateway.state.fleet import EndpointView
+from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.prefix_index import Matches
+from perilune_gateway.state.sessions import Session
 
-SPEEDS_S = 10.0
-"""What was learned of the store fades by a hundredth meanwhile."""
-MAX_REMEMBERED = 256
-"""Sets of holders whose links are remembered."""
-Speed = tuple[EngineModel, float]
-"""Engine as fast as observed, observed / predicted seconds to the first token."""
-Links = list[Mapping[str, Link] | None]
-_endpoint = itemgetter(0)
+MAX_LOCATIONS = 4
+"""A policy is told at most this many holders of the longest prefix."""
+NOTHING_HELD = Overlap()
 
 
-class Candidates:
-    """Makes the rows of one pool."""
+class CandidateBuilder:
+    """Builds the candidates of one pool's requests."""
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration = calibration
-        self._engines: dict[tuple[float, float], EngineModel] = {}
-        """By observed / predicted, of prefill and of the store."""
-        self._endpoints: tuple[Endpoint, ...] = ()
-        """Of the last rows. What follows is of each of them, in their order."""
-        self._addresses: list[str] = []
-        self._positions: dict[str, int] = {}
-        self._speeds: tuple[list[EngineModel], list[float]] = ([], [])
-        self._alike = False
-        """All engines are equally fast."""
-        self._links: dict[tuple[str, ...], Links] = {}
-        """By holders: links to them; None: not looked at yet."""
-        self._seen = -1
-        """`calibration.changes` when the speeds were made."""
-        self._until = inf
-        """When they are made anew all the same."""
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+        self._chains = block_hashes.Chains()
 
-    def configure(self, engine: EngineModel) -> None:
-        """`engine`: the pool's, nothing observed. Call it whenever the endpoints change."""
-        self._engine = engine
-        self._engines.clear()
-        self._endpoints = ()
-        self._seen = -1
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        self._model = pool.spec.model
+        self._block_size = pool.spec.engine.block_size
 
-    def rows(
+    def find_eligible(self, context: RequestContext) -> None:
+        """Fill in which endpoints may be chosen. Endpoints whose metrics fail are tried only if no other is
+        left."""
+        fleet, wanted = self._state.fleet, wanted_by(context)
+        views = fleet.recent(context.now, self._state.sessions.bound)
+        context.eligible, context.excluded = admission.split(views, wanted)
+        if not context.eligible:
+            views = fleet.with_silent(views, context.now)
+            context.eligible, context.excluded = admission.split(views, wanted)
+
+    def estimate_from_session(self, context: RequestContext, session: Session, body_bytes: int) -> None:
+        """Fill in prompt, prefix and candidates from the session and the body's length alone."""
+        tokens = max(1, session.estimate_tokens(body_bytes, self._model.bytes_per_token))
+        context.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=body_bytes)
+        rewritten = 0 < body_bytes < session.body_bytes  # it may differ from the last prompt anywhere
+        held = 0 if rewritten else min(self._state.held_tokens(session, context.now), self.cacheable(tokens))
+        if held:
+            context.prefix = Prefix((Location(session.host, held),))
+        overlaps = {session.host: Overlap(held, held, held)}
+        context.candidates = self._candidates(context, tokens, overlaps, NOTHING_HELD)
+
+    def look_up(self, context: RequestContext) -> Matches:
+        """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer."""
+        index, prompt, now = self._state.index, context.prompt, context.now
+        index.expire(now)
+        matches = index.find_matches(prompt.blocks, now)
+        limit = self.cacheable(prompt.tokens)
+        hits, _, score = index.statistics(prompt.blocks, matches, now)
+        context.prefix = Prefix(self._locations(matches, limit), hits, score)
+        in_store = Overlap(0, 0, min(matches.store * self._block_size, limit))
+        context.candidates = self._candidates(
+            context, prompt.tokens, self._overlaps(matches, limit), in_store
+        )
+        return matches
+
+    def hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
+        """Our hashes of the prompt's full blocks; of its text if its token ids are not known."""
+        root = block_hashes.prefix_root(lora, request.cache_salt)
+        if tokens.ids is not None:
+            return self._chains.tokens(tokens.ids, self._block_size, root)
+        model = self._model
+        text = request.prefix_text()[: int(model.context_tokens * model.bytes_per_token)]
+        return self._chains.text(text, int(self._block_size * model.bytes_per_token), root)
+
+    def cacheable(self, prompt_tokens: int) -> int:
+        """The most tokens of a prompt that a cache can serve: whole blocks, and never the last token."""
+        return max(0, prompt_tokens - 1) // self._block_size * self._block_size
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _candidates(
         self,
-        views: Sequence[EndpointView],
-        tokens: int,
+        context: RequestContext,
+        prompt_tokens: int,
         overlaps: Mapping[str, Overlap],
         elsewhere: Overlap,
-        holders: tuple[str, ...],
-        now: float,
-    ) -> Rows:
-        """`elsewhere`: of the endpoints that are not in `overlaps`. `holders`: of the prefix, links to whom
-        are wanted."""
-        endpoints = tuple(map(_endpoint, views))
-        if endpoints != self._endpoints:
-            self._endpoints, self._addresses = endpoints, [endpoint.address for endpoint in endpoints]
-            self._positions = {address: at for at, address in enumerate(self._addresses)}
-            self._links.clear()
-            self._seen = -1
-        if self._seen != self._calibration.changes or now >= self._until:
-            self._seen, self._until = self._calibration.changes, now + SPEEDS_S
-            speeds = [self._speed(address, now) for address in self._addresses]
-            self._speeds = ([engine for engine, _ in speeds], [ratio for _, ratio in speeds])
-            self._alike = all(engine is speeds[0][0] for engine, _ in speeds)
-        engines, ttft_ratios = self._speeds
-        return Rows(
-            views,
-            self._addresses,
-            self._positions,
-            tokens,
-            overlaps,
-            elsewhere,
-            holders,
-            self._links_to(holders, views, now),
-            engines,
-            self._alike,
-            self._calibration.decodes_s,
-            ttft_ratios,
-        )
+    ) -> list[Candidate]:
+        """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`."""
+        calibration, now = self._state.calibration, context.now
+        prefill_s: dict[tuple[EngineModel, int], float] = {}
+        candidates = []
+        for view in context.eligible:
+            address = view.endpoint.address
+            speed = calibration.speed(address, now)
+            overlap = overlaps.get(address, elsewhere)
+            device = overlap.device_tokens
+            alike = (speed.engine, device)
+            if alike not in prefill_s:
+                prefill_s[alike] = speed.engine.prefill_s(prompt_tokens - device, device)
+            candidates.append(
+                Candidate(
+                    view.endpoint,
+                    view.load,
+                    overlap,
+                    prefill_s[alike],
+                    view.seconds_since_move,
+                    self._links(view, context.prefix, now),
+                    speed.engine,
+                    speed.decode_s,
+                    speed.ttft_ratio,
+                )
+            )
+        return candidates
 
-    def engine_of(self, address: str, now: float) -> EngineModel:
-        """As fast as it was observed to be, to a hundredth."""
-        return self._speed(address, now)[0]
+    def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
+        """Links to the holders of the prefix, as slow as they were observed to be."""
+        here, slowdown = view.endpoint.address, self._state.calibration.slowdown
+        return {
+            there: view.links[there]._replace(slowdown=slowdown(there, here, now))
+            for there, _ in prefix.locations
+            if there in view.links
+        }
 
-    def _speed(self, address: str, now: float) -> Speed:
-        calibration = self._calibration
-        ratio = round(calibration.prefill_ratio(address, now), 2)
-        store_ratio = round(calibration.store_ratio(address, now), 1)
-        if ratio == store_ratio == 1.0:
-            return self._engine, calibration.ttft_ratio(address, now)
-        engine = self._engines.get((ratio, store_ratio))
-        if engine is None:
-            slower = self._engine.store_bytes_per_s / store_ratio
-            engine = replace(self._engine.scaled(ratio), store_bytes_per_s=slower)
-            self._engines[ratio, store_ratio] = engine
-        return engine, calibration.ttft_ratio(address, now)
+    def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
+        """What each endpoint itself holds, in tokens, at most `limit`."""
+        size = self._block_size
+        return {
+            address: Overlap(*(min(blocks * size, limit) for blocks in matches.of(address)))
+            for address in matches.reach
+        }
 
-    def _links_to(self, holders: tuple[str, ...], views: Sequence[EndpointView], now: float) -> Links:
-        """As slow as they were observed to be, which changes with time; else what is remembered of them."""
-        if self._calibration.transfers:
-            return [self._slow(v, holders, now) for v in views]
-        if len(self._links) >= MAX_REMEMBERED:
-            self._links.clear()
-        links = self._links.get(holders)
-        if links is None:
-            links = self._links[holders] = [None] * len(views)
-        return links
+    def _locations(self, matches: Matches, limit: int) -> tuple[Location, ...]:
+        """The endpoints that hold the most of the prompt. Engines cannot pull from each other yet, so the
+        prefix is not marked as pullable."""
+        held, size = matches.host, self._block_size
+        longest = sorted(held, key=held.__getitem__, reverse=True)[:MAX_LOCATIONS] if limit else ()
+        return tuple(Location(address, min(held[address] * size, limit)) for address in longest)
 
-    def _slow(self, view: EndpointView, holders: Sequence[str], now: float) -> Mapping[str, Link]:
-        here, links = view.endpoint.address, {}
-        for there in holders:
-            if link := view.links.get(there):
-                slowdown = self._calibration.slowdown(there, here, now)
-                links[there] = link if slowdown == link.slowdown else link._replace(slowdown=slowdown)
-        return links
+
+def wanted_by(context: RequestContext) -> admission.Wanted:
+    """What admission must know of the request."""
+    return admission.Wanted(context.head.subset, context.session.host if context.session else "")

@@ -15,10 +15,10 @@ from perilune_gateway.routing import admission
 
 
 def decide(
-    request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, dice: Random
+    request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, rng: Random
 ) -> Verdict:
     """`policy`: a name in POLICIES, not always the one that `routing` names."""
-    verdict = POLICIES[policy](request, candidates, routing.params, dice)
+    verdict = POLICIES[policy](request, candidates, routing.policy, rng)
     if not isinstance(verdict, Decision):
         return verdict
     if refusal := admission.not_overloaded(candidates, routing.limits, request.level):

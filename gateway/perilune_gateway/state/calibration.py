@@ -20,13 +20,18 @@ reading changes nothing. Cost: O(1) each.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
+
+from perilune_gateway.model import H20_30B, EngineModel
 
 LOW, HIGH = 0.1, 30.0
 GAIN = 0.1
 HALF_LIFE_S = 600.0
 LEAST_S = 0.05
+SPEED_S = 10.0
+"""What was learned of the store fades by a hundredth in this time, so a speed is read anew after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,32 +113,41 @@ _NEW = _Endpoint()
 """Of an endpoint of which nothing was observed; never written."""
 
 
+class Speed(NamedTuple):
+    """How fast an endpoint is believed to be now."""
+
+    engine: EngineModel
+    """The pool's engine, slowed down or sped up by what was observed there."""
+    decode_s: float
+    """Mean seconds that a request decodes there; 0: unknown."""
+    ttft_ratio: float
+    """Observed / predicted seconds to the first token."""
+
+
 class Calibration:
     """Ratios of a pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineModel = H20_30B) -> None:
+        """`engine`: the pool's engines as believed before anything is observed."""
+        self.engine = engine
+        self._speeds: dict[str, tuple[float, Speed]] = {}
+        """By address: how fast it is believed to be, and until when that holds."""
         self._pool = _Endpoint()
         """All observations of the pool's endpoints, also of those that left."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
-        self.decodes_s: Mapping[str, float] = {}
-        """By address: seconds that a request decodes there, where one has. Never changed, but replaced."""
-        self.changes = 0
-        """Observations so far: while it stays, so do an endpoint's ratios, but that the store's fades."""
-        self.transfers = 0
-        """Of these, transfers: until there is one, every link is as predicted."""
 
     # -- observations ------------------------------------------------------------------------------
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """A prefill took `observed_s` alone on the endpoint."""
-        self.changes += 1
+        self._speeds.clear()
         self._pool.prefill.observe(observed_s, predicted_s, now)
         self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """From a decision to the end of its prefill, queue included."""
-        self.changes += 1
+        self._speeds.clear()
         self._pool.ttft.observe(observed_s, predicted_s, now)
         self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
 
@@ -143,26 +157,24 @@ class Calibration:
         endpoint.decodes += 1
         gain = max(GAIN, 1.0 / endpoint.decodes)
         endpoint.decode_s += (seconds - endpoint.decode_s) * gain
-        self.decodes_s = {**self.decodes_s, address: endpoint.decode_s}
+        self._speeds.pop(address, None)
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """`target` pulled from `source`."""
-        self.transfers += 1
         self._pool.sends.observe(observed_s, predicted_s, now)
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
 
     def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """The endpoint loaded KV from the shared store."""
-        self.changes += 1
+        self._speeds.clear()
         self._pool.store.observe(observed_s, predicted_s, now)
         self._endpoint(address).store.observe(observed_s, predicted_s, now)
 
     def forget(self, address: str) -> None:
         """It left the pool: whoever comes back under its address starts anew."""
-        self.changes += 1
+        self._speeds.clear()
         self._endpoints.pop(address, None)
-        self.decodes_s = {a: decode_s for a, decode_s in self.decodes_s.items() if a != address}
         for link in [link for link in self._links if address in link]:
             del self._links[link]
 
@@ -179,6 +191,24 @@ class Calibration:
 
     def decode_s(self, address: str) -> float:
         return self._known(address).decode_s
+
+    def speed(self, address: str, now: float) -> Speed:
+        """How fast the endpoint is believed to be. Kept for SPEED_S, or until something is observed."""
+        until, speed = self._speeds.get(address, (-inf, None))
+        if speed is None or now >= until:
+            speed = self._speed(address, now)
+            self._speeds[address] = (now + SPEED_S, speed)
+        return speed
+
+    def _speed(self, address: str, now: float) -> Speed:
+        prefill = round(self.prefill_ratio(address, now), 2)
+        store = round(self.store_ratio(address, now), 1)
+        engine = self.engine
+        if prefill != 1.0:
+            engine = engine.scaled(prefill)
+        if store != 1.0:
+            engine = replace(engine, store_bytes_per_s=engine.store_bytes_per_s / store)
+        return Speed(engine, self.decode_s(address), self.ttft_ratio(address, now))
 
     def slowdown(self, source: str, target: str, now: float) -> float:
         """Of a transfer from `source` to `target`."""

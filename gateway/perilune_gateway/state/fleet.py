@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perilune_api.pool import Role, Topology
+from perilune_api.pool import Topology
 from perilune_api.topology import Link
 from perilune_gateway.model import Endpoint, EngineMetrics, Load
 
@@ -33,8 +33,6 @@ RECENT_S = 1.0
 """Ages in a recent view are at most this much too low."""
 FRESH_S = 15.0
 """Engine metrics older than this say nothing about KV room."""
-_new = tuple.__new__
-"""A third of a named tuple's own constructor."""
 
 
 class EndpointView(NamedTuple):
@@ -92,10 +90,10 @@ class Fleet:
         self._recent_until = -inf
         self._changed: set[str] = set()
         """Endpoints of which something has changed since."""
-        self.changed = self._changed.add
-        """Call it with an endpoint whose sessions are more or fewer."""
-        self._excluded: set[str] = set()
-        """Endpoints in it that not every request may go to."""
+
+    def sessions_changed(self, address: str) -> None:
+        """The number of sessions bound to the endpoint has changed."""
+        self._changed.add(address)
 
     # -- endpoints ---------------------------------------------------------------------------------
 
@@ -110,7 +108,6 @@ class Fleet:
             state = self._states[address] = old.get(address) or _State(endpoint, links)
             state.endpoint, state.links, state.position = endpoint, links, position
         self._recent_until = -inf
-        self._excluded.clear()
         return [address for address in old if address not in wanted]
 
     def addresses(self) -> list[str]:
@@ -144,12 +141,6 @@ class Fleet:
         self._changed.clear()
         return self._recent
 
-    @property
-    def all_serve(self) -> bool:
-        """Nothing speaks against any endpoint of the last `recent`: each is ready, none drains, all serve
-        whole requests."""
-        return not self._excluded
-
     def silent(self, now: float) -> set[str]:
         """Endpoints that are not ready for one reason: their metrics, which were read before, fail."""
         return {
@@ -177,47 +168,36 @@ class Fleet:
             self._recent_until = turn
         if self._recent_until > (turn := state.suspect_at + SUSPECT_S) > now:
             self._recent_until = turn
-        endpoint = view[0]
-        if endpoint.ready and not endpoint.draining and endpoint.role is not Role.PREFILL:
-            self._excluded.discard(endpoint.address)
-        else:
-            self._excluded.add(endpoint.address)
         return view
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
-        # comparisons instead of min and max: several are looked at for every decision
-        said, context_tokens = state.metrics, state.context_tokens
-        age_s = now - state.metrics_at if said else inf  # no object of its own for who was never scraped
-        pool = (said.gpu_blocks * said.block_size if said else 0) or self.kv_pool_tokens
-        uncommitted = pool - context_tokens
-        if said and age_s <= FRESH_S:
-            running, waiting, usage = said.running, said.waiting, said.kv_usage
-            free = int(pool * (1.0 - usage))
+        metrics, metrics_age_s = state.metrics, now - state.metrics_at
+        pool = (metrics.kv_tokens if metrics else 0) or self.kv_pool_tokens
+        uncommitted = max(0, pool - state.context_tokens)
+        if metrics and metrics_age_s <= FRESH_S:
+            running, waiting, usage = metrics.running, metrics.waiting, metrics.kv_usage
+            free = min(int(pool * (1.0 - usage)), uncommitted)
         else:
-            running, waiting, free = 0, 0, uncommitted
-            usage = context_tokens / pool if uncommitted > 0 else 1.0
-        if free > uncommitted:
+            running, waiting, usage = 0, 0, min(1.0, state.context_tokens / pool)
             free = uncommitted
-        pending_s = state.pending_s
-        load = (
+        load = Load(
             state.pending_tokens,
-            pending_s if pending_s > 0.0 else 0.0,
+            max(0.0, state.pending_s),
             len(state.in_flight),
             running,
             waiting,
             usage,
-            free if free > 0 else 0,
+            max(0, free),
             sessions,
-            age_s,
+            metrics_age_s,
             state.prefilling,
-            context_tokens,
+            state.context_tokens,
             pool,
         )
         endpoint = state.endpoint
-        if state.suspect_at > -inf and endpoint.ready and self._is_suspect(state, now):
+        if endpoint.ready and self._is_suspect(state, now):
             endpoint = replace(endpoint, ready=False)
-        moved_s = now - state.moved_at if state.moved_at > -inf else inf
-        return _new(EndpointView, (endpoint, _new(Load, load), moved_s, state.links))
+        return EndpointView(endpoint, load, now - state.moved_at, state.links)
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -110,14 +110,14 @@ class _Prompts:
         return map(self.by_tail.__getitem__, filter(self.by_tail.__contains__, ends))
 
 
-def _untold(host: str) -> None:
-    """Nobody wants to know."""
-
-
 class Sessions:
     """All sessions of a pool."""
 
-    def __init__(self, max_sessions: int, idle_s: float) -> None:
+    def __init__(
+        self, max_sessions: int, idle_s: float, on_rebound: Callable[[str], object] = lambda host: None
+    ) -> None:
+        """`idle_s`: a session that was silent for longer is forgotten. `on_rebound` is called with every host
+        whose number of sessions changes."""
         self.max_sessions = max_sessions
         self.idle_s = idle_s
         self.evicted = 0
@@ -132,8 +132,7 @@ class Sessions:
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
         self.bound: Counter[str] = Counter()
         """Sessions by host."""
-        self.rebound: Callable[[str], None] = _untold
-        """Called with every host whose number has changed."""
+        self._on_rebound = on_rebound
         self._at: dict[str, dict[SessionKey, Session]] = {}
         """By host, least recently used first."""
 
@@ -299,7 +298,7 @@ class Sessions:
         if not session.host:
             return
         self.bound[session.host] += 1
-        self.rebound(session.host)
+        self._on_rebound(session.host)
         at = self._at.get(session.host)
         if at is None:
             at = self._at[session.host] = {}
@@ -309,7 +308,7 @@ class Sessions:
         if not session.host:
             return
         self.bound[session.host] -= 1
-        self.rebound(session.host)
+        self._on_rebound(session.host)
         del self._at[session.host][session.key]
         if not self.bound[session.host]:
             del self.bound[session.host], self._at[session.host]

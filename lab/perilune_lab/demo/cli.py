@@ -32,6 +32,7 @@ from msgspec import UnsetType
 from rich.live import Live
 
 from perilune_api import pool
+from perilune_api.policies import EarParams, PolicyChoice, PolicyName
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.client import Load, run_load
@@ -105,6 +106,7 @@ class Demo:
 
     def _stack(self, policy: str) -> Stack:
         o = self.options
+        cooldown_s = COOLDOWN_S / o.time_scale
         return Stack(
             engines=o.endpoints,
             options=EngineOptions(
@@ -113,7 +115,8 @@ class Demo:
                 time_scale=o.time_scale,
             ),
             routing=pool.Routing(
-                policy=policy, params=pool.PolicyParams(cooldown_seconds=COOLDOWN_S / o.time_scale)
+                PolicyChoice(name=PolicyName(policy), ear=EarParams(cooldown_seconds=cooldown_s)),
+                pool.Migration(cooldown_seconds=cooldown_s),
             ),
             programs=self.programs,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.arguments import figure, output
 from perilune_lab.demo.load import usual_time_scale
 
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> Options:
         epilog="example: perilune demo --endpoints 4 --seconds 20 --compare round_robin,sticky --json FILE",
     )
     parser.add_argument("--endpoints", type=_at_least(1, int), default=8, metavar="N", help="default 8")
-    known = ", ".join(sorted(LIVE))
+    known = ", ".join(sorted(POLICIES))
     parser.add_argument("--policy", type=_policy, default="ear", metavar="P", help=f"default ear; {known}")
     parser.add_argument(
         "--compare",
@@ -93,8 +93,8 @@ def _at_least(least: Number, kind: Callable[[str], Number]) -> Callable[[str], N
 
 
 def _policy(text: str) -> str:
-    if text not in LIVE:
-        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(LIVE))})")
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r} (known: {', '.join(sorted(POLICIES))})")
     return text
 
 

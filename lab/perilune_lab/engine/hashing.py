@@ -8,7 +8,7 @@
 
 An event carries a digest's low 64 bits. Sequences share prefixes, so digests are remembered by (parent,
 tokens): a known block costs 0.5 µs, a new one about 4 µs. The memory is two generations of at most
-`_GENERATION` digests. Multimodal keys and prompt embeddings are not produced.
+`GENERATION` digests. Multimodal keys and prompt embeddings are not produced.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from enum import StrEnum
 import cbor2
 import xxhash
 
-_GENERATION = 1 << 16
+GENERATION = 1 << 16
 _FIXED_SEED = "vllm-none-hash"
 
 ExtraKeys = tuple[tuple[str, ...], ...]
@@ -128,7 +128,7 @@ class BlockHasher:
 
     def _remember(self, memo: bytes, parent: bytes, tokens: Sequence[int], keys: ExtraKeys) -> bytes:
         digest = self._old.get(memo) or self.block(parent, tokens, keys)
-        if len(self._young) >= _GENERATION:
+        if len(self._young) >= GENERATION:
             self._old, self._young = self._young, {}
         self._young[memo] = digest
         return digest

@@ -1,8 +1,8 @@
 """What other policies make of recorded decisions: one tally per policy, fed line by line.
 
-1. Each decision is decided again by the policy that took it, with the recorded dice: it must come out the
-   same, or the rest means little (another version of the policies recorded it).
-2. Every policy asked for decides it too, with the same dice: its `Arm` tallies what comes out.
+1. Each decision is taken again by the policy that took it, with the recorded random seed. It must come out
+   the same, or the rest means little (another version of the policies recorded it).
+2. Every policy asked for decides it too, with the same seed: its `Arm` tallies what comes out.
 3. Recorded and other choices are measured with one yardstick: the predicted TTFT (admission.predict) and the
    cost in seconds (policy/cost.py) of the chosen endpoint, on the facts of that moment.
 
@@ -15,17 +15,16 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
-import msgspec
-
-from perilune_api.pool import PolicyParams, Routing, SpecError
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Routing, SpecError
 from perilune_gateway.model import Decision, DecisionRecord, NeedBody, Phase, Reason, Refusal, Verdict
 from perilune_gateway.observe.decision_log import Cut, Ended, Logged
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.policy.cost import seconds
 from perilune_gateway.routing.admission import predict
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
 from perilune_lab.policy_arguments import changed
 
 RECORDED = "recorded"
@@ -83,7 +82,7 @@ class Arm:
         """That it could take: all but those that need the body."""
         return self.choices + self.refused
 
-    def take(self, record: DecisionRecord, verdict: Verdict, params: PolicyParams) -> None:
+    def take(self, record: DecisionRecord, verdict: Verdict, params: PeriluneParams) -> None:
         """Tally its verdict on a recorded decision; `params`: of the yardstick."""
         if isinstance(verdict, NeedBody):
             self.needs_body += 1
@@ -118,7 +117,7 @@ class Arm:
         self.by_endpoint[choice.target] = requests + 1, new_tokens + choice.new_tokens
 
 
-def measure(record: DecisionRecord, target: str, params: PolicyParams) -> Choice:
+def measure(record: DecisionRecord, target: str, params: PeriluneParams) -> Choice:
     """One endpoint for that request, by the facts of then. Raises StopIteration if it was no candidate."""
     chosen = next(c for c in record.candidates if c.address == target)
     cost = seconds(chosen, record.view, params)
@@ -174,30 +173,29 @@ class WhatIf:
 
     def _again(self, entry: Logged) -> None:
         record, recorded = entry.record, entry.record.verdict
-        if record.policy not in LIVE:
+        if record.policy not in POLICIES:
             raise SpecError(f"decision {entry.number} was taken by policy {record.policy!r}, unknown here")
         self.decisions += 1
         self.from_headers += record.phase is Phase.HEADERS
         self.first_time = self.first_time or record.time
         self.last_time = record.time
         self.endpoints.update(c.address for c in record.candidates)
-        dice, params = Dice(record.dice), entry.routing.params
-        again = decide(record.view, record.candidates, record.policy, entry.routing, dice)
+        rng, params = Random(record.seed), entry.routing.policy.perilune
+        again = decide(record.view, record.candidates, record.policy, entry.routing, rng)
         planned = isinstance(recorded, Decision) and recorded.reason in PLANNERS
         self.planned += planned
         self.as_recorded += not planned and _same(again, recorded)
         self.recorded.take(record, recorded, params)
         routing = self._other(entry.routing)
         for policy, arm in self.arms.items():
-            dice.seed(record.dice)
-            arm.take(record, decide(record.view, record.candidates, policy, routing, dice), params)
+            rng.seed(record.seed)
+            arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
         """The same with the overrides; one log has few."""
         known = self._routings.get(id(routing))
         if known is None:
-            params = changed(routing.params, self.params, "--params")
-            other = msgspec.structs.replace(routing, params=params)
+            other = changed(routing, self.params, "--params")
             known = self._routings[id(routing)] = routing, other  # kept alive: its id names nothing else
         return known[1]
 

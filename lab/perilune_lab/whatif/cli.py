@@ -23,9 +23,9 @@ from typing import IO
 
 import msgspec
 
-from perilune_api.pool import PolicyParams, SpecError
+from perilune_api.pool import Routing, SpecError
 from perilune_gateway.observe.decision_log import read
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.arguments import assignments, count, output
 from perilune_lab.console import Console
 from perilune_lab.exits import wrong_call
@@ -34,7 +34,7 @@ from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 
 NOTHING = 1
-_TELL_EVERY_S = 5.0
+TELL_EVERY_S = 5.0
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_WIDTH = 160
 
@@ -42,7 +42,7 @@ _EPILOG = """\
 examples:
   perilune-gateway --pool pool.yaml --decision-log decisions.jsonl          records
   perilune whatif --decisions decisions.jsonl                               every policy
-  perilune whatif --decisions decisions.jsonl.1 decisions.jsonl --policy ear --params hot_pending_tokens=8192
+  perilune whatif --decisions decisions.jsonl.1 decisions.jsonl --policy ear --param ear.hotPendingTokens=8192
   perilune whatif --decisions decisions.jsonl.gz --policy perilune,ear --json whatif.json
 
 columns:
@@ -77,7 +77,7 @@ def replay(options: Options, err: Console) -> WhatIf:
                     found.take(entry, str(path))
                     if options.limit is not None and found.decisions >= options.limit:
                         return found
-                    if time.monotonic() - told_at >= _TELL_EVERY_S:
+                    if time.monotonic() - told_at >= TELL_EVERY_S:
                         told_at = time.monotonic()
                         share = f"{(before + raw.tell()) / total:.0%}: " if total and raw.seekable() else ""
                         err.print(f"{share}{found.decisions:,} decisions", highlight=False)
@@ -153,20 +153,20 @@ def parse(argv: Sequence[str]) -> Options:
         "--policies",
         default="all",
         metavar="A,B",
-        help="all [%(default)s], or some of: " + ", ".join(LIVE),
+        help="all [%(default)s], or some of: " + ", ".join(POLICIES),
     )
     add(
         "--params",
         "--param",
         action="append",
         default=[],
-        metavar="NAME=V,…",
-        help="of policies, in place of the recorded ones",
+        metavar="BLOCK.NAME=V,…",
+        help="parameters in place of the recorded ones, e.g. ear.hotPendingTokens=8192",
     )
     add("--limit", type=count, metavar="N", help="only the first N decisions")
     add("--json", type=output, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
     params = assignments(args.params, "--params")
-    changed(PolicyParams(), params, "--params")  # better now than at the first decision
+    changed(Routing(), params, "--params")  # better now than at the first decision
     policies = live_policies(args.policy, "--policy")
     return Options(tuple(args.decisions), policies, params, args.limit, args.json)

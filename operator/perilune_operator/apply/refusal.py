@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from perilune_api import kube, names
-from perilune_operator.apply.field_path import Named, Path, at, common, into, parse, shown
+from perilune_operator.apply.field_path import Named, Path, at, common, parse, shown
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 
@@ -126,7 +126,7 @@ def _origin(obj: Object, spec: Object, path: Path, inside: Path | None) -> Path 
         ("spec", "initContainers", Named(mooncake.WAITER)),
     }
     if inside[:3] in operators_own:
-        return _origin_in_container(obj, spec, component, inside[3:])
+        return _origin_in_container(spec, component, inside[3:])
     placed = inside[:2] in (("spec", "affinity"), ("spec", "topologySpreadConstraints"))
     return ("topology", "placement") if placed and component == "engine" else None
 
@@ -138,7 +138,7 @@ def _origin_outside(kind: str, component: str, path: Path) -> Path | None:
     return None
 
 
-def _origin_in_container(obj: Object, spec: Object, component: str, inside: Path) -> Path | None:
+def _origin_in_container(spec: Object, component: str, inside: Path) -> Path | None:
     """`inside`: the path within one of the operator's own containers."""
     owner: Path = _TEMPLATE_OF[component][:-1]
     field, rest = (inside[0] if inside else ""), inside[1:]
@@ -147,12 +147,4 @@ def _origin_in_container(obj: Object, spec: Object, component: str, inside: Path
         return whole if at(spec, whole[: len(owner) + 2]) is not None else None
     if field == "image":
         return (*owner, "image")
-    if field != "resources":
-        return None
-    role = ("roles", _role(obj), "resources")
-    return (*role, *rest) if at(spec, role) is not None else (*owner, "resources", *rest)
-
-
-def _role(obj: Object) -> str:
-    template = into(into(obj["spec"], "template") or at(obj, _RENDERED_TEMPLATES[1]), "metadata") or {}
-    return str((template.get("labels") or {}).get(names.ROLE_LABEL, ""))
+    return (*owner, "resources", *rest) if field == "resources" else None

@@ -4,10 +4,9 @@ Clouds name a level (rack, spine) by different labels; on each node the first la
 it carries counts. Placement needs one label per level: the first of the list that any node carries. Nodes
 without a rack label work, count as far from every other node, and are reported in a condition.
 
-No standard label describes a node's network cards. Perilune's are names.NIC_COUNT and names.NIC_GBITS, which
-a NodeFeatureRule of Node Feature Discovery can write. The default bandwidths are scaled by the cards' speed,
-link by link; bandwidths in the spec are scaled only if it also states the speed that they are meant for
-(`nicGbits`). The number of cards is shown and scales nothing, because one transfer uses one card.
+No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
+NodeFeatureRule of Node Feature Discovery can write. Their speed scales the bandwidth of links; their number
+scales nothing, since one transfer uses one card.
 
 Mooncake does not know racks. It knows the host of a segment (render/mooncake.py), which the gateway joins
 with these nodes. Segments lie in the engines' own pods, so the engines' placement is theirs too.
@@ -23,9 +22,7 @@ from perilune_operator.observe.facts import NodeFacts, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
-"""Labels that name a node's GPU, written by GPU feature discovery and similar programs."""
-DEFAULT_NIC_GBITS = 200.0
-"""The default bandwidths are an H20 node's with four cards of this speed, one transfer using one of them."""
+"""Labels of GPU feature discovery and its like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,8 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
     for name, level in levels.items():
         carried = [label for label in level.labels if any(label in n.labels for n in nodes)]
         keys[name] = (carried or list(level.labels))[0]
-    usual = DEFAULT_NIC_GBITS if spec.bandwidth == pool.Bandwidth() else 0.0
     return Fabric(
-        pool.Topology(places, spec.bandwidth, spec.nic_gbits or usual),
+        pool.Topology(places),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),

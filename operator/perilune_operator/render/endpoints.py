@@ -1,12 +1,11 @@
-"""What an endpoint is: its role, its workload, its GPUs, and the number of nodes that they span.
+"""What an endpoint is: its workload's name, its GPUs, and over how many nodes they are.
 
 An endpoint is one pod. If it has more GPUs than a node, it is a group of pods (of a LeaderWorkerSet), of
 which the first, the leader, serves and is counted. `engines.py` renders its objects.
 """
 
 from perilune_api import names
-from perilune_api.inference_pool.engine import EngineKind, RoleSpec
-from perilune_api.pool import Role
+from perilune_api.inference_pool.engine import EngineKind
 from perilune_operator.observe.facts import Key, Object
 from perilune_operator.render.objects import Context
 
@@ -14,16 +13,13 @@ WORKLOADS = ("Deployment", "LeaderWorkerSet")
 """Kinds of workloads that run engines."""
 
 
-def roles(pool: Context) -> list[tuple[Role, RoleSpec]]:
-    """The roles and what the spec asks of each; a spec without roles has the single role `both`."""
-    given = pool.spec.roles
-    if given is None or given.prefill is None or given.decode is None:
-        return [(Role.BOTH, RoleSpec(replicas=pool.spec.replicas))]
-    return [(Role.PREFILL, given.prefill), (Role.DECODE, given.decode)]
+ROLE = "both"
+"""The one value of names.ROLE_LABEL. The label stays because a Deployment's selector, which has it, cannot
+change; engines with another value were made by an operator that knew roles."""
 
 
-def workload_name(pool: str, role: Role) -> str:
-    return f"{pool}-{'engine' if role is Role.BOTH else role}"
+def workload_name(pool: str) -> str:
+    return f"{pool}-engine"
 
 
 def gpus(pool: Context) -> int:
@@ -62,10 +58,15 @@ def engine_pods(pool: str) -> Object:
     return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
 
 
-def workload(pool: Context, role: Role) -> Key:
-    """The workload that runs the endpoints of a role."""
+def workload(pool: Context) -> Key:
+    """What runs the endpoints."""
     kind = "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
-    return Key(kind, pool.namespace, workload_name(pool.name, role))
+    return Key(kind, pool.namespace, workload_name(pool.name))
+
+
+def engine_labels(pool: Context, component: names.Component) -> dict[str, str]:
+    """Labels of the pods of engines, or of their workers."""
+    return {**pool.labels(component), names.ROLE_LABEL: ROLE}
 
 
 def can_run(pool: Context) -> bool:

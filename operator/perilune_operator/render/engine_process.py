@@ -7,9 +7,8 @@ pod that serves HTTP, and false for a worker, which is a further pod of an endpo
 import json
 
 from perilune_api import names
-from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
-from perilune_api.pool import Role
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
@@ -18,8 +17,6 @@ from perilune_operator.render.objects import Context
 
 EVENTS_PORT = 5557
 REPLAY_PORT = EVENTS_PORT + 1
-BOOTSTRAP_PORT = 8998
-"""Port of MooncakeConnector on prefill endpoints."""
 PEER_PORT = 5710
 """Port at which other engines read the offload tier."""
 MEETING_PORT = 29_501
@@ -43,8 +40,8 @@ def command(pool: Context, serve: bool) -> list[str]:
     return ["/bin/sh", "-c", join, LEADER_ANSWERS]
 
 
-def env(pool: Context, role: Role, serve: bool) -> list[Object]:
-    """The operator's variables, overridden by the user's."""
+def env(pool: Context, serve: bool) -> list[Object]:
+    """Ours, and then the user's, which take the place of ours."""
     engine = pool.spec.engine
 
     def field(name: str, path: str) -> Object:
@@ -61,8 +58,6 @@ def env(pool: Context, role: Role, serve: bool) -> list[Object]:
         made.append({"name": "VLLM_NO_USAGE_STATS", "value": "1"})
         if engine.hashing.seed:
             made.append({"name": "PYTHONHASHSEED", "value": engine.hashing.seed})
-        if pool.spec.mooncake.transfer is Transfer.CONNECTOR and role is not Role.DECODE:
-            made.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
         if pool.spec.mooncake.store.enabled:
             made.extend(mooncake.env())
         if not serve:  # newer LeaderWorkerSets set it themselves
@@ -76,11 +71,11 @@ def env(pool: Context, role: Role, serve: bool) -> list[Object]:
     return list(by_name.values())
 
 
-def args(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> list[str]:
-    """The operator's arguments, then the user's for all engines, then the user's for the role."""
+def args(pool: Context, serve: bool) -> list[str]:
+    """Ours, then those of the spec."""
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
-    own = _simulated_args(pool) if simulated else [*_vllm_args(pool, role), *_group_args(pool, serve)]
-    return [*own, *pool.spec.engine.args, *spec.args]
+    own = _simulated_args(pool) if simulated else [*_vllm_args(pool), *_group_args(pool, serve)]
+    return [*own, *pool.spec.engine.args]
 
 
 def _group_args(pool: Context, serve: bool) -> list[str]:
@@ -111,13 +106,13 @@ def _simulated_args(pool: Context) -> list[str]:
         f"--context-tokens={model.context_tokens}",
         f"--hash-algorithm={engine.hashing.algorithm}",
         *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
-        *(["--scheduling=priority"] if pool.spec.routing.params.ageing_weight else []),
+        *(["--scheduling=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
         f"--events=tcp://*:{EVENTS_PORT}",
         f"--replay=tcp://*:{REPLAY_PORT}",
     ]
 
 
-def _vllm_args(pool: Context, role: Role) -> list[str]:
+def _vllm_args(pool: Context) -> list[str]:
     model, engine = pool.spec.model, pool.spec.engine
     events = {
         "enable_kv_cache_events": True,
@@ -126,7 +121,7 @@ def _vllm_args(pool: Context, role: Role) -> list[str]:
         "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
         "topic": f"kv@$(POD_IP):{names.ENGINE_PORT}@{model.name}",
     }
-    transfer = _transfer(pool, role)
+    transfer = _transfer(pool)
     return [
         model.source or model.name,
         "--served-model-name",
@@ -142,7 +137,7 @@ def _vllm_args(pool: Context, role: Role) -> list[str]:
         *([f"--kv-transfer-config={_json(transfer)}"] if transfer else []),
         *([f"--tensor-parallel-size={engine.tensor_parallel}"] if engine.tensor_parallel > 1 else []),
         *([f"--pipeline-parallel-size={engine.pipeline_parallel}"] if engine.pipeline_parallel > 1 else []),
-        *(["--scheduling-policy=priority"] if pool.spec.routing.params.ageing_weight else []),
+        *(["--scheduling-policy=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
         *(["--enable-lora"] if model.loras else []),
@@ -150,20 +145,11 @@ def _vllm_args(pool: Context, role: Role) -> list[str]:
     ]
 
 
-def _transfer(pool: Context, role: Role) -> Object:
-    """vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be pulled are recomputed."""
+def _transfer(pool: Context) -> Object:
+    """vLLM's --kv-transfer-config; empty: none. A failed load is recomputed, never a failed request."""
     made = pool.spec.mooncake
     parts: list[Object] = []
-    kv_role = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}[role]
-    if made.transfer is Transfer.CONNECTOR:
-        extra = {
-            "mooncake_protocol": made.protocol,
-            **({"device_name": made.devices} if made.devices else {}),
-        }
-        parts.append(
-            {"kv_connector": "MooncakeConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
-        )
-    elif made.transfer is Transfer.OFFLOAD:
+    if made.transfer is Transfer.OFFLOAD:
         tier: Object = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": int(quantity(made.offload_size)),
@@ -190,7 +176,7 @@ def _transfer(pool: Context, role: Role) -> Object:
         if len(parts) == 1
         else {
             "kv_connector": "MultiConnector",
-            "kv_role": kv_role,
+            "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": parts},
         }
     )

@@ -1,23 +1,26 @@
-"""The engines: one Deployment per role (a LeaderWorkerSet where an endpoint spans nodes), a Service over all
-of them, a disruption budget, and an autoscaler for a pool without roles.
+"""The engines: a Deployment (a LeaderWorkerSet where an endpoint spans nodes), a Service over all, what
+protects them from disruption, and the autoscaler.
+
+Parts of their pods are told elsewhere: `endpoints.py` (how many GPUs, how many pods), `engine_process.py`
+(what runs), `drain_hook.py` (how it ends), `placement.py` (where), `mooncake.py` (how it finds the store).
 """
 
 from collections.abc import Iterator
 
 from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
-from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.types import Resources
-from perilune_api.pool import Role, SpecError
+from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import drain_hook, engine_process, mooncake
 from perilune_operator.render.endpoints import (
     can_run,
+    engine_labels,
     every_pod,
     gpus,
     gpus_per_pod,
     nodes_per_endpoint,
-    roles,
     workload_name,
 )
 from perilune_operator.render.objects import (
@@ -39,9 +42,8 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 def engines(pool: Context) -> Iterator[Object]:
     """All objects of the engines."""
-    for role, spec in roles(pool):
-        if can_run(pool):
-            yield _workload(pool, role, spec)
+    if can_run(pool):
+        yield _deployment(pool) if nodes_per_endpoint(pool) == 1 else _groups(pool)
     yield pool.object(
         "Service",
         pool.name,
@@ -53,7 +55,7 @@ def engines(pool: Context) -> Iterator[Object]:
     )
     yield pool.object(
         "PodDisruptionBudget",
-        workload_name(pool.name, Role.BOTH),
+        workload_name(pool.name),
         "engine",
         spec=disruption_budget(every_pod(pool)),
     )
@@ -61,48 +63,44 @@ def engines(pool: Context) -> Iterator[Object]:
         yield _autoscaler(pool)
 
 
-def _workload(pool: Context, role: Role, spec: RoleSpec) -> Object:
-    return (_deployment if nodes_per_endpoint(pool) == 1 else _groups)(pool, role, spec)
-
-
-def _deployment(pool: Context, role: Role, spec: RoleSpec) -> Object:
-    labels = {**pool.labels("engine"), names.ROLE_LABEL: role.value}
+def _deployment(pool: Context) -> Object:
+    labels = engine_labels(pool, "engine")
     return pool.object(
         "Deployment",
-        workload_name(pool.name, role),
+        workload_name(pool.name),
         "engine",
         spec={
-            "replicas": pool.replicas.get(role, spec.replicas),
+            "replicas": pool.replicas_now,
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling(pool)},
             "progressDeadlineSeconds": pool.spec.engine.startup_seconds + 600,
-            "template": _template(pool, role, spec, labels, serve=True),
+            "template": _template(pool, labels, serve=True),
         },
     )
 
 
-def _groups(pool: Context, role: Role, spec: RoleSpec) -> Object:
-    """A LeaderWorkerSet. Raises SpecError for a name that is too long."""
-    name = workload_name(pool.name, role)
+def _groups(pool: Context) -> Object:
+    """Raises SpecError for a name that is too long."""
+    name = workload_name(pool.name)
     if len(name) > LONGEST_SET:
         most = len(pool.name) - len(name) + LONGEST_SET
         raise SpecError(
             f"Endpoints that span nodes need a pool with a shorter name, of at most {most} letters"
             " - at `$.metadata.name`"
         )
-    leader = {**pool.labels("engine"), names.ROLE_LABEL: role.value}
-    worker = {**pool.labels("engine-worker"), names.ROLE_LABEL: role.value}
+    leader = engine_labels(pool, "engine")
+    worker = engine_labels(pool, "engine-worker")
     return pool.object(
         "LeaderWorkerSet",
         name,
         "engine",
         spec={
-            "replicas": pool.replicas.get(role, spec.replicas),
+            "replicas": pool.replicas_now,
             "leaderWorkerTemplate": {
                 "size": nodes_per_endpoint(pool),
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _template(pool, role, spec, leader, serve=True),
-                "workerTemplate": _template(pool, role, spec, worker, serve=False),
+                "leaderTemplate": _template(pool, leader, serve=True),
+                "workerTemplate": _template(pool, worker, serve=False),
             },
             "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": _rolling(pool)},
         },
@@ -114,8 +112,8 @@ def _rolling(pool: Context) -> Object:
     return {"maxUnavailable": rollout.max_unavailable, "maxSurge": rollout.max_surge}
 
 
-def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str], *, serve: bool) -> Object:
-    """The pod template. `serve`: whether the pod serves, or is a worker."""
+def _template(pool: Context, labels: dict[str, str], *, serve: bool) -> Object:
+    """Of a pod that serves, or else of a worker."""
     taints = _devices(pool) if gpus(pool) else {}
     has_store, shares_memory = pool.spec.mooncake.store.enabled, _shares_memory(pool)
     return overlaid(
@@ -128,8 +126,8 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
                 },
             },
             "spec": {
-                **({"initContainers": [_waiter(pool, spec)]} if has_store else {}),
-                "containers": [_container(pool, role, spec, serve)],
+                **({"initContainers": [_waiter(pool)]} if has_store else {}),
+                "containers": [_container(pool, serve)],
                 "volumes": [
                     {"name": "home", "emptyDir": {}},
                     {"name": "tmp", "emptyDir": {}},
@@ -152,7 +150,7 @@ def _template(pool: Context, role: Role, spec: RoleSpec, labels: dict[str, str],
     )
 
 
-def _container(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> Object:
+def _container(pool: Context, serve: bool) -> Object:
     engine = pool.spec.engine
     drain = drain_hook.command(pool.spec.rollout.drain_seconds, serve=serve)
     return {
@@ -160,8 +158,8 @@ def _container(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> Object
         "image": _image(pool),
         "imagePullPolicy": engine.image_pull_policy,
         "command": engine_process.command(pool, serve),
-        "env": engine_process.env(pool, role, serve),
-        "resources": resources(_needs(pool, spec), **_devices(pool)),
+        "env": engine_process.env(pool, serve),
+        "resources": resources(_needs(pool), **_devices(pool)),
         "securityContext": container_security(*(("IPC_LOCK",) if engine.rdma_resource else ())),
         "volumeMounts": [
             {"name": "home", "mountPath": "/home/perilune"},
@@ -169,19 +167,19 @@ def _container(pool: Context, role: Role, spec: RoleSpec, serve: bool) -> Object
             *([{"name": "shm", "mountPath": "/dev/shm"}] if _shares_memory(pool) else []),
             *([mooncake.MOUNT] if pool.spec.mooncake.store.enabled else []),
         ],
-        "args": engine_process.args(pool, role, spec, serve),
+        "args": engine_process.args(pool, serve),
         **(_served(pool) if serve else {}),
         "lifecycle": {"preStop": {"exec": {"command": drain}}},
     }
 
 
-def _waiter(pool: Context, spec: RoleSpec) -> Object:
-    return mooncake.wait(pool, _image(pool), resources(_needs(pool, spec)))
+def _waiter(pool: Context) -> Object:
+    return mooncake.wait(pool, _image(pool), resources(_needs(pool)))
 
 
 def _image(pool: Context) -> str:
     defaults, simulated = pool.defaults, pool.spec.engine.kind is EngineKind.SIMULATED
-    return pool.spec.engine.image or (defaults.image if simulated else defaults.engine_image)
+    return pool.spec.engine.image or (defaults.simulated_image if simulated else defaults.engine_image)
 
 
 def _devices(pool: Context) -> dict[str, str]:
@@ -191,10 +189,10 @@ def _devices(pool: Context) -> dict[str, str]:
     return made | ({engine.rdma_resource: str(max(1, here))} if engine.rdma_resource else {})
 
 
-def _needs(pool: Context, spec: RoleSpec) -> Resources:
-    """The other resources of one pod. The memory that it lends to other engines comes on top of its own."""
+def _needs(pool: Context) -> Resources:
+    """The rest that one pod asks for: what it lends to others comes on top of its own."""
     lent = mooncake.host_bytes(pool.spec.mooncake, gpus_per_pod(pool), gpus(pool))
-    return with_memory(spec.resources or pool.spec.engine.resources, lent)
+    return with_memory(pool.spec.engine.resources, lent)
 
 
 def _shares_memory(pool: Context) -> bool:
@@ -230,7 +228,7 @@ def _autoscaler(pool: Context) -> Object:
     assert scaling is not None
     return pool.object(
         "HorizontalPodAutoscaler",
-        workload_name(pool.name, Role.BOTH),
+        workload_name(pool.name),
         "engine",
         spec={
             "scaleTargetRef": {

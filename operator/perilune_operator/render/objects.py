@@ -10,7 +10,6 @@ from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import Resources
-from perilune_api.pool import Role
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
@@ -25,14 +24,16 @@ class Defaults:
     """The settings with which the operator was started."""
 
     image: str = "ghcr.io/perilune/perilune:0.1.0"
-    """Perilune's own image: gateway and simulated engine."""
+    """Our own image: operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
     """The image with mooncake_master; empty: the engine's image."""
     namespace: str = "perilune-system"
     """The operator's own namespace."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
-    """Labels of PodMonitors and ServiceMonitors, by which a Prometheus selects them."""
+    """Of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own."""
+    simulated_image: str = "ghcr.io/perilune/perilune-engine:0.1.0"
+    """Our image of the simulated engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,17 @@ class Context:
     kinds: frozenset[str]
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
-    replicas: Mapping[Role, int] = field(default_factory=dict)
-    """Replicas that each role's workload should have now: more than the spec's while engines drain."""
+    replicas: int | None = None
+    """Of the engines, where that is not what the spec wants: some wait for their sessions to leave."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
     """The version of the gateway's Deployment for which alone `gateways` holds; None: for any."""
+
+    @property
+    def replicas_now(self) -> int:
+        """Replicas that the engines' workload gets now."""
+        return self.spec.replicas if self.replicas is None else self.replicas
 
     def labels(self, component: names.Component) -> dict[str, str]:
         """The labels that select the pods of one component."""

@@ -3,14 +3,12 @@
 A condition keeps its transition time as long as its status, so that the same facts yield the same bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
-from perilune_api.pool import Role
 from perilune_operator.observe.facts import Object, Observed
 from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
@@ -24,37 +22,31 @@ from perilune_operator.status.route import route
 def of_pool(
     pool: Context,
     observed: Observed,
-    drains: Mapping[Role, Drain],
+    leave: Drain,
     now: float,
     replaced: Replaced,
 ) -> InferencePoolStatus:
     """The status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds since
     the epoch."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
-    leaving = {name for made in drains.values() for name in made.leaving}
-    staying = [p for p in engines if p.ready and p.name not in leaving]
-    counts = {
-        role: (sum(p.role == role for p in staying), spec.replicas) for role, spec in endpoints.roles(pool)
-    }
-    ready, wanted = (sum(number) for number in zip(*counts.values(), strict=True))
-    scaled = Role.BOTH if pool.spec.roles is None else Role.DECODE
+    ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
     facts = [
         Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid."),
         workloads.topology(pool),
-        workloads.engines(pool, observed, counts),
+        workloads.engines(pool, observed, ready, wanted),
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
         workloads.progress(pool, observed, replaced),
-        workloads.draining(pool, observed, [*drains.values(), replaced.drain], replaced),
+        workloads.draining(pool, observed, [leave, replaced.drain], replaced),
     ]
     facts.append(_ready(pool, facts))
     fabric, stats = pool.fabric, observed.gateway
-    selector = {**pool.labels("engine"), names.ROLE_LABEL: scaled.value}
+    selector = endpoints.engine_labels(pool, "engine")
     return InferencePoolStatus(
         observed_generation=observed.generation,
-        replicas=sum(p.role == scaled for p in engines),
-        ready_replicas=sum(p.role == scaled and p.ready for p in engines),
+        replicas=len(engines),
+        ready_replicas=sum(p.ready for p in engines),
         ready=f"{ready}/{wanted}",
         selector=",".join(f"{key}={value}" for key, value in selector.items()),
         sessions=stats.sessions if stats else None,
@@ -124,10 +116,10 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
     for fact in facts:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
-    if not any(spec.replicas for role, spec in endpoints.roles(pool) if role is not Role.PREFILL):
-        return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0, so nothing answers.")
-    no_gateway = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
-    if no_gateway and not pool.spec.gateway.fail_open:
-        words = "gateway.replicas is 0 and failOpen is false, so requests get 503."
+    if not pool.spec.replicas:
+        return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: nobody answers.")
+    nobody_decides = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
+    if nobody_decides and not pool.spec.gateway.fail_open:
+        words = "gateway.replicas is 0 and failOpen false: requests get 503."
         return Fact(Condition.READY, "False", Reason.NO_GATEWAY_WANTED, words)
     return Fact(Condition.READY, "True", Reason.SERVING, "Requests are answered.")

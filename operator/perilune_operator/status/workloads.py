@@ -1,10 +1,9 @@
 """Conditions of what runs: topology, engines, store, gateway; what of it changes, and what drains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_api.pool import Role
 from perilune_operator.observe.facts import Key, Object, Observed
 from perilune_operator.render import endpoints, mooncake
 from perilune_operator.render.objects import Context
@@ -30,31 +29,28 @@ def _gpus(pool: Context) -> str:
     return f" ({listed(list(products))})" if products else ""
 
 
-def engines(pool: Context, observed: Observed, counts: Mapping[Role, tuple[int, int]]) -> Fact:
-    """The message includes the first problem that Kubernetes reports. `counts`: ready and wanted engines of
-    each role."""
+def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
+    """With what Kubernetes says of the first pod, or workload, that is in trouble. `ready` and `wanted`:
+    endpoints."""
     kind = Condition.ENGINES_READY
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
-    if not any(wanted for _, wanted in counts.values()):
+    if not wanted:
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
-    each = [
-        f"{ready} of {wanted} {'' if role is Role.BOTH else f'{role} '}endpoints"
-        for role, (ready, wanted) in counts.items()
-    ]
-    message = f"{' and '.join(each)} are ready."
-    if all(ready >= wanted for ready, wanted in counts.values()):
+    message = f"{ready} of {wanted} endpoints are ready."
+    if ready >= wanted:
         return Fact(kind, "True", Reason.AVAILABLE, message)
     found = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in found if p.trouble and not p.terminating]
-    troubles += [words for role, _ in endpoints.roles(pool) if (words := _failure(pool, observed, role))]
+    if failure := _failure(pool, observed):
+        troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
 
 
-def _failure(pool: Context, observed: Observed, role: Role) -> str:
-    """Why Kubernetes creates no pods, such as a quota; empty when it does."""
-    workload = observed.children.get(endpoints.workload(pool, role), {})
+def _failure(pool: Context, observed: Observed) -> str:
+    """Why no pod is made: a quota, for example."""
+    workload = observed.children.get(endpoints.workload(pool), {})
     for condition in (workload.get("status") or {}).get("conditions") or ():
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return str(condition.get("message", ""))[:200]
@@ -87,19 +83,15 @@ def progress(pool: Context, observed: Observed, replaced: Replaced) -> Fact:
             words += "its sessions have left."
             return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
         words += (
-            "each role has an endpoint that serves. "
+            "another endpoint serves. "
             "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
         )
         return Fact(kind, "True", Reason.ROLLING_OUT, words)
-    waiting = [
-        endpoints.workload_name(pool.name, role)
-        for role, spec in endpoints.roles(pool)
-        if pool.replicas.get(role, spec.replicas) != spec.replicas
-    ]
-    if waiting:
-        return Fact(kind, "True", Reason.SESSIONS_LEAVING, f"{listed(waiting)} will shrink.")
+    if pool.replicas_now != pool.spec.replicas:
+        words = f"{endpoints.workload_name(pool.name)} will shrink."
+        return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
     workloads = [
-        *(endpoints.workload(pool, role) for role, _ in endpoints.roles(pool)),
+        endpoints.workload(pool),
         Key("Deployment", pool.namespace, names.gateway_name(pool.name)),
     ]
     rolling = [key.name for key in workloads if _is_rolling(observed.children.get(key))]

@@ -4,7 +4,8 @@ A superset of the pool document (`perilune_api.pool`): the gateway's parts are i
 operator resolves one into the other (`document.py`). The smallest useful pool is ten lines,
 `examples/smallest.yaml`.
 
-    spec.py      what a pool should be, of: engine, mooncake, topology, routing, gateway
+    spec.py      what a pool should be, of: engine, mooncake, topology, gateway, and the pool document's
+                 routing
     status.py    what it is, written by the operator
     types.py     kinds of fields that several parts have
     checks.py    an object's spec ─▶ checked structs; arguments.py: which flags of programs are refused

@@ -11,13 +11,13 @@ operator asks one (`perilune_operator.apply`).
 
 import msgspec
 
-from perilune_api import names, pool, quantities
+from perilune_api import moved_fields, names, pool, quantities
 from perilune_api.inference_pool import arguments
 from perilune_api.inference_pool.document import pool_document
-from perilune_api.inference_pool.engine import EngineKind, RoleSpec
+from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_api.inference_pool.spec import InferencePoolSpec
-from perilune_api.inference_pool.types import Arguments, EnvVar, Resources
+from perilune_api.inference_pool.types import EnvVar
 from perilune_api.pool import SpecError
 
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
@@ -29,31 +29,25 @@ def convert(spec: object) -> InferencePoolSpec:
     try:
         made = msgspec.convert(spec, InferencePoolSpec)
     except msgspec.ValidationError as error:
-        raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
+        raise SpecError(moved_fields.explain(spec) or str(error).replace("`$", "`$.spec", 1)) from None
     check(made)
     return made
 
 
 def check(spec: InferencePoolSpec) -> None:
     """What the schema and its rules cannot know. Raises SpecError with the field's path."""
-    if spec.roles is not None:
-        for name, role in (("prefill", spec.roles.prefill), ("decode", spec.roles.decode)):
-            if role is None:
-                raise SpecError(f"Roles need prefill and decode - at `$.spec.roles.{name}`")
     if spec.engine.kind is EngineKind.VLLM:
-        for args, path in _engine_args(spec):
-            arguments.check_vllm(args, path)
+        arguments.check_vllm(spec.engine.args, "$.spec.engine.args")
         _check_vllm(spec)
     else:
-        for args, path in _engine_args(spec):
-            arguments.check_simulated(args, path)
+        arguments.check_simulated(spec.engine.args, "$.spec.engine.args")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
     _check_env(spec.engine.env)
     _check_pods(spec)
-    pool.check(pool_document("check", "default", spec, pool.Topology(bandwidth=spec.topology.bandwidth)))
+    pool.check(pool_document("check", "default", spec, pool.Topology()))
 
 
 def _check_env(given: tuple[EnvVar, ...]) -> None:
@@ -75,8 +69,7 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
             f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
         )
     if engine.tensor_parallel * engine.pipeline_parallel > engine.gpus_per_node:
-        for args, path in _engine_args(spec):
-            arguments.check_vllm_group(args, path)
+        arguments.check_vllm_group(engine.args, "$.spec.engine.args")
     named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
     named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]
     for name, path in named:
@@ -87,38 +80,17 @@ def _check_vllm(spec: InferencePoolSpec) -> None:
             raise SpecError(f"vLLM cannot tell {lora.name!r} from a path - at `$.spec.model.loras[{i}].name`")
         if not lora.path:
             raise SpecError(f"vLLM needs the path of {lora.name} - at `$.spec.model.loras[{i}].path`")
-    for resources, path in _engine_resources(spec):
-        for part, amounts in (("requests", resources.requests), ("limits", resources.limits)):
-            if engine.gpu_resource in amounts:
-                words = "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
-                raise SpecError(f"{words} - at `{path}.{part}.{engine.gpu_resource}`")
-
-
-def _roles(spec: InferencePoolSpec) -> list[tuple[RoleSpec, str]]:
-    """Each with its path."""
-    both = (spec.roles.prefill, spec.roles.decode) if spec.roles else ()
-    paths = ("$.spec.roles.prefill", "$.spec.roles.decode")
-    return [(role, path) for role, path in zip(both, paths, strict=False) if role is not None]
-
-
-def _engine_args(spec: InferencePoolSpec) -> list[tuple[Arguments, str]]:
-    """Each with its path."""
-    of_roles = [(role.args, f"{path}.args") for role, path in _roles(spec)]
-    return [(spec.engine.args, "$.spec.engine.args"), *of_roles]
-
-
-def _engine_resources(spec: InferencePoolSpec) -> list[tuple[Resources, str]]:
-    """Each with its path."""
-    of_roles = [
-        (role.resources, f"{path}.resources") for role, path in _roles(spec) if role.resources is not None
-    ]
-    return [(spec.engine.resources, "$.spec.engine.resources"), *of_roles]
+    resources = engine.resources
+    for part, amounts in (("requests", resources.requests), ("limits", resources.limits)):
+        if engine.gpu_resource in amounts:
+            words = "An engine gets tensorParallel x pipelineParallel GPUs, none are given here"
+            raise SpecError(f"{words} - at `$.spec.engine.resources.{part}.{engine.gpu_resource}`")
 
 
 def _check_pods(spec: InferencePoolSpec) -> None:
     """What goes into pods as it is."""
     given = [
-        *_engine_resources(spec),
+        (spec.engine.resources, "$.spec.engine.resources"),
         (spec.gateway.resources, "$.spec.gateway.resources"),
         (spec.mooncake.master.resources, "$.spec.mooncake.master.resources"),
     ]

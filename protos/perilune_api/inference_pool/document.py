@@ -20,7 +20,7 @@ def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: 
         pool.Spec(
             pool.Model(**_fields(spec.model, pool.Model)),
             pool.Engine(**engine),
-            pool.Routing(**{**_fields(spec.routing, pool.Routing), "policy": str(spec.routing.policy)}),
+            spec.routing,
             topology,
         ),
     )

@@ -1,4 +1,4 @@
-"""`spec.model`, `spec.engine`, `spec.roles`: what an endpoint runs, on what hardware, how many of them."""
+"""`spec.model`, `spec.engine`: what an endpoint runs, and on what hardware."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -9,7 +9,6 @@ from msgspec import Meta
 from perilune_api import pool
 from perilune_api.inference_pool.types import (
     Arguments,
-    Count,
     EnvVar,
     Image,
     LabelKey,
@@ -17,7 +16,6 @@ from perilune_api.inference_pool.types import (
     PullPolicy,
     Raw,
     Resources,
-    Struct,
 )
 
 
@@ -68,25 +66,3 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """Merged over the pod template that the operator renders: metadata and spec; containers by name (the
     engine's is called engine), volumes and variables replaced by name, mounts by path, any other list as a
     whole."""
-
-
-class RoleSpec(Struct, frozen=True):
-    """The endpoints of one role."""
-
-    replicas: Count = 1
-    """Endpoints of this role."""
-    args: Arguments = ()
-    """Further arguments of this role's engines, after the engine's own."""
-    resources: Resources | None = None
-    """Requests and limits of this role's engines, instead of spec.engine.resources."""
-
-
-class Roles(Struct, frozen=True):
-    """Prefill and decode on endpoints of their own. Both are needed. The gateway does not send a prompt to
-    prefill endpoints yet: a proxy of yours has to, and what comes through Perilune runs on decode endpoints
-    alone."""
-
-    prefill: RoleSpec | None = None
-    """Endpoints that compute the KV of prompts."""
-    decode: RoleSpec | None = None
-    """Endpoints that write the answers."""

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from perilune_api.fields import Struct
 from perilune_api.inference_pool.types import (
     Arguments,
     GatewayName,
@@ -17,7 +18,6 @@ from perilune_api.inference_pool.types import (
     PullPolicy,
     Raw,
     Resources,
-    Struct,
 )
 
 

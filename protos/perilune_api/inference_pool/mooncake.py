@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Resources, Struct
+from perilune_api.fields import Struct
+from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Resources
 
 
 class Transfer(StrEnum):
-    """How an engine gets a prefix's KV from another one."""
+    """Where KV goes that leaves the device."""
 
     NONE = "none"
-    CONNECTOR = "connector"
     OFFLOAD = "offload"
 
 
@@ -63,10 +63,8 @@ class Mooncake(Struct, frozen=True):
     """How KV moves between engines."""
 
     transfer: Transfer = Transfer.NONE
-    """connector: engine to engine (MooncakeConnector), what prefill and decode roles need. offload: a tier in
-    host memory that other engines may pull from (OffloadingConnector with its peer tier), if a request asks
-    for it: the gateway writes no such wish yet. none: a moved session's prefix comes from the store or is
-    computed again."""
+    """offload: KV that leaves the device goes to a tier in the host's memory, from which its engine loads it
+    again (OffloadingConnector). none: there is no such tier."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
     devices: str = ""

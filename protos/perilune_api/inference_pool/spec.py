@@ -4,13 +4,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from perilune_api.inference_pool.engine import EngineSpec, ModelSpec, Roles
+from perilune_api.fields import Name, Struct
+from perilune_api.inference_pool.engine import EngineSpec, ModelSpec
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.mooncake import Mooncake
-from perilune_api.inference_pool.routing import RoutingSpec
 from perilune_api.inference_pool.topology import TopologySpec
-from perilune_api.inference_pool.types import Count, Quantity, Share, Struct
-from perilune_api.pool import Name
+from perilune_api.inference_pool.types import Count, Quantity, Share
+from perilune_api.pool import Routing
 
 
 class Rollout(Struct, frozen=True):
@@ -21,7 +21,7 @@ class Rollout(Struct, frozen=True):
     max_surge: Share = 1
     """Engines that may be there in excess meanwhile, likewise; 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 30
-    """How long an engine that is to go (scale-down, other roles) keeps its sessions, in seconds; it gets no
+    """How long an engine that is to go (scale-down, for example) keeps its sessions, in seconds; it gets no
     new ones, and goes earlier once all have left."""
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """How long an engine that is being stopped may finish the requests that it runs, in seconds."""
@@ -46,13 +46,11 @@ class InferencePoolSpec(Struct, frozen=True):
 
     model: ModelSpec
     replicas: Count = 1
-    """Endpoints of a pool without roles; what kubectl scale writes. With roles, each role has its own number,
-    and this one stays away."""
+    """Endpoints; what kubectl scale writes."""
     engine: EngineSpec = EngineSpec()
-    roles: Roles | None = None
     mooncake: Mooncake = Mooncake()
     topology: TopologySpec = TopologySpec()
-    routing: RoutingSpec = RoutingSpec()
+    routing: Routing = Routing()
     gateway: GatewaySpec = GatewaySpec()
     rollout: Rollout = Rollout()
     scaling: Scaling | None = None

@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from perilune_api.conditions import Condition, Truth
-from perilune_api.inference_pool.types import Struct
+from perilune_api.fields import Struct
 
 
 class StatusCondition(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""`spec.topology`: how nodes tell their place in the fabric, how fast it is, where engines go in it.
+"""`spec.topology`: how nodes tell their place in the fabric, and where engines go in it.
 
 What is found out of it, rack and spine of each node, is the pool document's (`perilune_api.pool.Topology`).
 """
@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from perilune_api.inference_pool.types import LabelKey, Struct
-from perilune_api.pool import Bandwidth, Weight
+from perilune_api.fields import Struct
+from perilune_api.inference_pool.types import LabelKey
 
 
 class LevelName(StrEnum):
@@ -79,16 +79,10 @@ DEFAULT_LEVELS = (
 
 
 class TopologySpec(Struct, frozen=True):
-    """The fabric: how nodes tell their place, how fast it is, where engines go in it."""
+    """The fabric: how nodes tell their place, and where engines go in it."""
 
     levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
     """From narrow to wide; empty: Kubernetes', NVIDIA Topograph's and the usual clouds' labels. A list stands
     for all of them: a level that it leaves out is not known."""
-    bandwidth: Bandwidth = Bandwidth()
-    """Bytes per second of one transfer, by the narrowest level that holds both ends."""
-    nic_gbits: Weight = 0.0
-    """Speed of the network cards that bandwidth is for, in Gbit/s: links of nodes whose label
-    names.NIC_GBITS tells another are scaled; nodes without the label have this one. 0: 200 for the default
-    bandwidths, and bandwidths of your own hold for every node."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
     """Where engines go; empty: where the scheduler likes."""

@@ -7,12 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from perilune_api.pool import Name
-
-
-class Struct(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """A part of the document; subclasses repeat `frozen` for the type checker."""
-
+from perilune_api.fields import Name, Struct
 
 Count = Annotated[int, Meta(ge=0, le=10_000)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
@@ -59,7 +54,7 @@ class EnvVar(Struct, frozen=True):
 class Resources(Struct, frozen=True):
     """Requests and limits, as in a container."""
 
-    requests: dict[str, int | str] = {}
+    requests: dict[str, int | str] = msgspec.field(default_factory=dict)
     """What a pod is sure to get, by resource name (cpu, memory)."""
-    limits: dict[str, int | str] = {}
+    limits: dict[str, int | str] = msgspec.field(default_factory=dict)
     """What a pod may use at most, by resource name."""

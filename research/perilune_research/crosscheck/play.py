@@ -65,7 +65,7 @@ class Crosscheck:
         async with Stack(o.endpoints, engines, pool.Routing(allow_policy_header=True)) as stack:
             for policy in o.policies:
                 live, waited_s = await self._live(stack, policy)
-                simulated = await asyncio.to_thread(self._simulated, policy)
+                simulated = await asyncio.to_thread(self.simulated, policy)
                 pairs.append(Pair(live, simulated, waited_s, o.plays))
                 self.err.print(
                     f"{policy}: {live.succeeded} of {live.requests} requests live, each waited"
@@ -91,7 +91,7 @@ class Crosscheck:
         )
         return report.run(measured), waited_s
 
-    def _simulated(self, policy: str) -> Simulated:
+    def simulated(self, policy: str) -> Simulated:
         o = self.options
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=o.kv_tokens))
         runs = []

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyChoice, PolicyParams
+from perilune_api.pool import Routing
 from perilune_lab.report import Run
 from perilune_lab.traces.agentic import Agentic
 from perilune_research.evaluate import extra
@@ -68,7 +69,8 @@ class Scenario:
             ),
             fleet=SimulatedFleet(self.endpoints, hardware, store=bool(self.store_bytes_per_s)),
             faults=Faults(link_factor=self.link_factor, outlier_share=self.outlier_share),
-            params=arm.params,
+            routing=Routing(PolicyChoice(**msgspec.structs.asdict(arm.params))),
+            pullable=arm.pullable,
         )
 
     @property
@@ -89,16 +91,23 @@ class Arm:
 
     policy: str
     params: PolicyParams = PolicyParams()
+    pullable: bool = True
+    """Engines can pull KV from each other."""
 
     def __str__(self) -> str:
         changed = self.changed()
         return self.policy + "".join(f" {name}={value}" for name, value in changed.items())
 
     def changed(self) -> dict[str, Any]:
-        """Parameters that are not the defaults."""
+        """What is not the default: parameters by BLOCK.NAME, and whether engines can pull."""
         defaults = msgspec.to_builtins(PolicyParams())
-        mine = msgspec.to_builtins(self.params)
-        return {name: value for name, value in mine.items() if value != defaults[name]}
+        changed = {
+            f"{block}.{name}": value
+            for block, fields in msgspec.to_builtins(self.params).items()
+            for name, value in fields.items()
+            if value != defaults[block][name]
+        }
+        return changed if self.pullable else changed | {"pullable": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +168,7 @@ def play(cell: Cell, workload: Workload) -> SimulatedOutcome:
 
 def _result(cell: Cell, workload: Workload) -> Result:
     outcome = play(cell, workload)
-    run = measure.run(outcome, workload, cell.arm.params.cooldown_seconds)
+    run = measure.run(outcome, workload, cell.arm.params.ear.cooldown_seconds)
     return Result(
         run=msgspec.structs.replace(run, per_endpoint=msgspec.UNSET),
         extra=extra.measure(outcome, workload, cell.scenario.kv_tokens),

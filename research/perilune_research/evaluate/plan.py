@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from perilune_api.pool import ConductorArm, PolicyParams
-from perilune_gateway.policy import POLICIES
+from perilune_api.policies import ConductorArm, ConductorParams, EarParams, PeriluneParams, PolicyParams
 from perilune_research.evaluate.cells import Arm, Cell, Scenario
 from perilune_research.evaluate.search import Search
+from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 OURS = Arm("perilune")
-STAY = Arm("perilune", PolicyParams(least_gain_seconds=1e9))
+STAY = Arm("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=1e9)))
 """Our policy without migration: no move ever brings that much."""
 AFFINITY_ONLY, BOTH = Arm("sticky"), Arm("ear")
 STRONGEST = Arm("lmetric_plus_one")
@@ -139,7 +139,7 @@ def pool_scenario(at_r: Scenario, tokens: int) -> Scenario:
 
 
 def t_hot_arm(tokens: int) -> Arm:
-    return Arm("ear", PolicyParams(hot_pending_tokens=tokens))
+    return Arm("ear", PolicyParams(ear=EarParams(hot_pending_tokens=tokens)))
 
 
 def t_hot(at_r: Scenario) -> list[Point]:
@@ -147,7 +147,7 @@ def t_hot(at_r: Scenario) -> list[Point]:
 
 
 def t_cool_arm(seconds: float) -> Arm:
-    return Arm("ear", PolicyParams(cooldown_seconds=seconds))
+    return Arm("ear", PolicyParams(ear=EarParams(cooldown_seconds=seconds)))
 
 
 def t_cool(at_r: Scenario) -> list[Point]:
@@ -155,7 +155,7 @@ def t_cool(at_r: Scenario) -> list[Point]:
 
 
 def least_gain_arm(seconds: float) -> Arm:
-    return Arm("perilune", PolicyParams(least_gain_seconds=seconds))
+    return Arm("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=seconds)))
 
 
 def least_gain(at_r: Scenario) -> list[Point]:
@@ -185,8 +185,10 @@ def gap_scenario(at_r: Scenario, load: str, gap_s: float | None) -> Scenario:
 
 
 CONDUCTOR = {
-    "no scheduling": Arm("conductor", PolicyParams(conductor_arm=ConductorArm.NO_SCHEDULING)),
-    "cache-aware": Arm("conductor", PolicyParams(conductor_arm=ConductorArm.CACHE_AWARE)),
+    "no scheduling": Arm(
+        "conductor", PolicyParams(conductor=ConductorParams(arm=ConductorArm.NO_SCHEDULING))
+    ),
+    "cache-aware": Arm("conductor", pullable=False),
     "cache-aware and hot migration": Arm("conductor"),
 }
 

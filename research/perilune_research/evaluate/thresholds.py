@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import EarParams, PeriluneParams
 from perilune_lab.formats import as_number, as_seconds
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Arm
@@ -51,16 +51,21 @@ class Choice(NamedTuple):
 
 
 def choices(f: Findings) -> list[Choice]:
-    f, scenario, defaults = f.side, plan.scenario(f.at_r), PolicyParams()
+    f, scenario = f.side, plan.scenario(f.at_r)
     sweeps: list[tuple[str, float, Sequence[float], Callable[[float], Arm]]] = [
         (
             "ear: T_hot, tokens",
-            defaults.hot_pending_tokens,
+            EarParams().hot_pending_tokens,
             plan.T_HOT_TOKENS,
             lambda tokens: plan.t_hot_arm(int(tokens)),
         ),
-        ("ear: T_cool, s", defaults.cooldown_seconds, plan.T_COOL_S, plan.t_cool_arm),
-        ("perilune: least gain, s", defaults.least_gain_seconds, plan.LEAST_GAIN_S, plan.least_gain_arm),
+        ("ear: T_cool, s", EarParams().cooldown_seconds, plan.T_COOL_S, plan.t_cool_arm),
+        (
+            "perilune: least gain, s",
+            PeriluneParams().least_gain_seconds,
+            plan.LEAST_GAIN_S,
+            plan.least_gain_arm,
+        ),
     ]
     found = []
     for name, default, values, arm in sweeps:

@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from perilune_api.pool import PolicyParams, SpecError
-from perilune_gateway.policy import LIVE
+from perilune_api.policies import EarParams, PolicyChoice, PolicyName
+from perilune_api.pool import SpecError
+from perilune_gateway.policy import POLICIES
 from perilune_lab.arguments import count, not_negative, positive
 from perilune_lab.exits import wrong_call
 from perilune_lab.policy_arguments import live_policies
@@ -27,14 +28,14 @@ from perilune_research.fastpath.traffic import Conversation, Habits, conversatio
 
 BELOW = 1
 BAR = 0.999
-POLICIES = ("ear", "sticky", "perilune")
+USUAL = ("ear", "sticky", "perilune")
 LENGTHS = 0.3
 """Of the agent's real lengths, and of T_hot and the KV pools with them: a tenth of the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[str, ...] = USUAL
     turns: int = 5000
     seed: int = 0
     endpoints: int = 8
@@ -62,8 +63,10 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
     """One policy over the traffic."""
     tally = Tally(policy)
     setting = Setting(
-        policy,
-        PolicyParams(hot_pending_tokens=int(PolicyParams().hot_pending_tokens * LENGTHS)),
+        PolicyChoice(
+            name=PolicyName(policy),
+            ear=EarParams(hot_pending_tokens=int(EarParams().hot_pending_tokens * LENGTHS)),
+        ),
         endpoints=options.endpoints,
         restart_every_s=options.restart_every_s,
         seed=options.seed,
@@ -102,9 +105,9 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument(
         "--policies",
-        default=",".join(POLICIES),
+        default=",".join(USUAL),
         metavar="NAMES",
-        help=f"all, or some of: {', '.join(LIVE)} (default %(default)s)",
+        help=f"all, or some of: {', '.join(POLICIES)} (default %(default)s)",
     )
     parser.add_argument("--turns", type=count, default=default.turns, help="to weigh (default %(default)s)")
     parser.add_argument("--endpoints", type=count, default=default.endpoints, help="(default %(default)s)")

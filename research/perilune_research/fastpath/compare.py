@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from random import Random
 
 from msgspec.structs import replace
 
@@ -29,7 +30,6 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
 from perilune_research.fastpath.rig import Pair
 
 _EXAMPLES = 5
@@ -116,9 +116,7 @@ def cause_of(pair: Pair) -> Cause:
             for c in asked.candidates
             if (o := holds(c))
         ]
-        dice = Dice(0)
-        dice.seed(asked.dice)
-        return _target(decide(told, rows, pair.policy, pair.routing, dice)) == right
+        return _target(decide(told, rows, pair.policy, pair.routing, Random(asked.seed))) == right
 
     truth = {c.address: c.overlap for c in full_asked.candidates}
     most = max(0, (tokens - 1) // view.block_size * view.block_size)

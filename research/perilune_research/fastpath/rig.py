@@ -3,7 +3,7 @@
     conversations ─▶ router (headers, else body) ─▶ scheduler and KV cache of an engine ─▶ KV events ─▶ index
 
 1. Every turn of a session that the gateway knows is weighed twice on the same state, by its headers alone and
-   by its body (`Router.weigh`, which keeps nothing), with the same dice; the pair goes to `on_pair`.
+   by its body (`Router.weigh`, which keeps nothing), with the same seed; the pair goes to `on_pair`.
 2. Then it is routed as a gateway does it: by the headers, and by the body where these do not suffice.
 3. The chosen engine runs it (engine/scheduler.py over engine/kv_cache.py, H20 times); its events go through
    vLLM's encoding, the gateway's decoder and its block map into the index, `event_lag_s` late.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
@@ -25,7 +25,8 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, PolicyParams, Pool, Routing, Spec
+from perilune_api.policies import PolicyChoice
+from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Routing, Spec
 from perilune_gateway.feeds import kv_events
 from perilune_gateway.model import (
     EngineModel,
@@ -41,14 +42,14 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.routing.gather import Asked, Prompt
-from perilune_gateway.routing.router import Encode, Router
+from perilune_gateway.routing import new_router
+from perilune_gateway.routing.context import Prompt, RequestContext
+from perilune_gateway.routing.router import Encode
 from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.fleet import Fleet
-from perilune_gateway.state.prefix_index import PrefixIndex
-from perilune_gateway.state.sessions import Sessions
+from perilune_gateway.state.pool_state import PoolState
 from perilune_lab.engine.events import encode_batch
 from perilune_lab.engine.request import Request as Running
 from perilune_research.fastpath.engine import BLOCK, RigEngine, Sent
@@ -64,8 +65,7 @@ SCRAPE_S = 1.0
 class Setting:
     """The fleet, and what happens to it."""
 
-    policy: str
-    params: PolicyParams = field(default_factory=PolicyParams)
+    policy: PolicyChoice
     endpoints: int = 8
     kv_tokens: int = 60_000
     restart_every_s: float = 120.0
@@ -82,8 +82,8 @@ class Pair:
     """One turn of a known session, weighed twice on the same state."""
 
     policy: str
-    by_headers: tuple[Asked, RequestView, Verdict]
-    by_body: tuple[Asked, RequestView, Verdict]
+    by_headers: tuple[RequestContext, RequestView, Verdict]
+    by_body: tuple[RequestContext, RequestView, Verdict]
     routing: Routing
 
 
@@ -117,21 +117,18 @@ class Rig:
             Spec(
                 Model(MODEL, context_tokens=1 << 20, bytes_per_token=s.bytes_per_token, tokenize="estimate"),
                 engine=Engine(block_size=BLOCK, kv_pool_tokens=s.kv_tokens),
-                routing=Routing(s.policy, s.params),
+                routing=Routing(s.policy),
                 endpoints=tuple(EndpointSpec(a, events=("tcp://there",)) for a in addresses),
             ),
         )
-        fleet = Fleet(s.kv_tokens)
-        self._index = PrefixIndex(1_000_000, 30.0, claims_per_endpoint=s.kv_tokens // BLOCK)
+        state = PoolState.of(self._pool)
+        self._index = state.index
         self._blocks = EngineBlocks(self._index, BLOCK, store=False)
-        self.router = Router(
+        self.router = new_router(
             self._pool,
-            fleet,
-            Sessions(100_000, 1800.0),
-            self._index,
+            state,
             _NoTokenizer(),
-            Decisions(),
-            Metrics(CollectorRegistry(), lambda: self.now),
+            Recorder(Metrics(CollectorRegistry(), lambda: self.now), Decisions()),
             clock=lambda: self.now,
             stopwatch=lambda: self.now,
             wall_clock=lambda: self.now,
@@ -206,14 +203,14 @@ class Rig:
         return RequestHead("POST", "/v1/chat/completions", headers)
 
     def _weigh(self, head: RequestHead, prompt: Prompt) -> None:
-        dice = self._rng.getrandbits(32)
+        seed = self._rng.getrandbits(32)
         try:
-            by_headers = self.router.weigh(head, None, dice)
+            by_headers = self.router.weigh(head, None, seed)
         except KeyError:
             return  # the session is not known: its body is read in any case
         self.pairs += 1
-        by_body = self.router.weigh(head, prompt, dice)
-        self._on_pair(Pair(self.setting.policy, by_headers, by_body, self._pool.spec.routing))
+        by_body = self.router.weigh(head, prompt, seed)
+        self._on_pair(Pair(self.setting.policy.name, by_headers, by_body, self._pool.spec.routing))
 
     def _run(
         self, routed: Routed, conversation: Conversation, number: int, request: Request, tokens: list[int]
@@ -264,7 +261,7 @@ class Rig:
 
     def _heard(self, engine: RigEngine, payload: bytes) -> None:
         for event in kv_events.decode(payload).events:
-            self.router.on_applied(self._blocks.apply(engine.address, event, self.now))
+            self.router.lifecycle.on_applied(self._blocks.apply(engine.address, event, self.now))
 
     def _done(self, sent: Sent) -> None:
         self.router.finished(sent.ticket, Outcome.COMPLETED)
@@ -294,18 +291,16 @@ class Rig:
 
     def _up(self, engine: RigEngine) -> None:
         engine.up = True
-        self.router.on_applied(self._blocks.reset(engine.address, 0))
+        self.router.lifecycle.on_applied(self._blocks.reset(engine.address, 0))
 
     def _scrape(self) -> None:
         for engine in self._engines.values():
-            self.router.fleet.metrics(engine.address, engine.metrics() if engine.up else None, self.now)
+            self.router.state.fleet.metrics(engine.address, engine.metrics() if engine.up else None, self.now)
         self._at(self.now + SCRAPE_S, self._scrape)
 
 
 class _NoTokenizer:
     """Ids are given: nobody asks."""
-
-    repeats = True
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("tokens are given")

@@ -127,7 +127,7 @@ def describe(options: Options) -> dict[str, object]:
         "transfers": "overlapped" if fleet.overlapped else "serial",
         "link": msgspec.to_builtins(fleet.hardware.link),
         "faults": msgspec.to_builtins(comparison.faults),
-        "params": msgspec.to_builtins(comparison.params),
+        "routing": msgspec.to_builtins(comparison.routing),
     }
 
 

@@ -12,8 +12,7 @@ or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H2
 from dataclasses import dataclass, replace
 from math import inf
 
-from perilune_api.pool import Bandwidth
-from perilune_api.topology import Level
+from perilune_api.topology import Bandwidth, Level
 from perilune_gateway.model import H20_30B, EngineModel
 
 GIB = 2.0**30

@@ -14,8 +14,7 @@ from math import inf, sqrt
 from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
-from perilune_api.pool import Limits, PolicyParams, SpecError
-from perilune_gateway.policy import SIMULATED_ONLY
+from perilune_api.pool import Routing, SpecError
 from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
@@ -27,6 +26,7 @@ from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.policies import SPLIT
 from perilune_research.simulator.routing import Seen
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
@@ -67,19 +67,19 @@ class Comparison:
     load: OfferedLoad = field(default_factory=OfferedLoad)
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     faults: Faults = field(default_factory=Faults)
-    params: PolicyParams = field(default_factory=PolicyParams)
-    limits: Limits = field(default_factory=Limits)
+    routing: Routing = field(default_factory=Routing)
+    """Parameters; each of `policies` takes the place of the policy that it names."""
     pullable: bool = True
     """Engines can pull KV from each other; else a moved session is recomputed, or read from the store."""
 
     def fleet_for(self, policy: str) -> SimulatedFleet:
         """Policies that split prefill and decode get half of the endpoints for each."""
-        if policy in SIMULATED_ONLY:
+        if policy in SPLIT:
             return replace(self.fleet, prefill_endpoints=max(1, self.fleet.endpoints // 2))
         return self.fleet
 
     def play(self, policy: str, workload: Workload, seed: int) -> SimulatedOutcome:
-        setting = Setting(policy, self.params, self.limits, pullable=self.pullable)
+        setting = Setting(policy, self.routing, pullable=self.pullable)
         return simulate(workload, setting, self.fleet_for(policy), self.faults, seed)
 
 
@@ -105,7 +105,7 @@ def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
     played = []
     for policy in comparison.policies:
         outcome = comparison.play(policy, workload, seed)
-        run = measure.run(outcome, workload, comparison.params.cooldown_seconds)
+        run = measure.run(outcome, workload, comparison.routing.policy.ear.cooldown_seconds)
         peak = getrusage(RUSAGE_SELF).ru_maxrss * 1024
         played.append(Played(rate, seed, run, outcome.simulated_s, outcome.wall_s, outcome.seen, peak))
     return played

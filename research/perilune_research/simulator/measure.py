@@ -36,7 +36,7 @@ from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
 from perilune_research.simulator.workload import Workload
 
-_RESAMPLES = 1000
+RESAMPLES = 1000
 
 
 def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
@@ -65,7 +65,7 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
         else UNSET,
         ttft_s=measured,
         tpot_s=quantiles(t for _, t in tpot),
-        itl_s=_weighted(outcome.gaps),
+        itl_s=weighted(outcome.gaps),
         e2e_s=quantiles(r.e2e_s for r in good),
         turn_s=quantiles(r.finished_s - r.due_s for r in good),
         output_tokens_per_s=sum(r.output_tokens for r in good) / span_s if span_s else UNSET,
@@ -106,7 +106,7 @@ def _inside(r: SimulatedRequest) -> bool:
     return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
 
 
-def _weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
+def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
     """Of values that each occurred so many times."""
     ordered = sorted(gap for gap in gaps if gap[1])
     if not ordered:
@@ -211,7 +211,7 @@ def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float
     """Of the mean, by bootstrap; the dice are fixed, so equal samples give equal intervals."""
     rng = Random(len(sample))
     n = len(sample)
-    means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(_RESAMPLES))
+    means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(RESAMPLES))
     return quantile(means, (1 - share) / 2), quantile(means, (1 + share) / 2)
 
 
@@ -226,8 +226,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -
     all 0."""
     rng, n = Random(len(ours)), len(ours)
     pairs = list(zip(ours, theirs, strict=True))
-    found = sorted(_quotient(rng.choices(pairs, k=n)) for _ in range(_RESAMPLES))
-    low, high = (found[round((_RESAMPLES - 1) * q)] for q in ((1 - share) / 2, (1 + share) / 2))
+    found = sorted(_quotient(rng.choices(pairs, k=n)) for _ in range(RESAMPLES))
+    low, high = (found[round((RESAMPLES - 1) * q)] for q in ((1 - share) / 2, (1 + share) / 2))
     return _quotient(pairs), low, high
 
 

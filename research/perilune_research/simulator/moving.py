@@ -36,7 +36,7 @@ class Moving:
         sessions: Sequence[KnownSession],
     ) -> None:
         self.planner = Planner(self)
-        self.planner.configure(setting.migration, setting.policy_name, setting.params)
+        self.planner.configure(setting.migration, setting.policy_name)
         self.on = bool(self.planner.triggers)
         self.pullable = setting.pullable
         self.interval_s = setting.migration.interval_seconds
@@ -88,6 +88,10 @@ class Moving:
         move = self.planner.finished(ticket, now, arrived=arrived)
         if not (arrived and move.release):
             return ()
+        return self.own_runs(request)
+
+    def own_runs(self, request: SimulatedRequest) -> list[int]:
+        """Runs of the request's prompt that only its session has used, leaf first."""
         mine = request.task.session
         chain = self._index.runs.chain[request.run]
         return [run for run in reversed(chain) if self._owner.get(run) == mine]

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perilune_api.pool import PolicyParams, SpecError
-from perilune_gateway.policy import POLICIES
+from perilune_api.pool import Routing, SpecError
 from perilune_lab.arguments import assignments, count, figure, is_positive, not_negative, output, positive
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.traces.agentic import Agentic
@@ -21,6 +20,7 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20, LINKS, Hardware, with_store
 from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 _MOST_ENDPOINTS = 10_000
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> Options:
                 host_tokens=args.host_tokens,
             ),
             policies=_policies(args.policies, "--policies"),
-            params=changed(PolicyParams(), assignments(args.param, "--param"), "--param"),
+            routing=changed(Routing(), assignments(args.param, "--param"), "--param"),
             pullable=not args.no_pull,
         ),
         rates=_rates(args),
@@ -150,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
         "--params",
         action="append",
         default=[],
-        metavar="NAME=V",
-        help="of policies, e.g. cooldown_seconds=10",
+        metavar="BLOCK.NAME=V",
+        help="a parameter of a policy, e.g. ear.cooldownSeconds=10, of migration or of enginePriority",
     )
     add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
     add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")

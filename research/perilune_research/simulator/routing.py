@@ -4,7 +4,7 @@ For every submission: what each endpoint holds of the prompt (session-run index)
 become the `RequestView` and `Candidate`s that the production policies read; the same admission checks run;
 the decision is recorded.
 
-In a large fleet a policy sees a shortlist (see `shortlist`). Every `_AUDIT_EVERY`-th of its choices is
+In a large fleet a policy sees a shortlist (see `shortlist`). Every `AUDIT_EVERY`-th of its choices is
 checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
 that choose blindly see everybody, as a shortlist would change what they do.
 """
@@ -19,7 +19,6 @@ from random import Random
 from time import thread_time
 from typing import TypeVar
 
-from perilune_api.pool import Role
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -35,18 +34,19 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.policy import Policy
 from perilune_gateway.routing import admission
-from perilune_gateway.routing.gather import MAX_LOCATIONS
+from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.moving import Moving
 from perilune_research.simulator.request import SimulatedRequest
+from perilune_research.simulator.roles import Role
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import Shortlist
 from perilune_research.simulator.store import SimulatedStore
 
 CLAIM_TTL_S = 120.0
-_AUDIT_EVERY = 50
+AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
 _WIDELY_HELD = 32
 """Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
@@ -121,7 +121,7 @@ class SimulatedGateway:
         self._everyone = range(n)
         self._tiered = any(engine.host for engine in beliefs.engines)
         self.prefill_queue = 0
-        self._shortlist = Shortlist(beliefs, setting.params)
+        self._shortlist = Shortlist(beliefs, setting.routing.policy.perilune)
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
     def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
@@ -143,7 +143,7 @@ class SimulatedGateway:
         candidates = self._candidates(request, tokens, overlaps, prefix, stored, numbers, now)
         if not candidates:
             self.seen.refused += 1
-            return admission.nobody(admission.Wanted(), {})
+            return admission.no_endpoint(admission.Wanted(), {})
         view = RequestView(
             request_id="",
             ordinal=request.number,
@@ -155,26 +155,26 @@ class SimulatedGateway:
                 session.context_tokens,
                 session.turns,
             ),
-            slo_ttft_s=self.setting.limits.ttft_slo_seconds,
-            slo_tpot_s=self.setting.limits.tpot_slo_seconds,
+            slo_ttft_s=self.setting.routing.limits.ttft_slo_seconds,
+            slo_tpot_s=self.setting.routing.limits.tpot_slo_seconds,
             token_source=source,
             prefix=prefix,
             block_size=self._block,
             prefill_queue=self.prefill_queue,
         )
-        audit = self._shorten and self.seen.decisions % _AUDIT_EVERY == 0
+        audit = self._shorten and self.seen.decisions % AUDIT_EVERY == 0
         dice = _Dice(self._rng) if audit else self._rng
-        verdict = self.policy(view, candidates, self.setting.params, self._rng)
+        verdict = self.policy(view, candidates, self.setting.routing.policy, self._rng)
         if self._large:
             self.seen.decision_s.append(thread_time() - began)
         if isinstance(dice, _Dice) and isinstance(verdict, Decision):
             whole = self._prompt(request, session, now, widely=True)[1]
             with b.peeking():
                 everyone = self._candidates(request, tokens, whole, prefix, stored, self._everyone, now)
-            self._compare(verdict, self.policy(view, everyone, self.setting.params, dice), dice)
+            self._compare(verdict, self.policy(view, everyone, self.setting.routing.policy, dice), dice)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
-            limits = self.setting.limits
+            limits = self.setting.routing.limits
             verdict = (
                 admission.not_overloaded(candidates, limits)
                 or admission.meets_slo(view, candidates)
@@ -332,10 +332,10 @@ class SimulatedGateway:
         request.predicted_s = chosen.engine.prefill_s(new, cached)
         request.expected_ttft_s = chosen.load.pending_prefill_s + request.predicted_s
         request.prefill_endpoint = prefilling
-        if self.setting.params.ageing_weight:
-            prefill_s = request.predicted_s
-            request.priority = admission.engine_priority(now, prefill_s, self.setting.params.ageing_weight)
-        request.hot = b.pending_tokens[session.host] > self.setting.params.hot_pending_tokens
+        routing = self.setting.routing
+        if weight := routing.engine_priority.ageing_weight:
+            request.priority = admission.engine_priority(now, request.predicted_s, weight)
+        request.hot = b.pending_tokens[session.host] > routing.policy.ear.hot_pending_tokens
         b.start(target, request.prompt_tokens)
         b.prefill_starts(prefilling, new, request.predicted_s)
         b.bind(session, target, now)

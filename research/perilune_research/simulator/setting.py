@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from perilune_api.pool import Limits, Migration, MoveTrigger, PolicyParams
+from msgspec.structs import replace
+
+from perilune_api.pool import Migration, MoveTrigger, Routing
 
 PLANNER = "+planner"
 """Behind a policy's name: with the migration planner beside it, every trigger on."""
@@ -12,12 +14,12 @@ PLANNER = "+planner"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Policy, parameters, and what it may do."""
+    """Policy, parameters, and what the gateway may do."""
 
     policy: str
     """A policy's name, perhaps with PLANNER behind it."""
-    params: PolicyParams = PolicyParams()
-    limits: Limits = Limits()
+    routing: Routing = Routing()
+    """The parameters of all policies, the planner's and the limits; the name of its policy is not read."""
     shortlist_above: int = 64
     """Endpoints from which on a policy sees a shortlist."""
     pullable: bool = True
@@ -25,7 +27,8 @@ class Setting:
 
     @property
     def migration(self) -> Migration:
-        return Migration(tuple(MoveTrigger) if self.policy.endswith(PLANNER) else ())
+        triggers = tuple(MoveTrigger) if self.policy.endswith(PLANNER) else ()
+        return replace(self.routing.migration, triggers=triggers)
 
     @property
     def policy_name(self) -> str:

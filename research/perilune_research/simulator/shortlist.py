@@ -24,10 +24,10 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import Candidate, Overlap, RequestView
 from perilune_gateway.policy.cost import seconds
-from perilune_gateway.routing.gather import MAX_LOCATIONS
+from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.simulator.beliefs import Beliefs
 
 LEAST_LOADED = 16
@@ -93,7 +93,7 @@ class _Costs:
 
 
 class Shortlist:
-    def __init__(self, beliefs: Beliefs, params: PolicyParams) -> None:
+    def __init__(self, beliefs: Beliefs, params: PeriluneParams) -> None:
         self._beliefs = beliefs
         self._params = params
         self._load = Ranking()

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from perilune_api.pool import Role
 from perilune_gateway.model import Decision, Refusal
-from perilune_gateway.policy import POLICIES, Policy
+from perilune_gateway.policy import Policy
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator.beliefs import Beliefs
 from perilune_research.simulator.cache import RunCache
@@ -29,7 +28,9 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.index import RunIndex
+from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.request import SimulatedRequest
+from perilune_research.simulator.roles import Role
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.store import SimulatedStore
@@ -74,7 +75,7 @@ def simulate(
     """Plays the whole workload. `stopwatch` measures the simulator's own speed; nothing else depends on
     it."""
     began = stopwatch()
-    simulation = _Simulation(
+    simulation = Simulation(
         workload, setting, POLICIES[setting.policy_name], fleet or SimulatedFleet(), faults or Faults(), seed
     )
     outcome = simulation.run()
@@ -82,7 +83,7 @@ def simulate(
     return outcome
 
 
-class _Simulation:
+class Simulation:
     def __init__(
         self,
         workload: Workload,

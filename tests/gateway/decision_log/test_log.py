@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from routing_objects import candidate, request
+from prometheus_client import CollectorRegistry
+from routing_objects import candidate, chosen, request
 
 from perilune_api.pool import Metadata, Model, Pool, Routing, Spec
-from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason
 from perilune_gateway.observe.decision_log import Cut, DecisionLog, Ended, Logged, RotatedFile, read
 from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
 
 POOL = Pool(Metadata("p"), Spec(Model("m")))
 
@@ -73,10 +76,10 @@ class TestDecisionLog:
     async def test_decisions_and_endings_are_in_the_file_when_it_has_stopped(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
         async with running(log):
-            ring = Decisions(log=log)
-            first = ring.add(record(0))
-            ring.finish(first, Outcome.COMPLETED, 1.5, "a", 200)
-            ring.add(record(1))
+            ring = Recorder(Metrics(CollectorRegistry()), Decisions(), log)
+            first = ring.decided(record(0))
+            ring.ended(first, "a", Ending(Outcome.COMPLETED, 1.5, "a", 200))
+            ring.decided(record(1))
         found = entries(tmp_path / "log")
         assert [type(entry) for entry in found] == [Logged, Ended, Logged]
         assert found[0].record == record(0)
@@ -92,20 +95,20 @@ class TestDecisionLog:
     async def test_a_record_that_left_the_ring_still_gets_its_ending(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
         async with running(log):
-            ring = Decisions(capacity=1, log=log)
-            first = ring.add(record(0))
-            ring.add(record(1))
-            ring.finish(first, Outcome.FAILED, 2.0)
+            ring = Recorder(Metrics(CollectorRegistry()), Decisions(capacity=1), log)
+            first = ring.decided(record(0))
+            ring.decided(record(1))
+            ring.ended(first, "a", Ending(Outcome.FAILED, 2.0))
         assert [e.number for e in entries(tmp_path / "log") if isinstance(e, Ended)] == [0]
 
     async def test_a_changed_pool_holds_from_the_next_decision_on(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0)
-        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing("sticky")))
+        changed = Pool(Metadata("p"), Spec(Model("m"), routing=Routing(chosen("sticky"))))
         async with running(log):
             log.decided(0, record(0))
             log.configure(changed)
             log.decided(1, record(1))
-        assert [e.routing.policy for e in entries(tmp_path / "log")] == ["ear", "sticky"]
+        assert [e.routing.policy.name for e in entries(tmp_path / "log")] == ["ear", "sticky"]
 
     async def test_a_full_queue_drops_the_newest_and_counts(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0, max_rows=5)
@@ -266,10 +269,10 @@ class TestRotatedFile:
             RotatedFile(tmp_path, 1, 1)
 
 
-def test_the_ring_without_a_log_is_as_before():
+def test_decisions_are_kept_without_a_log():
     ring = Decisions()
     number = ring.add(record(0))
-    ring.finish(number, Outcome.COMPLETED, 1.0)
+    ring.finish(number, Ending(Outcome.COMPLETED, 1.0))
     found = ring.get("r0")
     assert found is not None
     assert replace(found, ending=None) == record(0)

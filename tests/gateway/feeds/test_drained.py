@@ -1,3 +1,5 @@
+"""Drain hooks of engines are answered once nothing runs there any more."""
+
 import asyncio
 from typing import Any
 

@@ -109,8 +109,17 @@ def oracle(text: bytes) -> EngineMetrics:
 
 
 class TestParse:
-    @pytest.mark.parametrize("ranks", [1, 2, 8])
-    @pytest.mark.parametrize("model", ["qwen3", 'a{b}"c\\', "{", '}"} 5', "ü\nvllm:num_requests_running 3"])
+    @pytest.mark.parametrize(
+        ("ranks", "model"),
+        [
+            pytest.param(1, "qwen3", id="one rank"),
+            pytest.param(8, "qwen3", id="eight ranks"),
+            pytest.param(2, 'a{b}"c\\', id="a model's name with braces, quote and backslash"),
+            pytest.param(2, "{", id="an opening brace for a name"),
+            pytest.param(2, '}"} 5', id="a name like the end of labels"),
+            pytest.param(2, "ü\nvllm:num_requests_running 3", id="a name like another line"),
+        ],
+    )
     def test_equals_the_oracle(self, ranks, model):
         text = exposition(ranks, model, seed=ranks)
         assert parse(text) == oracle(text)
@@ -146,7 +155,7 @@ class TestParse:
             pytest.param(b"\xff\xfe\x00\nvllm:num_requests_running 3\n", 3, id="garbage around"),
         ],
     )
-    def test_edges(self, text, running):
+    def test_a_line_at_the_edge_of_what_prometheus_allows_is_read(self, text, running):
         assert parse(text) == EngineMetrics(running=running)
 
     def test_usage_is_the_mean_of_the_ranks_and_all_else_their_sum(self):

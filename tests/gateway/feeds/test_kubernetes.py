@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
+from routing_objects import chosen
 
 from perilune_api import kube
 from perilune_api.pool import (
@@ -16,7 +17,6 @@ from perilune_api.pool import (
     Model,
     NodePlace,
     Pool,
-    Role,
     Routing,
     Spec,
     SpecError,
@@ -45,7 +45,8 @@ def pod(
 
 def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
     return Pool(
-        Metadata("p", "ns"), Spec(Model(model), routing=Routing(policy), topology=Topology(**topology))
+        Metadata("p", "ns"),
+        Spec(Model(model), routing=Routing(chosen(policy)), topology=Topology(**topology)),
     )
 
 
@@ -63,9 +64,7 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
         pytest.param(pod(ip=""), None, id="no address yet"),
         pytest.param(
             pod(labels={"perilune.dev/role": "decode"}, annotations={"perilune.dev/kv-events-port": "5557"}),
-            EndpointSpec(
-                "10.0.0.1:8000", Role.DECODE, "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)
-            ),
+            EndpointSpec("10.0.0.1:8000", "n1", ("tcp://10.0.0.1:5557",), ("tcp://10.0.0.1:5558",)),
             id="role and events",
         ),
         pytest.param(
@@ -252,7 +251,7 @@ async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) ->
 
 async def test_an_edited_document_is_taken(api: Api, taker: Taker) -> None:
     api.document(document("sticky"))
-    await taker.until(lambda: taker.pools[-1].spec.routing.policy == "sticky")
+    await taker.until(lambda: taker.pools[-1].spec.routing.policy.name == "sticky")
     assert taker.addresses() == ["10.0.0.1:8000"]
 
 

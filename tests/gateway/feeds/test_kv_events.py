@@ -85,7 +85,7 @@ def test_a_capture_says_the_same_in_the_older_encoding(captures, name):
         pytest.param(["BlockRemoved", [1]], BlockRemoved((1,)), id="oldest array"),
     ],
 )
-def test_events(event, decoded):
+def test_an_event_is_decoded(event, decoded):
     assert decode(pack([0.0, [event]])).events == (decoded,)
 
 
@@ -114,7 +114,7 @@ def test_unknown_types_are_counted(event):
         pytest.param(pack([0.0, [{"type": "AllBlocksCleared"}]]) + b"x", id="more behind"),
     ],
 )
-def test_garbage(payload):
+def test_garbage_is_a_protocol_error(payload):
     with pytest.raises(ProtocolError):
         decode(payload)
 

@@ -98,11 +98,27 @@ def bind(socket, port: int) -> int:
     return port
 
 
+class NotingIndex(PrefixIndex):
+    """Knows which blocks it was ever told of."""
+
+    def __init__(self) -> None:
+        super().__init__(100_000, 5.0)
+        self.named: set[int] = set()
+
+    def stored(self, endpoint, tier, blocks, *arguments, **options) -> None:
+        self.named.update(blocks)
+        super().stored(endpoint, tier, blocks, *arguments, **options)
+
+    @property
+    def held(self) -> set[int]:
+        return {block for block in self.named if self.announced(ENGINE, block)}
+
+
 class Recorder:
     """A sink that feeds an index and lets tests wait for what they expect."""
 
     def __init__(self) -> None:
-        self.index = PrefixIndex(100_000, 5.0)
+        self.index = NotingIndex()
         self.blocks = EngineBlocks(self.index, 32, store=True)
         self.batches: list[Batch] = []
         self.lags: list[float] = []
@@ -132,11 +148,7 @@ class Recorder:
                 await self._changed.wait()
 
     def held(self) -> set[int]:
-        return announced(self.index)
-
-
-def announced(index: PrefixIndex) -> set[int]:
-    return {block for block in index._runs.where if index.announced(ENGINE, block)}
+        return self.index.held
 
 
 def at(ts: float) -> bytes:
@@ -235,12 +247,24 @@ async def test_a_whole_capture(context, captures):
 
 
 def expected(messages) -> set[int]:
-    index = PrefixIndex(100_000, 5.0)
+    index = NotingIndex()
     names = EngineBlocks(index, 32, store=True)
     for frames in messages:
         for event in decode(frames[-1]).events:
             names.apply(ENGINE, event, 0.0)
-    return announced(index)
+    return index.held
+
+
+async def lose(engine: Engine, sink: Recorder, messages, arrive: int, replay_frames) -> None:
+    """The first messages arrive, then only the last; the engine keeps `replay_frames` for a replay."""
+    await engine.asked()
+    for frames in messages[:arrive]:
+        await engine.send(int.from_bytes(frames[1], "big"), frames[2])
+    await sink.until(lambda: len(sink.batches) == arrive)
+    engine.buffer.clear()
+    for _, _, seq, payload in replay_frames[:-1]:
+        engine.buffer.append((seq, payload))
+    await engine.send_raw(messages[-1])
 
 
 @pytest.mark.parametrize("topic", [True, False], ids=["with topic", "without topic, until 0.25"])
@@ -250,14 +274,7 @@ async def test_dropped_messages_are_replayed(context, captures, replay_frames, t
     engine, counters = Engine(context, topic=topic), Counters()
     messages = captures["main"].messages
     async with feeding(context, engine, counters=counters) as sink:
-        await engine.asked()
-        for frames in messages[:240]:
-            await engine.send(int.from_bytes(frames[1], "big"), frames[2])
-        await sink.until(lambda: len(sink.batches) == 240)
-        engine.buffer.clear()
-        for _, _, seq, payload in replay_frames[:-1]:
-            engine.buffer.append((seq, payload))
-        await engine.send_raw(messages[-1])
+        await lose(engine, sink, messages, 240, replay_frames)
         await sink.until(lambda: len(sink.batches) == 528)
         assert sink.held() == expected(messages)
         assert sink.resets == []
@@ -269,14 +286,7 @@ async def test_a_short_replay_buffer_means_to_begin_anew(context, captures, repl
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages
     async with feeding(context, engine, counters=counters) as sink:
-        await engine.asked()
-        for frames in messages[:100]:
-            await engine.send(int.from_bytes(frames[1], "big"), frames[2])
-        await sink.until(lambda: len(sink.batches) == 100)
-        engine.buffer.clear()
-        for _, _, seq, payload in replay_frames[:-1]:
-            engine.buffer.append((seq, payload))
-        await engine.send_raw(messages[-1])
+        await lose(engine, sink, messages, 100, replay_frames)
         await sink.until(lambda: len(sink.batches) == 388)
         assert sink.resets == [ResetCause.LOST]
         assert sink.held() <= expected(messages), "it may know less, never more"

@@ -25,7 +25,7 @@ def tracker(*seen: tuple[int, float]) -> SequenceTracker:
         pytest.param([(4, 1.0)], 2, 2.0, Step.RESTART, id="a new process whose first we missed"),
     ],
 )
-def test_sequence(seen, seq, published_s, step):
+def test_a_number_tells_whether_messages_are_missing_or_repeated(seen, seq, published_s, step):
     it = tracker(*seen)
     assert it.step(seq, published_s) is step
     assert it.step(seq, published_s) is step, "asking changes nothing"
@@ -43,5 +43,5 @@ def test_sequence(seen, seq, published_s, step):
         pytest.param([(4, 1.0)], [], Replayed.RESTARTED, id="has less than we have"),
     ],
 )
-def test_replays(seen, replayed, verdict):
+def test_a_replay_is_judged_by_the_numbers_it_brings(seen, replayed, verdict):
     assert judge(tracker(*seen), replayed) is verdict

@@ -1,3 +1,5 @@
+"""A feed gives way to other work after its share of a turn."""
+
 import asyncio
 
 from perilune_gateway.feeds.turn_budget import TurnBudget

@@ -1,17 +1,19 @@
-"""lmetric, lmetric_plus_one, kv_linear, static_pd by hand."""
+"""lmetric, lmetric_plus_one, kv_linear by hand."""
 
 from random import Random
 
 import pytest
 from routing_objects import candidate, request
 
-from perilune_api.pool import PolicyParams, Role
-from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
+from perilune_api.policies import KvLinearParams, PolicyParams
+from perilune_gateway.model import NEED_BODY, Decision, Phase
 from perilune_gateway.policy import POLICIES
 
 
 def run(name: str, candidates, tokens: int = 1000, **params) -> Decision:
-    verdict = POLICIES[name](request(tokens=tokens), candidates, PolicyParams(**params), Random(0))
+    verdict = POLICIES[name](
+        request(tokens=tokens), candidates, PolicyParams(kv_linear=KvLinearParams(**params)), Random(0)
+    )
     assert isinstance(verdict, Decision)
     return verdict
 
@@ -41,7 +43,7 @@ def test_raw_lmetric_ignores_the_cache_on_idle_endpoints() -> None:
 
 @pytest.mark.parametrize(
     ("params", "target"),
-    [({}, "a"), ({"kv_linear_load_weight": 2.0}, "b"), ({"kv_linear_hit_weight": 0.0}, "b")],
+    [({}, "a"), ({"load_weight": 2.0}, "b"), ({"hit_weight": 0.0}, "b")],
     ids=["0.8 − 0.5 > 0 − 0", "0.8 − 1 < 0", "load alone"],
 )
 def test_kv_linear(params: dict[str, float], target: str) -> None:
@@ -50,22 +52,6 @@ def test_kv_linear(params: dict[str, float], target: str) -> None:
     assert verdict.target == target
     if not params:
         assert [c.total for c in verdict.costs] == [pytest.approx(-0.3), 0.0, 1.0]
-
-
-def test_static_pd_least_loaded_prefill_and_most_free_kv() -> None:
-    nodes = [
-        candidate("a", role=Role.PREFILL, pending=5),
-        candidate("b", role=Role.PREFILL, pending=3),
-        candidate("c", role=Role.DECODE, kv_free=7),
-        candidate("d", role=Role.DECODE, kv_free=8),
-    ]
-    verdict = run("static_pd", nodes)
-    assert (verdict.prefill, verdict.target, verdict.reason) == ("b", "d", Reason.SPLIT)
-
-
-def test_static_pd_with_one_endpoint_is_no_split() -> None:
-    verdict = run("static_pd", [candidate("a")])
-    assert (verdict.prefill, verdict.target, verdict.reason) == ("", "a", Reason.LEAST_LOADED)
 
 
 @pytest.mark.parametrize(

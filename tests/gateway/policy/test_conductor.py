@@ -5,18 +5,19 @@ from random import Random
 import pytest
 from routing_objects import PLAIN, candidate, link, prefix, request
 
-from perilune_api.pool import ConductorArm, PolicyParams, Role
+from perilune_api.policies import ConductorArm, ConductorParams
 from perilune_api.topology import Level
-from perilune_gateway.model import Decision, Reason, Refusal
-from perilune_gateway.policy.conductor import conductor, schedule_decode
-from perilune_gateway.policy.near_cache import mean_distance, should_migrate
+from perilune_gateway.model import Decision, Reason
+from perilune_gateway.policy.others import near_cache
+from perilune_gateway.policy.others.conductor import conductor
+from perilune_gateway.policy.others.near_cache import mean_distance, should_migrate
 
-MAX = PolicyParams().max_queue_length
+MAX = ConductorParams().max_queue_length
 TO_A = {level: {"a": link(level, 5e6)} for level in Level}
 
 
 def run(r, candidates, **params) -> Decision:
-    verdict = conductor(r, candidates, PolicyParams(**params), Random(0))
+    verdict = conductor(r, candidates, ConductorParams(**params), Random(0))
     assert isinstance(verdict, Decision)
     return verdict
 
@@ -91,63 +92,40 @@ def test_a_short_prefix_is_not_used(held: int, reason: Reason) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arm", "score", "source", "cached"),
+    ("pullable", "score", "source", "cached"),
     [
-        pytest.param(ConductorArm.CACHE_AWARE_MIGRATION, 0.3, "a", 800, id="hot: copied"),
-        pytest.param(ConductorArm.CACHE_AWARE_MIGRATION, 0.29, "", 0, id="not hot: recomputed"),
-        pytest.param(ConductorArm.CACHE_AWARE, 0.3, "", 0, id="arm without migration"),
+        pytest.param(True, 0.3, "a", 800, id="hot: copied"),
+        pytest.param(True, 0.29, "", 0, id="not hot: recomputed"),
+        pytest.param(False, 0.3, "", 0, id="engines cannot pull"),
     ],
 )
 def test_a_hot_prefix_is_copied_to_the_chosen_node(
-    arm: ConductorArm, score: float, source: str, cached: int
+    pullable: bool, score: float, source: str, cached: int
 ) -> None:
-    r = request(tokens=1000, prefix=prefix(score=score, a=800))
-    verdict = run(r, [near("b", Level.RACK), holder(MAX + 1)], conductor_arm=arm)
+    r = request(tokens=1000, prefix=prefix(score=score, pullable=pullable, a=800))
+    verdict = run(r, [near("b", Level.RACK), holder(MAX + 1)])
     assert (verdict.target, verdict.replicate_from, verdict.cached_tokens) == ("b", source, cached)
     assert verdict.estimated_ttft_s == pytest.approx(0.16 + 0.2 if source else 1.0)
 
 
-def test_should_migrate_as_published() -> None:
-    check = should_migrate(
-        request(tokens=1000, prefix=prefix(score=0.5, a=800)), near("b", Level.RACK), PolicyParams()
-    )
-    assert check.cost_ms == pytest.approx(160 + 5)
-    assert check.benefit_ms == pytest.approx(0.5 * 60 * 165)
-    assert check.migrate
-
-
 @pytest.mark.parametrize(("score", "migrate"), [(0.025, False), (0.026, True)])
-def test_should_migrate_collapses_to_a_frequency(score: float, migrate: bool) -> None:
+def test_should_migrate_collapses_to_a_frequency(
+    score: float, migrate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """benefit > 1.5 × cost is score × 60 > 1.5, whatever the link."""
-    params = PolicyParams(hot_cache_threshold=0.0)
+    monkeypatch.setattr(near_cache, "HOT_SCORE", 0.0)
     for bytes_per_s in (1e3, 1e12):
         target = candidate("b", links={"a": link(bytes_per_s=bytes_per_s)}, engine=PLAIN)
         r = request(tokens=1000, prefix=prefix(score=score, a=800))
-        assert should_migrate(r, target, params).migrate == migrate
+        assert should_migrate(r, target) == migrate
 
 
 def test_no_scheduling_draws_and_counts_on_no_cache() -> None:
     rng, r = Random(0), request(tokens=1000, prefix=HOLDS)
-    params = PolicyParams(conductor_arm=ConductorArm.NO_SCHEDULING)
+    params = ConductorParams(arm=ConductorArm.NO_SCHEDULING)
     verdicts = [conductor(r, [holder(), near("b", Level.RACK)], params, rng) for _ in range(40)]
     assert {v.target for v in verdicts} == {"a", "b"}
     assert {(v.reason, v.cached_tokens) for v in verdicts} == {(Reason.RANDOM, 0)}
-
-
-def test_decode_near_where_the_prefill_wrote() -> None:
-    nodes = [
-        candidate("a", role=Role.PREFILL),
-        candidate("c", role=Role.DECODE, links=TO_A[Level.FABRIC], in_flight=1),
-        candidate("d", role=Role.DECODE, links=TO_A[Level.RACK], in_flight=2),
-    ]
-    verdict = run(request(tokens=1000), nodes)
-    assert (verdict.prefill, verdict.target) == ("a", "d")
-
-
-def test_decode_of_an_unknown_session_is_an_error_that_names_it() -> None:
-    verdict = schedule_decode("s-17", set(), request(), [candidate("a")], PolicyParams(), Random(0))
-    assert isinstance(verdict, Refusal)
-    assert "s-17" in verdict.message
 
 
 @pytest.mark.parametrize(

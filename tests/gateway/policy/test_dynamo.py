@@ -4,17 +4,17 @@ from math import exp
 from random import Random
 
 import pytest
-from msgspec.structs import replace
 from routing_objects import candidate, request
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import DynamoParams, PolicyParams
 from perilune_gateway.model import Decision, Reason
 from perilune_gateway.policy import POLICIES
-from perilune_gateway.policy.dynamo import softmax
+from perilune_gateway.policy.others.dynamo import softmax
 
 
 def run(name: str, r, candidates, seed: int = 0, **params) -> Decision:
-    verdict = POLICIES[name](r, candidates, PolicyParams(**params), Random(seed))
+    blocks = PolicyParams(dynamo=DynamoParams(**params))
+    verdict = POLICIES[name](r, candidates, blocks, Random(seed))
     assert isinstance(verdict, Decision)
     return verdict
 
@@ -34,13 +34,13 @@ ASKED = request(tokens=160)
         pytest.param({"pending": 80}, {}, 15 + 10, id="pending prefill"),
         pytest.param({"active_kv": 320}, {}, 10 + 30, id="active decode blocks"),
         pytest.param({"cached": 64}, {}, 6 + 10, id="device credit 1"),
-        pytest.param({"cached": 64}, {"dynamo_device_credit": 0.5}, 8 + 10, id="device credit c"),
+        pytest.param({"cached": 64}, {"device_credit": 0.5}, 8 + 10, id="device credit c"),
         pytest.param({"cached": 64, "host": 128}, {}, 10 - 4 - 0.75 * 4 + 10, id="host credit 0.75"),
         pytest.param({"stored": 128}, {}, 10 - 0.25 * 8 + 10, id="disk credit 0.25"),
         pytest.param({"host": 64, "stored": 128}, {}, 10 - 3 - 1 + 10, id="host, then disk"),
-        pytest.param({"cached": 160}, {"dynamo_device_credit": 2.0}, 0 + 10, id="never below 0"),
+        pytest.param({"cached": 160}, {"device_credit": 2.0}, 0 + 10, id="never below 0"),
         pytest.param({"cached": 79}, {}, 6 + 10, id="whole blocks of overlap"),
-        pytest.param({"pending": 80}, {"dynamo_prefill_load_scale": 3.0}, 45 + 10, id="prefill scale"),
+        pytest.param({"pending": 80}, {"prefill_load_scale": 3.0}, 45 + 10, id="prefill scale"),
     ],
 )
 def test_dynamo_cost(there: dict, params: dict, expected: float) -> None:
@@ -66,7 +66,7 @@ def test_temperature_0_takes_the_lowest_and_draws_among_equals() -> None:
 def test_temperature_samples_by_softmax_over_normalised_costs() -> None:
     assert softmax([20.0, 25.0, 30.0], 0.5) == [1.0, pytest.approx(exp(-1)), pytest.approx(exp(-2))]
     assert softmax([7.0, 7.0], 0.5) == [1.0, 1.0]
-    rng, params = Random(0), PolicyParams(dynamo_temperature=0.5)
+    rng, params = Random(0), PolicyParams(dynamo=DynamoParams(temperature=0.5))
     two = [candidate("a"), candidate("b", pending=16)]
     drawn = [POLICIES["dynamo"](ASKED, two, params, rng) for _ in range(2000)]
     share = sum(v.target == "a" for v in drawn) / len(drawn)
@@ -93,22 +93,3 @@ def test_dynamo_v1_cost_is_the_negative_logit(there: dict, others_waiting: int, 
 def test_dynamo_v1_returns_the_winners_hits() -> None:
     verdict = run("dynamo_v1", ASKED, [candidate("a"), candidate("b", cached=80)])
     assert (verdict.target, verdict.cached_tokens) == ("b", 80)
-
-
-@pytest.mark.parametrize(
-    ("cached", "queue", "remote"),
-    [(0, 0, True), (0, 1, True), (0, 2, False), (600, 0, False), (599, 0, True)],
-    ids=["long", "queue of one", "queue full", "1000 uncached", "1001 uncached"],
-)
-def test_dynamo_disagg_prefills_remotely_what_is_long_while_the_queue_is_short(
-    cached: int, queue: int, remote: bool
-) -> None:
-    nodes = [candidate("p", role=Role.PREFILL), candidate("d", role=Role.DECODE, cached=cached)]
-    verdict = run("dynamo_disagg", replace(request(tokens=1600), prefill_queue=queue), nodes)
-    assert (verdict.target, verdict.prefill_queued) == ("d", remote)
-    assert verdict.prefill_endpoint == ("" if remote else "d")
-    assert verdict.reason is (Reason.SPLIT if remote else Reason.LOWEST_COST)
-
-
-def test_dynamo_disagg_without_prefill_endpoints_is_local() -> None:
-    assert not run("dynamo_disagg", request(tokens=9000), [candidate("a")]).prefill_queued

@@ -5,7 +5,6 @@ from random import Random
 import pytest
 from routing_objects import PLAIN, candidate, link, prefix, request
 
-from perilune_api.pool import PolicyParams, Role
 from perilune_gateway.model import (
     NEED_BODY,
     Decision,
@@ -14,9 +13,8 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
 )
-from perilune_gateway.policy.mooncake import mooncake
+from perilune_gateway.policy.others.mooncake import mooncake
 
-PARAMS = PolicyParams(kvcache_balancing_threshold=2.0)
 LINK = link(bytes_per_s=5e6)
 
 
@@ -27,8 +25,8 @@ def node(address: str, *, cached: int = 0, pending_s: float = 0.0, **kwargs):
     )
 
 
-def run(r, candidates, params: PolicyParams = PARAMS):
-    return mooncake(r, candidates, params, Random(0))
+def run(r, candidates):
+    return mooncake(r, candidates, Random(0))
 
 
 def totals(r, candidates) -> list[float]:
@@ -119,22 +117,6 @@ def test_early_rejection_looks_at_the_load_when_decode_would_begin() -> None:
     later = node("a", in_flight=5, active_kv=5_000, decode_s=2.0, pending_s=2.0)
     assert isinstance(run(r, [now]), Refusal)
     assert isinstance(run(r, [later]), Decision)
-
-
-def test_prefill_and_decode_endpoints_of_their_own() -> None:
-    r = request(tokens=1000, prefix=prefix(a=800))
-    nodes = [
-        node("a", cached=800, role=Role.PREFILL),
-        node("b", role=Role.PREFILL),
-        node("c", role=Role.DECODE, in_flight=3, active_kv=30_000),
-        node("d", role=Role.DECODE, in_flight=1, active_kv=9_000),
-    ]
-    verdict = run(r, nodes)
-    assert (verdict.prefill, verdict.target) == ("a", "d")
-    assert verdict.prefill_endpoint == "a"
-    assert verdict.estimated_tpot_s == pytest.approx(0.010)
-    full = [*nodes[:3], node("d", role=Role.DECODE, kv_free=999)]
-    assert run(r, full).target == "c", "no KV room at d"
 
 
 def test_headers_do_not_suffice() -> None:

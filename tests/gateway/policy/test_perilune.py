@@ -5,11 +5,11 @@ from random import Random
 import pytest
 from routing_objects import PLAIN, candidate, link, prefix, request, session
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_gateway.model import NEED_BODY, Decision, Phase, Reason
 from perilune_gateway.policy.perilune import perilune
 
-PARAMS = PolicyParams(least_gain_seconds=0.1)
+PARAMS = PeriluneParams(least_gain_seconds=0.1)
 
 
 def run(r, candidates, seed: int = 0) -> Decision:
@@ -94,7 +94,7 @@ def test_noise_does_not_move_a_session_that_has_nothing_to_lose() -> None:
 @pytest.mark.parametrize(("queue_s", "target"), [(4.35, "a"), (4.37, "b")], ids=["saves 4.17 s", "4.19 s"])
 def test_what_brings_little_is_not_worth_a_move(queue_s: float, target: str) -> None:
     nodes = [node("a", cached=900, pending_s=queue_s), node("b")]
-    verdict = perilune(at_home(a=900), nodes, PolicyParams(), Random(0))
+    verdict = perilune(at_home(a=900), nodes, PeriluneParams(), Random(0))
     assert isinstance(verdict, Decision)
     assert verdict.target == target
     assert verdict.reason is (Reason.MOVED if target == "b" else Reason.NOT_WORTH)

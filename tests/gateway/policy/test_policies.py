@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_objects import candidate, fleet, request, session
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PolicyParams
 from perilune_gateway import policy
 from perilune_gateway.model import (
     NEED_BODY,
@@ -23,8 +23,8 @@ from perilune_gateway.model import (
 from perilune_gateway.policy import POLICIES
 
 PARAMS = PolicyParams()
-T_HOT, T_COOL = PARAMS.hot_pending_tokens, PARAMS.cooldown_seconds
-FILES = sorted(Path(policy.__path__[0]).glob("*.py"))
+T_HOT, T_COOL = PARAMS.ear.hot_pending_tokens, PARAMS.ear.cooldown_seconds
+FILES = sorted(Path(policy.__path__[0]).rglob("*.py"))
 SHARED = {"__init__", "cost"}
 SCREEN_LINES = 90
 
@@ -188,11 +188,10 @@ def test_every_policy_chooses_a_candidate_and_shows_all_costs(
     assert not verdict.moved_from or verdict.moved_from != verdict.target
 
 
-@pytest.mark.parametrize("roles", [(Role.BOTH, Role.BOTH), (Role.PREFILL, Role.DECODE)])
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_empty_prompt_is_routed_too(name: str, roles: tuple[Role, Role]) -> None:
+def test_an_empty_prompt_is_routed_too(name: str) -> None:
     """`"prompt": []`: what is wrong with it is the engine's to say."""
-    nodes = [candidate(address, role=role) for address, role in zip("ab", roles, strict=True)]
+    nodes = [candidate("a"), candidate("b")]
     assert isinstance(decide(name, request(tokens=0, of=session("")), nodes), Decision)
 
 

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from msgspec import structs
 from routing_objects import candidate, link, prefix, request, session
 
-from perilune_api.pool import ConductorArm, PolicyParams, Role
+from perilune_api.policies import (
+    ConductorArm,
+    ConductorParams,
+    DynamoParams,
+    DynamoProductParams,
+    PolicyName,
+    PolicyParams,
+)
 from perilune_api.topology import Level
 from perilune_gateway.model import Candidate, Decision, Location, Phase, Refusal, RequestView
-from perilune_gateway.policy import LIVE, POLICIES, SIMULATED_ONLY
+from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.admission import engine_priority
 
 NAMES = "abcdef"
@@ -27,7 +34,6 @@ candidates_strategy = st.lists(
     st.builds(
         candidate,
         st.sampled_from(NAMES),
-        role=st.sampled_from(Role),
         pending=st.integers(0, 50_000),
         pending_s=st.floats(0, 20),
         in_flight=st.integers(0, 20),
@@ -70,7 +76,13 @@ requests_strategy = st.builds(
     slo_tpot_s=st.just(0.0) | st.floats(0.001, 0.1),
 )
 params_strategy = st.builds(
-    PolicyParams, conductor_arm=st.sampled_from(ConductorArm), dynamo_temperature=st.sampled_from([0.0, 0.5])
+    lambda arm, temperature: PolicyParams(
+        conductor=ConductorParams(arm=arm),
+        dynamo=DynamoParams(temperature=temperature),
+        dynamo_product=DynamoProductParams(temperature=temperature),
+    ),
+    st.sampled_from(ConductorArm),
+    st.sampled_from([0.0, 0.5]),
 )
 
 
@@ -87,15 +99,12 @@ def test_only_candidates_are_named(
         return
     addresses = [c.address for c in candidates]
     assert verdict.target in addresses
-    assert verdict.prefill in ("", *addresses)
-    assert verdict.prefill != verdict.target
     assert [cost.address for cost in verdict.costs] == addresses
     assert verdict.replicate_from in ("", *(location.address for location in r.prefix.locations), *addresses)
-    assert verdict.replicate_from != verdict.prefill_endpoint or not verdict.replicate_from
+    assert verdict.replicate_from != verdict.target or not verdict.replicate_from
     assert 0 <= verdict.cached_tokens <= r.prompt_tokens
-    if name in LIVE and not any(c.endpoint.role is Role.PREFILL for c in candidates):
-        assert not verdict.prefill
-        assert not verdict.prefill_queued
+    assert not verdict.prefill
+    assert not verdict.prefill_queued
 
 
 def new(address: str) -> str:
@@ -128,40 +137,48 @@ def test_renaming_endpoints_renames_the_result(
     after = POLICIES[name](*renamed(r, candidates), params, Random(3))
     assert type(before) is type(after)
     if isinstance(before, Decision) and isinstance(after, Decision):
-        for field in ("target", "prefill", "moved_from", "replicate_from"):
+        for field in ("target", "moved_from", "replicate_from"):
             assert getattr(after, field) == new(getattr(before, field))
         assert after.reason == before.reason
         assert [cost.total for cost in after.costs] == [cost.total for cost in before.costs]
 
 
-def largest(name: str) -> PolicyParams:
+def largest(block: str, name: str) -> PolicyParams:
     """The parameter at the largest value that a pool document may give it."""
     for value in (float("inf"), 1e6):
         try:
-            return msgspec.convert({name: value}, PolicyParams)
+            return msgspec.convert({block: {name: value}}, PolicyParams)
         except msgspec.ValidationError:
             continue
     return PolicyParams()
 
 
-@pytest.mark.parametrize(
-    "name", [f.encode_name for f in structs.fields(PolicyParams) if isinstance(f.default, float)]
-)
+FLOATS = [
+    (block.encode_name, field.encode_name)
+    for block in structs.fields(PolicyParams)
+    for field in structs.fields(type(block.default))
+    if isinstance(field.default, float)
+]
+
+
+@pytest.mark.parametrize(("block", "name"), FLOATS)
 @pytest.mark.parametrize("busy", [{}, {"pending_s": 60.0, "in_flight": 9, "waiting": 3, "kv_usage": 1.0}])
-def test_with_the_largest_parameters_costs_are_numbers_still(name: str, busy: dict) -> None:
-    params = largest(name)
+def test_with_the_largest_parameters_costs_are_numbers_still(block: str, name: str, busy: dict) -> None:
+    params = largest(block, name)
     r = request(tokens=4_000, of=session("a"), prefix=prefix(a=400))
     fleet = [candidate("a", cached=400, **busy), candidate("b", **busy), candidate("c", links={"a": link()})]
     for policy in POLICIES.values():
         verdict = policy(r, fleet, params, Random(1))
         assert isinstance(verdict, Decision)
         assert not any(isnan(cost.total) for cost in verdict.costs)
-    assert 0 <= engine_priority(1.8e9, 60.0, params.ageing_weight) < 2**31
 
 
-def test_what_only_the_simulator_runs_is_said_with_its_reason() -> None:
-    assert set(SIMULATED_ONLY) == {"static_pd", "dynamo_disagg"}
-    assert set(LIVE) == set(POLICIES) - set(SIMULATED_ONLY)
+def test_the_largest_ageing_weight_gives_a_priority_still() -> None:
+    assert 0 <= engine_priority(1.8e9, 60.0, 1e6) < 2**31
+
+
+def test_every_policy_that_a_pool_may_name_is_there() -> None:
+    assert list(POLICIES) == sorted(PolicyName)
 
 
 FULL = {

@@ -1,3 +1,5 @@
+"""An engine's events become stores and removals in the prefix index."""
+
 import pytest
 
 from perilune_gateway.model import Tier
@@ -90,7 +92,7 @@ def test_digests_and_their_low_64_bits_are_one_name():
         pytest.param(stored(extra_keys=()), ("", ""), id="none at all"),
     ],
 )
-def test_roots(event, root):
+def test_salt_and_adapter_are_roots_of_their_own(event, root):
     pool = Pool()
     pool.apply(event)
     assert pool.device(root=blocks.prefix_root(*root)) == {"a": 3}
@@ -164,7 +166,7 @@ def test_old_engines_name_no_medium():
     assert pool.device() == {"a": 2}
 
 
-def test_ranks():
+def test_ranks_hold_blocks_of_their_own():
     """Either rank's blocks count; the reset of one leaves the other's."""
     pool = Pool()
     pool.apply(stored(), rank=0)

@@ -1,3 +1,5 @@
+"""The fleet keeps each endpoint's load and readiness."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,4 +243,3 @@ def test_whatever_happens_an_idle_fleet_has_no_load(steps: list[tuple[str, int]]
     assert [v.load for v in made.view(0.0)] == [
         v.load for v in fleet_of(endpoint("a"), endpoint("b")).view(0.0)
     ]
-    assert not made._awaited

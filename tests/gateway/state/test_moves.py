@@ -2,11 +2,11 @@
 
 import pytest
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import Migration
 from perilune_gateway.model import Move, MoveReason
 from perilune_gateway.moves.budget import WINDOW_S, Moves
 
-PARAMS = PolicyParams(migrations_per_minute=3, migration_link_bytes=1_000)
+PARAMS = Migration(moves_per_minute=3)
 
 
 def move(source: str = "a", target: str = "b", size: int = 400) -> Move:
@@ -14,7 +14,7 @@ def move(source: str = "a", target: str = "b", size: int = 400) -> Move:
 
 
 def test_moves_count_for_a_minute_and_bytes_until_they_have_arrived() -> None:
-    moves = Moves()
+    moves = Moves(link_bytes=1_000)
     first = moves.started(move(), 0.0)
     moves.started(move(), 1.0)
     moves.started(move("b", "c", 7), 2.0)

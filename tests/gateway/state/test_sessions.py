@@ -1,3 +1,5 @@
+"""Sessions remember their host and their last prompt, within a bound, for a while."""
+
 import pytest
 
 from perilune_gateway.model import Identity, SessionKey

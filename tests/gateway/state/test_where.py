@@ -1,7 +1,5 @@
 """Where: the same as one dict, in less."""
 
-import sys
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,14 +28,3 @@ def test_like_one_dict(steps):
             model.update(dict.fromkeys(kept, run))
         assert {block: where.get(block) for block in where} == model
         assert [block in where for block in row] == [block in model for block in row]
-
-
-def test_its_dicts_grow_at_different_times():
-    where = Where()
-    dicts = list({id(part): part for part in where._parts}.values())
-    bytes_by_blocks = {}
-    for blocks in range(320_000):
-        where.put([blocks], RUNS[0])
-        if blocks % 500 == 0 and blocks >= 20_000:
-            bytes_by_blocks[blocks] = sum(map(sys.getsizeof, dicts)) / blocks
-    assert max(bytes_by_blocks.values()) < 51, "of one dict 60"

@@ -79,7 +79,7 @@ def render(source, *messages, tools=None, documents=None, kwargs=(), special=(),
     return template.render(Conversation(list(messages), tools, documents, dict(kwargs)), **options)
 
 
-def test_chatml():
+def test_a_chatml_template_is_rendered():
     assert render(CHATML, {"role": "system", "content": "é"}, HI) == (
         "<|im_start|>system\né<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -82,7 +82,7 @@ def call(name, arguments, id="c1"):
         ),
     ],
 )
-def test_messages(message, normal):
+def test_a_message_is_normalized_as_vllm_does(message, normal):
     assert conversation(CHAT, messages=[message]).messages == [normal]
 
 

@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 async def test_a_local_tokenizer(folder):
-    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)))
+    tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     text = "hello<|im_end|>" * 400
     completion(tokenizer, text)
     completion(tokenizer, text + "hello")

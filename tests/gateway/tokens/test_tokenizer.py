@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 
 import pytest
 from hypothesis import given
@@ -33,24 +32,6 @@ async def test_given_ids(mode, prompt, tokens):
     assert tokenizer.now(asked) == tokens
     assert await tokenizer.encode(asked) == tokens
     assert tokenizer.counts == {TokenSource.GIVEN: 2}
-    await tokenizer.close()
-
-
-@pytest.mark.parametrize(
-    ("template", "repeats"),
-    [
-        pytest.param("{{ messages }}", True, id="as the body says"),
-        pytest.param("{{ strftime_now('%d %b') }} {{ messages }}", False, id="it tells the date"),
-    ],
-)
-async def test_equal_requests_have_equal_tokens_unless_a_template_asks_for_the_time(
-    template, repeats, folder, tmp_path
-):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = Tokenizer(Model("m", tokenizer=str(tmp_path)))
-    assert tokenizer.repeats is repeats
-    assert Tokenizer(Model("m", tokenize="estimate")).repeats
     await tokenizer.close()
 
 
@@ -133,17 +114,22 @@ async def test_what_is_long_is_measured(folder):
     await tokenizer.close()
 
 
+@pytest.fixture(scope="module")
+def shared(folder) -> Tokenizer:
+    """One tokenizer for all examples of a property; it only answers at once and so starts no thread."""
+    return Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
+
+
 @given(text=st.text(max_size=60))
-def test_text_survives(text, reference, folder):
-    tokenizer = _shared(folder)
-    ids = tokenizer.now(request(COMPLETIONS, prompt=text, add_special_tokens=False)).ids
+def test_text_survives(text, reference, shared):
+    ids = shared.now(request(COMPLETIONS, prompt=text, add_special_tokens=False)).ids
     assert reference.decode(ids, skip_special_tokens=False) == text
 
 
 @given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=5))
-def test_messages_keep_their_order(texts, reference, folder):
+def test_messages_keep_their_order(texts, reference, shared):
     messages = [{"role": "user", "content": text} for text in texts]
-    ids = _shared(folder).now(request(CHAT, messages=messages, add_generation_prompt=False)).ids
+    ids = shared.now(request(CHAT, messages=messages, add_generation_prompt=False)).ids
     told = reference.decode(ids, skip_special_tokens=False)
     assert told == "".join(f"<|im_start|>user\n{text}<|im_end|>\n" for text in texts)
 
@@ -157,16 +143,8 @@ JSON = st.recursive(
 
 
 @given(path=st.sampled_from([CHAT, RESPONSES, MESSAGES]), messages=st.lists(JSON, max_size=4))
-def test_any_conversation_has_tokens(path, messages, folder):
-    assert _shared(folder).now(request(path, messages=messages, input=messages)).count >= 1
-
-
-_TOKENIZERS = {}
-
-
-def _shared(folder) -> Tokenizer:
-    """Without threads or connections; hypothesis may not make one an example."""
-    return _TOKENIZERS.setdefault(folder, Tokenizer(Model("m", tokenizer=str(folder))))
+def test_any_conversation_has_tokens(path, messages, shared):
+    assert shared.now(request(path, messages=messages, input=messages)).count >= 1
 
 
 @pytest.mark.parametrize(
@@ -254,7 +232,7 @@ def test_a_picture_in_a_long_text_is_found(data, causes):
         pytest.param(CHAT, {"messages": [], "tools": [{"x": "x" * 387}]}, 160, id="tools count"),
     ],
 )
-async def test_estimates(path, body, count):
+async def test_an_estimate_counts_bytes(path, body, count):
     tokenizer = Tokenizer(Model("m", tokenize="estimate", bytes_per_token=2.5), lambda: "127.0.0.1:1")
     asked = request(path, **body)
     assert tokenizer.now(asked) == Tokens(count, TokenSource.ESTIMATE)

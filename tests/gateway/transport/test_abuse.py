@@ -10,9 +10,12 @@ from envoy_doubles import ID, PHASE, REFUSE, ROUTE, ScriptedRouter, until
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE
 from perilune_api.pool import Limits
-from perilune_gateway.extproc import SERVERS, Transport
+from perilune_gateway.extproc import Transport, new_server
+from perilune_gateway.extproc.h2 import limits
 from perilune_gateway.extproc.h2 import server as h2_server
+from perilune_gateway.extproc.h2.connection import DRAIN_PING
 from perilune_gateway.extproc.h2.frames import (
+    ACK,
     END_HEADERS,
     END_STREAM,
     HEADER,
@@ -25,7 +28,7 @@ from perilune_gateway.extproc.h2.frames import (
     number,
     settings,
 )
-from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.service import Closed, Service
 from perilune_gateway.model import Outcome
 
 BLOCK = b"\x83\x86" + b"".join(
@@ -42,7 +45,8 @@ GREETING = (
     + settings({Setting.INITIAL_WINDOW_SIZE: 1 << 30, Setting.HEADER_TABLE_SIZE: 0})
     + number(Type.WINDOW_UPDATE, 0, 1 << 30)
 )
-REQUESTS = 10_000
+REQUESTS = {Transport.H2: 10_000, Transport.GRPC: 1_000}
+"""Fewer for gRPC's own server, which others test too."""
 PER_CONNECTION = 100
 
 
@@ -55,10 +59,10 @@ def message(raw: bytes) -> bytes:
     return struct.pack(">BI", 0, len(raw)) + raw
 
 
-def request_headers(phase: str, **more: str) -> bytes:
+def request_headers(phase: str, mode: str = "BUFFERED", **more: str) -> bytes:
     fields = {":method": "POST", ":path": "/v1/x", ROUTE: "10.0.0.1:1", PHASE: phase} | more
     values = [pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in fields.items()]
-    told = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.BUFFERED)
+    told = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.BodySendMode.Value(mode))
     headers = pb.HttpHeaders(headers=pb.HeaderMap(headers=values))
     return message(pb.ProcessingRequest(request_headers=headers, protocol_config=told).SerializeToString())
 
@@ -119,8 +123,8 @@ class Peer:
 
 
 class Rig:
-    def __init__(self, service: Service, router: ScriptedRouter, port: int) -> None:
-        self.service, self.router, self.port = service, router, port
+    def __init__(self, transport: Transport, service: Service, router: ScriptedRouter, port: int) -> None:
+        self.transport, self.service, self.router, self.port = transport, service, router, port
 
     async def still_serves(self, test_id: str = "last") -> None:
         async with Peer(self.port) as peer:
@@ -134,8 +138,8 @@ class Rig:
 async def rig(request):
     router = ScriptedRouter()
     service = Service(router, StuckTokenizer(), limits=Limits(max_body_bytes=50_000))
-    server = SERVERS[request.param](service)
-    rig = Rig(service, router, await server.start("127.0.0.1:0"))
+    server = new_server(request.param, service)
+    rig = Rig(request.param, service, router, await server.start("127.0.0.1:0"))
     try:
         yield rig
         await rig.still_serves()
@@ -173,7 +177,7 @@ def act(peer: Peer, kind: str, stream: int, dice: random.Random) -> None:
             peer.write(frame(Type.DATA, END_STREAM, stream))
 
 
-async def test_10_000_mixed_requests_with_disconnects_leave_nothing_behind(rig, caplog):
+async def test_mixed_requests_with_disconnects_leave_nothing_behind(rig, caplog):
     """A third is reset at once, a third after an answer, a third left open when the peer vanishes."""
     caplog.set_level("ERROR")
 
@@ -195,7 +199,8 @@ async def test_10_000_mixed_requests_with_disconnects_leave_nothing_behind(rig, 
             if dice.random() < 0.3:
                 peer.write(dice.randbytes(100))
 
-    seeds = iter(range(REQUESTS // PER_CONNECTION))
+    requests = REQUESTS[rig.transport]
+    seeds = iter(range(requests // PER_CONNECTION))
 
     async def client() -> None:
         for seed in seeds:
@@ -203,7 +208,7 @@ async def test_10_000_mixed_requests_with_disconnects_leave_nothing_behind(rig, 
 
     await asyncio.gather(*(client() for _ in range(8)))
     await until(lambda: rig.service.streams_open == 0)
-    assert rig.service.streams_total > REQUESTS / 2  # gRPC leaves out what is reset at once
+    assert rig.service.streams_total > requests / 2  # gRPC leaves out what is reset at once
     assert rig.router.tickets == {}
 
 
@@ -250,21 +255,77 @@ async def test_who_does_not_speak_http2_disturbs_nobody(rig, raw):
     writer.transport.abort()
 
 
-async def test_peer_that_does_not_read_is_cut_off(monkeypatch):
-    monkeypatch.setattr(h2_server, "UNTAKEN_BYTES", 1_000_000)
+# What only the h2 server decides. test_connection.py has every limit; here one of each kind goes through a
+# socket.
+
+
+@pytest.fixture
+async def h2(monkeypatch, caplog):
+    """(service, port); time limits are checked often."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(h2_server, "CHECK_S", 0.02)
     service = Service(ScriptedRouter(), StuckTokenizer(), limits=Limits())
-    server = SERVERS[Transport.H2](service)
-    port = await server.start("127.0.0.1:0")
+    server = new_server(Transport.H2, service)
+    yield service, await server.start("127.0.0.1:0")
+    await server.stop(0)
+    assert service.streams_open == 0
+
+
+async def closed(service: Service, cause: Closed, caplog) -> None:
+    """Wait until a connection was closed for this cause and no other; the log tells cause and peer."""
+    await until(lambda: sum(service.connections_closed.values()) == 1)
+    assert service.connections_closed[cause] == 1
+    (line,) = [text for r in caplog.records if "connection_closed" in (text := r.getMessage())]
+    assert line.startswith(f"connection_closed cause={cause} peer=127.0.0.1:")
+
+
+async def test_a_flood_closes_its_connection_and_no_other(h2, caplog):
+    service, port = h2
+    async with Peer(port) as good, Peer(port) as bad:
+        good.open(1, request_headers("headers"))
+        await good.answer(1)
+        bad.open(1, request_headers("headers"))
+        await bad.answer(1)
+        bad.write(frame(Type.PING, 0, 0, bytes(8)) * 2_000)
+        await asyncio.wait_for(bad.reading, 10)
+        await closed(service, Closed.FLOOD, caplog)
+        good.write(frame(Type.DATA, 0, 1, response_headers()))
+        assert service.streams_open == 1
+    assert "more than 1000 PING frames at once" in caplog.text
+
+
+async def test_a_peer_that_says_nothing_is_closed(h2, caplog, monkeypatch):
+    monkeypatch.setattr(limits, "HANDSHAKE_S", 0.1)
+    service, port = h2
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    await closed(service, Closed.HANDSHAKE_TIMEOUT, caplog)
+
+
+async def test_an_idle_connection_is_closed(h2, caplog, monkeypatch):
+    monkeypatch.setattr(limits, "IDLE_S", 0.1)
+    service, port = h2
+    async with Peer(port) as peer:
+        await until(lambda: (Type.GOAWAY, 0) in peer.came)
+        peer.write(frame(Type.PING, ACK, 0, DRAIN_PING))
+        await asyncio.wait_for(peer.reading, 10)
+    await closed(service, Closed.IDLE, caplog)
+
+
+async def test_a_peer_that_does_not_read_its_answers_is_closed(h2, caplog, monkeypatch):
+    """A body in full duplex comes back as it went, here to a peer that leaves it in the socket."""
+    monkeypatch.setattr(limits, "UNTAKEN_BYTES", 1_000_000)
+    service, port = h2
     _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
     writer.write(GREETING + frame(Type.HEADERS, END_HEADERS, 1, BLOCK))
-    await until(lambda: service.streams_open == 1)
-
-    async def ping_for_ever() -> None:
+    head = request_headers("headers", mode="FULL_DUPLEX_STREAMED")
+    body = pb.ProcessingRequest(request_body=pb.HttpBody(body=bytes(1_000_000))).SerializeToString()
+    writer.write(frame(Type.DATA, 0, 1, head))
+    raw = message(body)
+    frames = b"".join(frame(Type.DATA, 0, 1, raw[at : at + 16_384]) for at in range(0, len(raw), 16_384))
+    with pytest.raises(ConnectionError):  # noqa: PT012
         while True:
-            writer.write(frame(Type.PING, 0, 0, bytes(8)) * 10_000)
+            writer.write(frames)
             await writer.drain()
-
-    with pytest.raises(ConnectionError):
-        await ping_for_ever()
-    await until(lambda: service.streams_open == 0)
-    await server.stop(0)
+    await closed(service, Closed.NOT_READING, caplog)

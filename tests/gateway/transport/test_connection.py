@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.extproc.h2 import connection as h2
-from perilune_gateway.extproc.h2 import frames, replies
+from perilune_gateway.extproc.h2 import frames, limits, replies
 from perilune_gateway.extproc.h2.connection import Connection
 from perilune_gateway.extproc.h2.events import Ended, Message, Opened, Reset
 from perilune_gateway.extproc.h2.frames import (
@@ -29,6 +28,7 @@ from perilune_gateway.extproc.h2.frames import (
     number,
 )
 from perilune_gateway.extproc.h2.replies import Status
+from perilune_gateway.extproc.service import Closed
 
 BLOCK = b"\x83" + literal(b":path", b"/p")
 GREETING = PREFACE + frames.settings({})
@@ -70,9 +70,16 @@ def parsed(raw: bytes) -> list[Frame]:
     return found
 
 
-def connected(*more: bytes) -> Connection:
-    """Greeted, its greeting taken."""
-    connection = Connection()
+class Clock:
+    now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def connected(*more: bytes, clock: Clock | None = None) -> Connection:
+    """A connection that has been greeted and whose own greeting has been taken."""
+    connection = Connection(clock or Clock())
     assert connection.receive(GREETING + b"".join(more)) == []
     connection.take()
     return connection
@@ -88,8 +95,8 @@ def test_greeting():
     values = dict(struct.iter_unpack(">HI", first.payload))
     assert (first.type, first.flags) == (Type.SETTINGS, 0)
     assert values[Setting.HEADER_TABLE_SIZE] == 0
-    assert values[Setting.INITIAL_WINDOW_SIZE] == h2.STREAM_WINDOW
-    assert (window.type, window.number) == (Type.WINDOW_UPDATE, h2.CONNECTION_WINDOW - 65_535)
+    assert values[Setting.INITIAL_WINDOW_SIZE] == limits.STREAM_WINDOW
+    assert (window.type, window.number) == (Type.WINDOW_UPDATE, limits.CONNECTION_WINDOW - 65_535)
     connection.receive(GREETING)
     assert sent(connection) == [Frame(Type.SETTINGS, ACK, 0, b"")]
 
@@ -114,7 +121,7 @@ def test_conversation():
 
 
 def test_stream_that_we_end_first_is_told_to_stop():
-    connection = connected(opened(1)[:0])
+    connection = connected()
     connection.receive(opened(1))
     connection.finish(1, Status.INTERNAL, "50 % bad")
     trailers, reset = sent(connection)
@@ -204,10 +211,6 @@ BREACHES = {
         GREETING + frame(Type.HEADERS, 0, 1, BLOCK) + frame(Type.PING, 0, 0, bytes(8)),
         Code.PROTOCOL_ERROR,
     ),
-    "a header block without end": (
-        GREETING + frame(Type.HEADERS, 0, 1, b"") + frame(Type.CONTINUATION, 0, 1, b"") * 10_000,
-        Code.ENHANCE_YOUR_CALM,
-    ),
     "a header block that is no HPACK": (
         GREETING + frame(Type.HEADERS, END_HEADERS, 1, b"\x80"),
         Code.COMPRESSION_ERROR,
@@ -217,7 +220,7 @@ BREACHES = {
         Code.PROTOCOL_ERROR,
     ),
     "a frame too long": (
-        GREETING + opened(1) + frames.header(frames.OUR_FRAME_BYTES + 1, Type.DATA, 0, 1),
+        GREETING + opened(1) + frames.header(limits.FRAME_BYTES + 1, Type.DATA, 0, 1),
         Code.FRAME_SIZE_ERROR,
     ),
 }
@@ -264,7 +267,7 @@ def test_broken_message_ends_its_stream_and_no_other(raw, status):
 
 
 def test_one_stream_more_than_allowed_is_refused(monkeypatch):
-    monkeypatch.setattr(h2, "MAX_STREAMS", 2)
+    monkeypatch.setattr(limits, "MAX_STREAMS", 2)
     connection = connected()
     assert len(connection.receive(opened(1) + opened(3) + opened(5))) == 2
     assert [(f.type, f.stream, f.number) for f in sent(connection)] == [
@@ -274,17 +277,195 @@ def test_one_stream_more_than_allowed_is_refused(monkeypatch):
     assert connection.receive(opened(7)) == [Opened(7, "/p")]
 
 
-def test_any_number_of_streams_may_be_opened_and_reset():
-    connection = connected()
+def test_any_number_of_streams_may_be_reset_after_an_answer():
+    connection = connected(OPEN_WINDOW)
     for stream in range(1, 20_001, 2):
-        raw = opened(stream) + data(stream, grpc(b"x")) + number(Type.RST_STREAM, stream, Code.CANCEL)
-        assert len(connection.receive(raw)) == 3
+        assert len(connection.receive(opened(stream) + data(stream, grpc(b"x")))) == 2
+        connection.send(stream, b"y")
+        connection.take()
+        assert connection.receive(number(Type.RST_STREAM, stream, Code.CANCEL)) == [Reset(stream)]
     assert (connection.ended, connection.streams, connection.buffered_bytes) == (False, {}, 0)
-    assert connection.take() == b""
+
+
+def unanswered(first: int, count: int) -> bytes:
+    """Streams that are opened and reset before anything is answered."""
+    return b"".join(
+        opened(stream) + number(Type.RST_STREAM, stream, Code.CANCEL)
+        for stream in range(first, first + 2 * count, 2)
+    )
+
+
+EMPTY = "frames that say nothing"
+FLOODS = {
+    "SETTINGS": (lambda first, count: frames.settings({}) * count, 100 - 1, 10, "SETTINGS frames"),
+    "SETTINGS acknowledged": (
+        lambda first, count: frame(Type.SETTINGS, ACK, 0) * count,
+        100 - 1,
+        10,
+        "SETTINGS frames",
+    ),
+    "PING": (lambda first, count: frame(Type.PING, 0, 0, bytes(8)) * count, 1_000, 100, "PING frames"),
+    "streams reset before an answer": (unanswered, 5_000, 500, "streams that are reset before an answer"),
+    "PRIORITY": (lambda first, count: frame(Type.PRIORITY, 0, 1, bytes(5)) * count, 1_000, 100, EMPTY),
+    "frames of an unknown type": (lambda first, count: frame(0xFA, 0, 0) * count, 1_000, 100, EMPTY),
+    "GOAWAY": (lambda first, count: frames.goaway(0, Code.NO_ERROR) * count, 1_000, 100, EMPTY),
+}
+"""Frames by (first stream, count); how many may come at once, how many a second; what the error says."""
+
+
+@pytest.mark.parametrize(("made", "at_once", "per_second", "says"), FLOODS.values(), ids=FLOODS)
+def test_a_peer_may_send_so_many_at_once_and_so_many_a_second_and_no_more(made, at_once, per_second, says):
+    clock = Clock()
+    connection = connected(clock=clock)
+    connection.receive(made(1, at_once))
+    assert not connection.ended
+    clock.now_s += 2.0
+    connection.receive(made(20_001, 2 * per_second))
+    assert not connection.ended
+    connection.receive(made(40_001, 1))
+    assert connection.ended
+    assert (connection.cause, connection.error.code) == (Closed.FLOOD, Code.ENHANCE_YOUR_CALM)
+    assert says in str(connection.error)
+    assert connection.streams == {}
+
+
+def test_data_frames_without_a_byte_are_limited():
+    connection = connected()
+    connection.receive(opened(1) + data(1, b"") * 1_000)
+    assert not connection.ended
+    connection.receive(data(1, b""))
+    assert connection.cause is Closed.FLOOD
+
+
+def test_streams_beyond_the_limit_are_refused_only_so_often(monkeypatch):
+    monkeypatch.setattr(limits, "MAX_STREAMS", 0)
+    connection = connected()
+    connection.receive(b"".join(opened(stream) for stream in range(1, 10_001, 2)))
+    assert not connection.ended
+    connection.receive(opened(10_001))
+    assert connection.cause is Closed.FLOOD
+    assert "streams that are refused" in str(connection.error)
+
+
+TABLE_ENTRY = b"\x40\x01a\x7f\xa1\x1e" + b"v" * 4_000
+"""A field of 4,001 bytes that is put into the dynamic table, where later fields refer to it with one byte."""
+
+
+def wordy(fields: int, value: bytes = b"") -> bytes:
+    return BLOCK + literal(b"x", value) * fields
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        pytest.param(
+            frame(Type.HEADERS, 0, 1, BLOCK) + frame(Type.CONTINUATION, 0, 1, b"") * 9,
+            "more than 8 CONTINUATION frames",
+            id="many CONTINUATION frames",
+        ),
+        pytest.param(
+            frame(Type.HEADERS, 0, 1, bytes(16_000)) + frame(Type.CONTINUATION, 0, 1, bytes(16_000)) * 4,
+            "a header block of more than 65536 bytes",
+            id="a long header block",
+        ),
+        pytest.param(
+            frame(Type.HEADERS, END_HEADERS, 1, wordy(255)), "more than 256 header fields", id="many fields"
+        ),
+        pytest.param(
+            frame(Type.HEADERS, END_HEADERS, 1, TABLE_ENTRY + b"\xbe" * 16),
+            "a header list of more than 65536 bytes",
+            id="a short block that decompresses to a long list",
+        ),
+    ],
+)
+def test_header_blocks_and_lists_are_limited(raw, says):
+    connection = connected()
+    assert connection.receive(raw) == []
+    assert (connection.cause, connection.error.code) == (Closed.FLOOD, Code.ENHANCE_YOUR_CALM)
+    assert says in str(connection.error)
+
+
+def test_header_blocks_and_lists_at_their_limits_are_taken():
+    connection = connected()
+    raw = frame(Type.HEADERS, 0, 1, BLOCK) + frame(Type.CONTINUATION, 0, 1, b"") * 7
+    raw += frame(Type.CONTINUATION, END_HEADERS, 1, b"")
+    raw += frame(Type.HEADERS, END_HEADERS, 3, wordy(254))
+    raw += frame(Type.HEADERS, END_HEADERS, 5, TABLE_ENTRY + b"\xbe" * 15)
+    assert [event.stream for event in connection.receive(raw)] == [1, 3, 5]
+
+
+# Time.
+
+
+@pytest.mark.parametrize(
+    "said", [b"", PREFACE[:10], PREFACE, GREETING[:-1]], ids=["nothing", "a part", "the preface", "half"]
+)
+def test_a_peer_that_does_not_greet_in_time_is_closed(said):
+    clock = Clock()
+    connection = Connection(clock)
+    connection.receive(said)
+    clock.now_s += limits.HANDSHAKE_S - 0.1
+    connection.check_time()
+    assert not connection.ended
+    clock.now_s += 0.1
+    connection.check_time()
+    assert (connection.ended, connection.cause) == (True, Closed.HANDSHAKE_TIMEOUT)
+
+
+def test_an_idle_connection_is_drained_and_then_closed():
+    clock = Clock()
+    connection = connected(clock=clock)
+    connection.receive(opened(1))
+    clock.now_s += 10 * limits.IDLE_S
+    connection.check_time()  # a stream is open, so it is not idle
+    connection.receive(number(Type.RST_STREAM, 1, Code.CANCEL))
+    clock.now_s += limits.IDLE_S - 1
+    connection.check_time()
+    assert sent(connection) == []
+    clock.now_s += 1
+    connection.check_time()
+    goaway, ping = sent(connection)
+    assert (goaway.type, ping.type) == (Type.GOAWAY, Type.PING)
+    connection.check_time()
+    assert not connection.ended
+    connection.receive(frame(Type.PING, ACK, 0, ping.payload))
+    connection.check_time()
+    assert (connection.ended, connection.cause, connection.error) == (True, Closed.IDLE, None)
+
+
+def test_a_stream_that_is_opened_while_an_idle_connection_drains_is_served_to_its_end():
+    clock = Clock()
+    connection = connected(clock=clock)
+    clock.now_s += limits.IDLE_S
+    connection.check_time()
+    assert connection.receive(opened(1)) == [Opened(1, "/p")]
+    clock.now_s += 10 * limits.IDLE_S
+    connection.check_time()
+    assert not connection.ended
+
+
+def test_an_idle_peer_that_does_not_answer_is_closed_all_the_same():
+    clock = Clock()
+    connection = connected(clock=clock)
+    clock.now_s += limits.IDLE_S
+    connection.check_time()
+    clock.now_s += limits.DRAIN_ANSWER_S
+    connection.check_time()
+    assert connection.cause is Closed.IDLE
+
+
+def test_short_streams_between_two_checks_keep_a_connection_from_being_idle():
+    clock = Clock()
+    connection = connected(clock=clock)
+    for stream in range(1, 21, 2):
+        clock.now_s += limits.IDLE_S - 1
+        connection.receive(opened(stream) + number(Type.RST_STREAM, stream, Code.CANCEL))
+        connection.check_time()
+    assert sent(connection) == []
 
 
 def test_what_all_streams_hold_is_limited(monkeypatch):
-    monkeypatch.setattr(h2, "BUFFERED_BYTES", 1000)
+    monkeypatch.setattr(limits, "BUFFERED_BYTES", 1000)
     connection = connected()
     half = struct.pack(">BI", 0, 5000) + bytes(600)
     events = connection.receive(opened(1) + data(1, half) + opened(3) + data(3, half) + data(1, bytes(100)))
@@ -294,13 +475,13 @@ def test_what_all_streams_hold_is_limited(monkeypatch):
 
 
 def test_answers_that_are_not_taken_are_limited(monkeypatch):
-    monkeypatch.setattr(h2, "PENDING_BYTES", 100_000)
+    monkeypatch.setattr(limits, "PENDING_BYTES", 100_000)
     connection = connected()
     connection.receive(opened(1))
     connection.send(1, bytes(150_000))
     assert not connection.ended
     connection.send(1, bytes(50_000))
-    assert connection.ended
+    assert (connection.ended, connection.cause) == (True, Closed.NOT_READING)
     assert sent(connection)[-1].type == Type.GOAWAY
 
 
@@ -316,7 +497,7 @@ def test_single_bytes_are_kept_together():
 
 
 def test_credit_is_given_when_messages_are_handled(monkeypatch):
-    monkeypatch.setattr(h2, "STREAM_WINDOW", 1000)
+    monkeypatch.setattr(limits, "STREAM_WINDOW", 1000)
     connection = connected()
     connection.receive(opened(1) + data(1, grpc(bytes(300))) + data(1, grpc(bytes(300))))
     assert sent(connection) == []
@@ -327,7 +508,7 @@ def test_credit_is_given_when_messages_are_handled(monkeypatch):
 
 
 def test_credit_always_suffices_for_the_message_that_arrives(monkeypatch):
-    monkeypatch.setattr(h2, "STREAM_WINDOW", 1000)
+    monkeypatch.setattr(limits, "STREAM_WINDOW", 1000)
     connection = connected()
     connection.receive(opened(1) + data(1, grpc(bytes(200))))
     connection.handled(1, 200)
@@ -337,14 +518,14 @@ def test_credit_always_suffices_for_the_message_that_arrives(monkeypatch):
 
 
 def test_peer_that_ignores_a_window_breaks_the_protocol(monkeypatch):
-    monkeypatch.setattr(h2, "STREAM_WINDOW", 1000)
+    monkeypatch.setattr(limits, "STREAM_WINDOW", 1000)
     connection = connected()
     connection.receive(opened(1) + data(1, bytes(1001)))
     assert connection.error.code is Code.FLOW_CONTROL_ERROR
 
 
 def test_window_of_the_connection_is_given_back_at_once(monkeypatch):
-    monkeypatch.setattr(h2, "CONNECTION_WINDOW", 1000)
+    monkeypatch.setattr(limits, "CONNECTION_WINDOW", 1000)
     connection = connected()
     connection.receive(opened(1) + data(1, struct.pack(">BI", 0, 5000) + bytes(400)))
     assert sent(connection) == []

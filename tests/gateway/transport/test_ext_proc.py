@@ -1,12 +1,11 @@
 """The h2 server's end of one stream: what came while tokens were awaited."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
 from perilune_gateway.extproc.exchange import Abort, Wait
-from perilune_gateway.extproc.h2.server import ExtProc
+from perilune_gateway.extproc.h2.ext_proc import ExtProc
 from perilune_gateway.extproc.service import Step
 
 
@@ -33,10 +32,9 @@ class Link:
     """Stands in for a connection with this one stream."""
 
     def __init__(self, stream: Stream) -> None:
-        self.server = SimpleNamespace(service=SimpleNamespace(open=lambda: stream))
         self.finished = 0
         self.over = asyncio.Event()
-        self.call = ExtProc(self, 1)  # type: ignore[arg-type]
+        self.call = ExtProc(stream, self, 1)  # type: ignore[arg-type]
 
     def handled(self, number: int, size: int) -> None: ...
     def flush(self) -> None: ...

@@ -1,6 +1,5 @@
 """`perilune demo`: what it asks, shows and leaves behind; small runs with real Envoy, gateway and engines."""
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -44,7 +43,7 @@ UNDER_LOAD = " APC "
         pytest.param(["--no-live", "--keep"], {"live": False, "keep": True}, id="flags"),
     ],
 )  # fmt: skip
-def test_options(argv, expected):
+def test_options_have_defaults_and_fit_each_other(argv, expected):
     options = parse(argv)
     assert {name: getattr(options, name) for name in expected} == expected
 
@@ -224,10 +223,9 @@ def start(run):
         running.process.communicate()
 
 
-def child(run: str, name: str) -> int:
-    """Pid of a part of the running demo, by its command line."""
-    words = {"gateway": b"perilune_gateway.main", "envoy": b"--admin-address-path", "engine-1": b"engine-1"}
-    [pid] = [pid for pid in processes(run) if words[name] in Path(f"/proc/{pid}/cmdline").read_bytes()]
+def gateway_pid(run: str) -> int:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(run)}
+    [pid] = [pid for pid, command in commands.items() if b"perilune_gateway.main" in command]
     return pid
 
 
@@ -249,11 +247,10 @@ def test_runs_compares_and_reports(start, tmp_path):
     ("number", "status", "moment"),
     [
         pytest.param(signal.SIGINT, 130, "starting 2 engines", id="Ctrl-C while starting"),
-        pytest.param(signal.SIGINT, 130, UNDER_LOAD, id="Ctrl-C under load"),
         pytest.param(signal.SIGTERM, 143, UNDER_LOAD, id="SIGTERM under load"),
     ],
 )
-def test_interrupted(start, tmp_path, number, status, moment):
+def test_a_signal_ends_it_and_leaves_nothing(start, tmp_path, number, status, moment):
     running = start("--seconds", "60", "--compare", "")
     running.until(moment)
     running.process.send_signal(number)
@@ -272,40 +269,14 @@ def test_reader_of_the_pipe_left(start, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("victim", ["gateway", "envoy"])
-def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run, victim):
+def test_death_of_a_vital_part_ends_it_with_a_clear_line(start, run):
     running = start("--seconds", "60", "--compare", "")
     running.until(UNDER_LOAD)
-    os.kill(child(run, victim), signal.SIGKILL)
+    os.kill(gateway_pid(run), signal.SIGKILL)
     status, _, errors = running.end()
     assert status == 1
-    assert errors.startswith(f"perilune demo: {victim} (pid ")
+    assert errors.startswith("perilune demo: gateway (pid ")
     assert "was killed by SIGKILL" in errors.splitlines()[0]
-
-
-def test_a_killed_engine_is_routed_around(start, run):
-    running = start("--seconds", "3", "--compare", "")
-    running.until(UNDER_LOAD)
-    os.kill(child(run, "engine-1"), signal.SIGKILL)
-    status, out, _ = running.end()
-    assert status == 0
-    assert "was killed by SIGKILL after" in out
-    assert "requests were routed around it" in out
-
-
-def test_nothing_survives_a_killed_demo(start, run):
-    running = start("--seconds", "60", "--compare", "")
-    running.until(UNDER_LOAD)
-    assert len(processes(run)) == 5
-    running.process.kill()
-    running.end()
-
-    async def gone() -> None:
-        async with asyncio.timeout(10):
-            while processes(run):  # noqa: ASYNC110 - the kernel sets no event
-                await asyncio.sleep(0.02)
-
-    asyncio.run(gone())
 
 
 def test_keep_stays_until_ctrl_c(start):

@@ -1,3 +1,5 @@
+"""The demo's load begins anew for every policy and outlives one KV pool."""
+
 from itertools import islice
 
 import pytest

@@ -1,3 +1,5 @@
+"""Block hashes equal vLLM's, of every algorithm."""
+
 import json
 from pathlib import Path
 
@@ -68,7 +70,7 @@ def test_salt_and_adapter_separate_equal_tokens_and_enter_where_vllm_puts_them()
 
 
 def test_remembered_digests_equal_computed_ones(monkeypatch):
-    monkeypatch.setattr("perilune_lab.engine.hashing._GENERATION", 8)
+    monkeypatch.setattr("perilune_lab.engine.hashing.GENERATION", 8)
     hasher = BlockHasher(Algorithm.SHA256, 2)
     for start in (0, 40, 0, 10, 0):
         tokens = list(range(start, start + 40))

@@ -1,3 +1,5 @@
+"""The simulated engine's KV cache shares, evicts and announces blocks as vLLM does."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -75,8 +75,7 @@ async def until(condition, seconds: float = 10.0) -> None:
 # generation
 
 
-async def test_chat_streams_one_chunk_per_token_then_usage_and_done(start):
-    engine = start(*FAST)
+async def test_chat_streams_one_chunk_per_token_then_usage_and_done(engine):
     body = chat(stream=True, stream_options={"include_usage": True})
     events = await stream(f"{engine.url}/v1/chat/completions", body)
     assert events[-1] == ("", "[DONE]")
@@ -101,15 +100,13 @@ async def test_chat_streams_one_chunk_per_token_then_usage_and_done(start):
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 192}
 
 
-async def test_a_stream_says_usage_only_when_asked(start):
-    engine = start(*FAST)
+async def test_a_stream_says_usage_only_when_asked(engine):
     events = await stream(f"{engine.url}/v1/completions", completion(stream=True))
     assert all("usage" not in data for _, data in events[:-1])
     assert [data["choices"][0]["finish_reason"] for _, data in events[:-1]] == [None] * 4 + ["length"]
 
 
-async def test_a_prompt_may_be_text_or_ids_and_its_ids_come_back_on_demand(start):
-    engine = start(*FAST)
+async def test_a_prompt_may_be_text_or_ids_and_its_ids_come_back_on_demand(engine):
     ids = VOCABULARY.ids_for("prompt", 200)
     url = f"{engine.url}/v1/completions"
     answers = [
@@ -144,8 +141,7 @@ async def test_the_same_prompt_gets_the_same_answer_on_every_engine_and_the_next
     assert usage["prompt_tokens"] > 306
 
 
-async def test_responses_api(start):
-    engine = start(*FAST)
+async def test_responses_api(engine):
     url = f"{engine.url}/v1/responses"
     body = {"model": "sim-30b", "instructions": " ba", "input": PROMPT, "max_output_tokens": 3}
     _, _, whole = await ask(url, body)
@@ -172,8 +168,7 @@ async def test_responses_api(start):
     assert natural["status"] == "completed"
 
 
-async def test_messages_api(start):
-    engine = start(*FAST)
+async def test_messages_api(engine):
     url = f"{engine.url}/v1/messages"
     content = [
         {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": " bi"}]},
@@ -200,8 +195,7 @@ async def test_messages_api(start):
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted["input_tokens"]
 
 
-async def test_ids_and_the_serving_endpoint_are_told(start):
-    engine = start(*FAST)
+async def test_ids_and_the_serving_endpoint_are_told(engine):
     _, headers, answer = await ask(
         f"{engine.url}/v1/completions", completion(), headers={"X-Request-Id": "abc"}
     )
@@ -210,8 +204,7 @@ async def test_ids_and_the_serving_endpoint_are_told(start):
     assert headers["x-perilune-endpoint"] == engine.facts["http"]
 
 
-async def test_names_that_are_no_text_harm_nobody(start):
-    engine = start(*FAST)
+async def test_names_that_are_no_text_harm_nobody(engine):
     host, _, port = engine.facts["http"].rpartition(":")
     body = json.dumps(completion()).encode()
     for _ in range(2):
@@ -305,8 +298,7 @@ async def test_an_alias_is_the_model_with_its_cache(start):
     assert cached == [0, 192, 192]
 
 
-async def test_a_salt_separates_equal_prompts(start):
-    engine = start(*FAST)
+async def test_a_salt_separates_equal_prompts(engine):
     cached = []
     for salt in ("a", "b", "a", None):
         _, _, answer = await ask(f"{engine.url}/v1/completions", completion(cache_salt=salt))
@@ -403,10 +395,9 @@ def test_sigint_exits_130(start):
         pytest.param("--replay", "replay", "for KV events: Address already in use", id="replay"),
     ],
 )
-def test_a_taken_port_is_one_clear_line_and_exit_1(start, argument, fact, words):
-    taken = start()
+def test_a_taken_port_is_one_clear_line_and_exit_1(fast, argument, fact, words):
     second = subprocess.run(
-        [sys.executable, "-P", "-m", "perilune_lab.engine.main", argument, taken.facts[fact]],
+        [sys.executable, "-P", "-m", "perilune_lab.engine.main", argument, fast.facts[fact]],
         capture_output=True,
         text=True,
         timeout=30,
@@ -490,8 +481,7 @@ async def test_without_events_the_ready_line_and_the_page_name_none(start):
     assert json.loads(body) == {"sources": []}
 
 
-async def test_reset_empties_the_cache(start):
-    engine = start(*FAST)
+async def test_reset_empties_the_cache(engine):
     await ask(f"{engine.url}/v1/completions", completion())
     async with aiohttp.ClientSession() as http, http.post(f"{engine.url}/reset_prefix_cache") as answer:
         assert answer.status == 200

@@ -1,3 +1,5 @@
+"""The simulated engine's metrics page."""
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stepped_engine import SteppedEngine

@@ -1,3 +1,5 @@
+"""Engines share blocks through a store."""
+
 from hashlib import sha256
 
 import pytest

@@ -1,3 +1,5 @@
+"""Generated answers tokenize to the ids that were generated."""
+
 import json
 
 import pytest

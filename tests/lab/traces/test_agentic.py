@@ -1,3 +1,5 @@
+"""Generated agentic traces reach the measured workload."""
+
 import pytest
 
 from perilune_lab.traces import agentic

@@ -1,3 +1,5 @@
+"""Alibaba Bailian's published traces become ours."""
+
 import json
 from pathlib import Path
 

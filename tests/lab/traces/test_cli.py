@@ -1,3 +1,5 @@
+"""`perilune trace` describes generated and recorded traces."""
+
 import json
 from pathlib import Path
 

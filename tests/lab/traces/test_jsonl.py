@@ -1,3 +1,5 @@
+"""Traces are written to JSON lines and read back."""
+
 import json
 from pathlib import Path
 

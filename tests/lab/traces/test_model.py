@@ -1,3 +1,5 @@
+"""The model of a trace: sessions, their turns, and the segments of prompts."""
+
 import pytest
 
 from perilune_api.pool import SpecError

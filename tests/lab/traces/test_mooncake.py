@@ -1,3 +1,5 @@
+"""Mooncake's published traces become ours."""
+
 import gzip
 import json
 from pathlib import Path

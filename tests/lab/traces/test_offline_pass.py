@@ -1,3 +1,5 @@
+"""An offline pass over a trace says what a cache of a given size would serve."""
+
 import itertools
 
 import pytest
@@ -32,7 +34,7 @@ def hits(*visits: Visit, pool: int = 1000, block: int = 4) -> list[int]:
         pytest.param([("a", 3)], [("a", 3), ("b", 9)], 0, id="no-full-block"),
     ],
 )
-def test_matches(first: list, second: list, expected: int):
+def test_a_prompt_hits_what_an_earlier_one_began_with(first: list, second: list, expected: int):
     assert hits(visit(0, *first), visit(1, *second)) == [0, expected]
 
 

@@ -1,3 +1,5 @@
+"""How much of a trace could be served from cache."""
+
 import pytest
 
 from perilune_gateway.model import H20_30B

@@ -1,3 +1,5 @@
+"""Statistics of a trace."""
+
 import msgspec
 import pytest
 

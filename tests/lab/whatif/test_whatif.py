@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from rich.console import Console
 from routing_objects import PLAIN, candidate, fleet, request, session
 
-from perilune_api.pool import Metadata, Model, PolicyParams, Pool, Routing, Spec, SpecError
+from perilune_api.policies import PeriluneParams, PolicyParams
+from perilune_api.pool import Metadata, Model, Pool, Routing, Spec, SpecError
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -26,12 +27,12 @@ from perilune_gateway.model import (
     RefuseReason,
 )
 from perilune_gateway.observe.decision_log import Logged, Writer
-from perilune_gateway.policy import LIVE
+from perilune_gateway.policy import POLICIES
 from perilune_lab.whatif import cli
 from perilune_lab.whatif.arms import Arm, WhatIf
 from perilune_lab.whatif.text import busiest
 
-ROUTING = Routing("ear")
+ROUTING = Routing()
 
 
 def record(*candidates: Candidate, target: str = "a", **changes: object) -> DecisionRecord:
@@ -73,7 +74,7 @@ class TestArms:
     def test_overrides_hold_for_the_arms_only(self):
         hot = record(*fleet(a=500, b=9))
         assert seen(hot, policies=("ear",)).arms["ear"].moves == 0
-        moved = seen(hot, policies=("ear",), hot_pending_tokens="100")
+        moved = seen(hot, policies=("ear",), **{"ear.hot_pending_tokens": "100"})
         assert (moved.arms["ear"].moves, moved.recorded.moves) == (1, 0)
         assert moved.arms["ear"].moved == {"s"}
         assert moved.arms["ear"].reasons == {"moved": 1}
@@ -105,7 +106,9 @@ class TestArms:
         arm = Arm("x")
         for target in "aab":
             arm.take(
-                record(*fleet(a=0, b=0, c=0), target=target), Decision(target, Reason.RANDOM), PolicyParams()
+                record(*fleet(a=0, b=0, c=0), target=target),
+                Decision(target, Reason.RANDOM),
+                PeriluneParams(),
             )
         assert arm.by_endpoint == {"a": (2, 2000), "b": (1, 1000)}
         assert busiest(arm, endpoints=3) == 2.0
@@ -113,7 +116,7 @@ class TestArms:
 
 def as_ear_decides() -> DecisionRecord:
     taken = record()
-    verdict = LIVE["ear"](taken.view, taken.candidates, PolicyParams(), Random(0))
+    verdict = POLICIES["ear"](taken.view, taken.candidates, PolicyParams(), Random(0))
     assert isinstance(verdict, Decision)
     return replace(taken, verdict=verdict, time=1000.0)
 
@@ -139,10 +142,10 @@ class TestCommand:
         assert "2 decisions over 60 s" in out
         assert "2 of 2 come out as recorded" in out
         assert "1 completed" in out
-        assert all(policy in out for policy in LIVE)
+        assert all(policy in out for policy in POLICIES)
         assert "perilune simulate" in out
 
-    def test_json(self, log, tmp_path, capsys):
+    def test_the_document_says_what_the_table_does(self, log, tmp_path, capsys):
         out = tmp_path / "out.json"
         arguments = [
             "--decisions",
@@ -179,7 +182,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "_TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(cli, "TELL_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()
@@ -200,7 +203,7 @@ class TestCommand:
         ("arguments", "said"),
         [
             (["--policy", "magic"], "Unknown policy 'magic'"),
-            (["--policy", "static_pd"], "runs in the simulator only"),
+            (["--policy", "static_pd"], "Unknown policy 'static_pd'"),
             (["--params", "cooldown_seconds"], "'cooldown_seconds' is not NAME=VALUE"),
         ],
     )

@@ -1,3 +1,5 @@
+"""One workload live and simulated: verdicts, options, reports."""
+
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -59,7 +61,7 @@ ROBIN = pair("round_robin", 2.0, 2.2)
         ),
     ],
 )
-def test_verdicts(pairs: list[Pair], holds: list[bool]):
+def test_a_verdict_compares_the_largest_difference_with_its_bar(pairs: list[Pair], holds: list[bool]):
     assert [verdict for verdict, _ in compare.verdicts(pairs)] == holds
 
 
@@ -102,7 +104,7 @@ def test_jitter_delays_a_little():
 
 def test_what_is_simulated_has_a_spread():
     small = Crosscheck(Options(("round_robin",), seconds=8.0), Console(quiet=True))
-    found = small._simulated("round_robin")
+    found = small.simulated("round_robin")
     assert 0 < found.ttft_p50_s < found.ttft_p90_s
     assert 0 < found.apc < 1
     assert found.ttft_p90_spread_s > 0

@@ -28,7 +28,7 @@ from perilune_research.evaluate.traffic import traffic
 from perilune_research.evaluate.work import Work
 from perilune_research.simulator import measure
 
-BASE = Scenario(rate=0.4, endpoints=2, window_s=90.0, warmup_s=10.0)
+BASE = Scenario(rate=0.4, endpoints=2, window_s=50.0, warmup_s=5.0)
 SIZE = plan.size(quick=True, seeds=2, first=1)
 pytestmark = pytest.mark.timeout(600)
 BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
@@ -38,7 +38,7 @@ BARS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8")
 def less_work() -> Iterator[None]:
     """Coarser intervals and a shorter look at the traffic."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "_RESAMPLES", 50)
+        patch.setattr(measure, "RESAMPLES", 50)
         patch.setattr(cli, "traffic", partial(traffic, sessions=200))
         yield
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from perilune_gateway.policy import POLICIES
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Cell, Scenario
 from perilune_research.evaluate.evaluation import studies_of
 from perilune_research.evaluate.figures import FIGURES
+from perilune_research.simulator.policies import POLICIES
 
 AT_R = Scenario(rate=1.0)
 SIZE = plan.size(quick=False, seeds=4, first=11)

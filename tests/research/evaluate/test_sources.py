@@ -6,13 +6,13 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-
-from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing.in_flight import TELLING_PREFILL_S
+
 from perilune_research.evaluate.cells import Arm, Cell, Scenario, compute
 from perilune_research.evaluate.search import Search, find
 from perilune_research.evaluate.sources import ONLY_SHOWN, OURS, dependencies
 from perilune_research.evaluate.work import COMPUTES
+from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 SCENARIO = Scenario(
@@ -52,7 +52,7 @@ def test_every_file_that_runs_is_one_that_results_depend_on():
     "name",
     [
         "perilune_api.pool",
-        "perilune_gateway.policy.near_cache",
+        "perilune_gateway.policy.others.near_cache",
         "perilune_gateway.feeds.engine_metrics",
         "perilune_lab.report",
         "perilune_research.simulator.bisection",

@@ -1,3 +1,5 @@
+"""A default threshold stays unless another is surely better."""
+
 import pytest
 
 from perilune_research.evaluate.findings import Estimate

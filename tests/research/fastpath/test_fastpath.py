@@ -3,11 +3,13 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from random import Random
 
 import pytest
-from routing_objects import candidate, head, prefix
+from routing_objects import candidate, chosen, head, prefix
 
-from perilune_api.pool import PolicyParams, Routing
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Routing
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -18,9 +20,8 @@ from perilune_gateway.model import (
     RequestView,
     SessionView,
 )
+from perilune_gateway.routing.context import RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.dice import Dice
-from perilune_gateway.routing.gather import Asked, Laps
 from perilune_lab.traces.model import Role, Segment
 from perilune_research.fastpath import cli
 from perilune_research.fastpath.cli import Options, measure, parse, render, traffic
@@ -63,14 +64,18 @@ def test_a_segment_is_always_the_same_text():
 
 
 HOST, OTHER = "a", "b"
-ROUTING = Routing("perilune", PolicyParams(cooldown_seconds=0.0, least_gain_seconds=0.0))
+ROUTING = Routing(chosen("perilune", perilune=PeriluneParams(least_gain_seconds=0.0)))
 
 
-def side(tokens: int, rows: list[Candidate], held: Prefix, phase: Phase) -> tuple[Asked, RequestView, object]:
+def side(
+    tokens: int, rows: list[Candidate], held: Prefix, phase: Phase
+) -> tuple[RequestContext, RequestView, object]:
     session = SessionView("s", HOST, 1e6, tokens, turns=5)
     view = RequestView("r", 0, tokens, phase, session, prefix=held)
-    asked = Asked(head(), 0.0, Laps(lambda: 0.0), Identity(), None, candidates=rows, prefix=held)
-    return asked, view, decide(view, rows, "perilune", ROUTING, Dice(0))
+    asked = RequestContext(
+        head(), 0.0, StepTimer(lambda: 0.0), Identity(), None, candidates=rows, prefix=held
+    )
+    return asked, view, decide(view, rows, "perilune", ROUTING, Random(0))
 
 
 def row(address: str, tokens: int, held: int, pending_s: float = 0.0) -> Candidate:
@@ -105,7 +110,7 @@ def pair(guess: tuple[int, int], truth: tuple[int, int, int], pending_s: float) 
         pytest.param((40_000, 32_000), (4_000, 32, 0), 3.0, Cause.TOKENS, id="it is short"),
     ],
 )
-def test_causes(guess, truth, pending_s, cause):
+def test_the_cause_of_a_difference_is_named(guess, truth, pending_s, cause):
     found = pair(guess, truth, pending_s)
     assert found.by_headers[2].target == HOST
     assert found.by_body[2].target == OTHER
@@ -129,7 +134,7 @@ def test_what_is_read_is_the_same():
 # Runs
 
 
-@pytest.mark.parametrize("policy", cli.POLICIES)
+@pytest.mark.parametrize("policy", cli.USUAL)
 def test_a_short_run(policy):
     tally, rig = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300
@@ -141,7 +146,7 @@ def test_a_short_run(policy):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("policy", cli.POLICIES)
+@pytest.mark.parametrize("policy", cli.USUAL)
 def test_5000_turns(policy):
     tally, rig = measure(Options(turns=5000), policy)
     print(render([(tally, rig)]))

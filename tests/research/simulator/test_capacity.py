@@ -1,3 +1,5 @@
+"""The highest rate at which a policy keeps its SLO."""
+
 from math import inf
 
 import pytest

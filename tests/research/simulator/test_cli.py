@@ -136,14 +136,14 @@ def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
 
 def test_assumptions_reach_the_plan():
     argv = "--store 5GBps --link loaded --kv-tokens 100000 --context-tokens 90000 --no-pull --overlapped"
-    argv += " --param cooldown_seconds=10 --seeds-from 7 --seeds 2 --zipf 0.5"
+    argv += " --param ear.cooldown_seconds=10 --seeds-from 7 --seeds 2 --zipf 0.5"
     options = parse(argv.split())
     comparison = options.comparison
     hardware = comparison.fleet.hardware
     assert (hardware.engine.store_bytes_per_s, hardware.kv_pool_tokens) == (5e9, 100_000)
     assert hardware.link.fixed_s == 0.3
     assert (comparison.pullable, comparison.fleet.store, comparison.fleet.overlapped) == (False, True, True)
-    assert comparison.params.cooldown_seconds == 10.0
+    assert comparison.routing.policy.ear.cooldown_seconds == 10.0
     assert (comparison.load.parameters.zipf_alpha, comparison.load.parameters.context_tokens) == (0.5, 90_000)
     assert options.seeds == (7, 8)
 

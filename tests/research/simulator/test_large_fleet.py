@@ -1,3 +1,5 @@
+"""The report on large fleets puts figures beside their bars."""
+
 from array import array
 
 import pytest

@@ -1,3 +1,5 @@
+"""What is measured of a simulation."""
+
 from dataclasses import replace
 
 import msgspec
@@ -138,10 +140,10 @@ def test_gaps_between_tokens_are_pooled_over_sequences():
 
 
 def test_weighted_quantiles():
-    found = measure._weighted([(2.0, 90), (1.0, 5), (9.0, 5)])
+    found = measure.weighted([(2.0, 90), (1.0, 5), (9.0, 5)])
     assert (found.p50, found.p90, found.p95, found.p99) == (2.0, 2.0, 2.0, 9.0)
     assert found.mean == pytest.approx(2.3)
-    assert measure._weighted([]) is msgspec.UNSET
+    assert measure.weighted([]) is msgspec.UNSET
 
 
 def test_goodput_counts_who_was_in_time_twice():

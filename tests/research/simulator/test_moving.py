@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 
-from perilune_api.pool import PolicyParams
+from perilune_api.pool import Migration, Routing
 from perilune_gateway.model import Reason
 from perilune_gateway.moves.planner import Planner, State
 from perilune_research.simulator import measure, simulation
@@ -16,7 +16,7 @@ from perilune_research.simulator.runs import ROOT, Runs
 from perilune_research.simulator.setting import PLANNER, Setting
 from perilune_research.simulator.workload import Workload
 
-LOAD = OfferedLoad(window_s=300.0, warmup_s=0.0)
+LOAD = OfferedLoad(window_s=180.0, warmup_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,9 @@ def busy() -> Workload:
     return LOAD.workload(1.2, 3, SimulatedFleet())
 
 
-def played(workload: Workload, arm: str, **params: float) -> simulation._Simulation:
-    setting = Setting(arm, PolicyParams(**params))
-    run = simulation._Simulation(
+def played(workload: Workload, arm: str, **migration: int) -> simulation.Simulation:
+    setting = Setting(arm, Routing(migration=Migration(**migration)))
+    run = simulation.Simulation(
         workload, setting, simulation.POLICIES[setting.policy_name], SimulatedFleet(), Faults(), 1
     )
     run.run()
@@ -61,12 +61,12 @@ def test_a_moved_session_takes_its_cache_along_and_leaves_none_behind(busy: Work
     last = {s.task.session: s for s in sorted(run.done, key=lambda s: s.number)}
     for s in moved:
         if last[s.task.session] is s:  # it did not come back since
-            own = [r for r in busy.runs.chain[s.run] if run.gateway.moves._owner[r] == s.task.session]
+            own = run.gateway.moves.own_runs(s)
             assert not any(r in run.engines[s.moved_from].cache.held for r in own)
 
 
 def test_the_budget_is_kept(busy: Workload):
-    run = played(busy, "sticky" + PLANNER, migrations_per_minute=2)
+    run = played(busy, "sticky" + PLANNER, moves_per_minute=2)
     starts = sorted(s.submitted_s for s in run.done if s.reason in (Reason.PLANNED, Reason.REPLICA))
     assert len(starts) > 3
     assert all(later - earlier >= 60.0 for earlier, later in zip(starts, starts[2:], strict=False))
@@ -90,7 +90,7 @@ def test_arms_of_the_ablation_are_policies_with_and_without_the_planner(busy: Wo
 def test_a_dead_endpoint_ends_its_moves(busy: Workload):
     setting = Setting("sticky" + PLANNER)
     faults = Faults(dead_endpoint=2, dead_at_s=120.0)
-    run = simulation._Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
+    run = simulation.Simulation(busy, setting, simulation.POLICIES["sticky"], SimulatedFleet(), faults, 1)
     run.run()
     assert run.gateway.moves.planner.stats(run.now).in_flight == {}
     n = counts(run.gateway.moves.planner)

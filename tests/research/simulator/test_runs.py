@@ -1,3 +1,5 @@
+"""Prompts as chains of runs of tokens."""
+
 from random import Random
 
 import pytest

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from perilune_api.pool import PolicyParams, Role
+from perilune_api.policies import PeriluneParams
 from perilune_research.simulator import routing
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
@@ -11,6 +11,7 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import OfferedLoad
+from perilune_research.simulator.roles import Role
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
@@ -25,11 +26,11 @@ def spread() -> Workload:
 
 
 def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.MonkeyPatch) -> SimulatedOutcome:
-    monkeypatch.setattr(routing, "_AUDIT_EVERY", every)
+    monkeypatch.setattr(routing, "AUDIT_EVERY", every)
     return simulate(workload, Setting(policy), MANY, seed=1)
 
 
-@pytest.mark.parametrize("policy", ["perilune", "ear", "lmetric_plus_one", "dynamo", "conductor", "sticky"])
+@pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
     seen = played(policy, spread, 3, monkeypatch).seen
     assert seen.shortlisted == seen.decisions == len(seen.decision_s) == spread.requests
@@ -44,7 +45,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
     ]
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
+@pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy), MANY, seed=1)
     assert outcome.seen.shortlisted == outcome.seen.audited == 0
@@ -61,7 +62,7 @@ def fleet(n: int) -> tuple[Beliefs, Shortlist]:
     beliefs = Beliefs(
         [Idle() for _ in range(n)], H20, faults, SimulatedFabric(H20, faults, Random(0)), [Role.BOTH] * n
     )
-    return beliefs, Shortlist(beliefs, PolicyParams())
+    return beliefs, Shortlist(beliefs, PeriluneParams())
 
 
 def test_holders_hosts_and_the_least_loaded():

@@ -3,9 +3,8 @@ from random import Random
 
 import pytest
 
-from perilune_api.pool import Limits, SpecError
+from perilune_api.pool import Limits, Routing, SpecError
 from perilune_gateway.model import Reason
-from perilune_gateway.policy import POLICIES, SIMULATED_ONLY
 from perilune_lab.traces.agentic import Agentic, generate
 from perilune_lab.traces.model import Mode, Segment, Session, Style, Trace, Turn
 from perilune_research.simulator.fabric import SimulatedFabric
@@ -13,6 +12,7 @@ from perilune_research.simulator.faults import Faults, parse
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import Comparison, OfferedLoad
+from perilune_research.simulator.policies import POLICIES, SPLIT
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate
 from perilune_research.simulator.workload import Workload, prepare
@@ -36,7 +36,7 @@ def test_every_policy_serves_everything(policy: str, busy: Workload):
     assert len(outcome.requests) == busy.requests
     for s in outcome.requests:
         assert s.submitted_s < s.first_token_s <= s.finished_s
-        assert 0 <= s.cached_tokens < s.prompt_tokens or policy in SIMULATED_ONLY
+        assert 0 <= s.cached_tokens < s.prompt_tokens or policy in SPLIT
     turns = [(s.task.session, s.task.number) for s in sorted(outcome.requests, key=lambda s: s.submitted_s)]
     assert len(set(turns)) == len(turns)
 
@@ -177,12 +177,12 @@ def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, 
 
 
 def test_an_overloaded_fleet_refuses(busy: Workload):
-    outcome = simulate(busy, Setting("least_loaded", limits=Limits(max_pending_seconds=2.0)))
+    outcome = simulate(busy, Setting("least_loaded", Routing(limits=Limits(max_pending_seconds=2.0))))
     refused = [s for s in outcome.requests if s.rejected]
     assert len(refused) == outcome.seen.refused > 0
     assert len(outcome.requests) == busy.requests
     idle = simulate(
-        prepare(chat(0.0, 1.0), H20.engine), Setting("ear", limits=Limits(max_pending_seconds=0.1))
+        prepare(chat(0.0, 1.0), H20.engine), Setting("ear", Routing(limits=Limits(max_pending_seconds=0.1)))
     )
     assert not any(s.rejected for s in idle.requests)
 

@@ -1,3 +1,5 @@
+"""A trace becomes the work of a simulation."""
+
 import pytest
 
 from perilune_lab.traces.agentic import Agentic, generate

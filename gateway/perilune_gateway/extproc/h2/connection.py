@@ -5,36 +5,35 @@
 
 Rules:
 
-1.  A peer that breaks HTTP/2 ends the connection: GOAWAY with the code, `ended` is set, no stream is left.
-    Nothing is raised, nothing later is read. Errors that the RFC lets one confine to a stream are treated
-    alike.
-2.  A peer that breaks gRPC (a compressed or oversized message, a stream that ends within a message) ends
-    that stream with a status.
-3.  DATA is passed on as it arrives, in whatever pieces, into the message of its stream; other frames are
-    whole before they are looked at. A frame that is too long or misplaced is refused on its header.
-4.  Flow control, inbound. A stream's window takes one message of the largest size; the credit is given back
-    when a message was handled (`handled`), so a stream whose owner waits is held back, and no other one is.
-    The connection's window is given back at once; what is not yet handled of all streams together is
-    limited by `BUFFERED_BYTES`, and the stream that goes beyond ends with RESOURCE_EXHAUSTED.
-5.  Flow control, outbound. What the windows do not allow waits in its stream, at most `PENDING_BYTES` in
-    all; a WINDOW_UPDATE sends it on, in the order in which streams began to wait.
-6.  Any number of streams may be opened and reset (Envoy ends every stream by a reset); `MAX_STREAMS` at a
-    time, one more is refused with REFUSED_STREAM, which Envoy retries.
-7.  Drain: GOAWAY with the highest stream id and a ping, which the peer answers when it has read both; when
-    `quiet` then, nothing is on its way. `close` says GOAWAY for good.
+1.  A peer that breaks HTTP/2 or goes beyond `limits` ends the connection: it gets GOAWAY with the code,
+   `ended` is set, and no stream is left. Nothing is raised, and nothing later is read. Errors that the RFC
+   allows to confine to a stream end the connection too.
+2.  A peer that breaks gRPC (a compressed or oversized message, a stream that ends within a message) ends that
+    stream with a status.
+3.  Inbound flow control. A stream's window takes one message of the largest size. The credit is given back
+   when a message was handled (`handled`), so a stream whose owner waits is held back and the others are not.
+   The connection's window is given back at once; what all streams together have not handled is limited.
+4.  Outbound flow control. What the windows do not allow waits in its stream; a WINDOW_UPDATE sends it on, in
+   the order in which streams began to wait.
+5.  A peer may open and reset any number of streams, because Envoy ends every stream by a reset. Only resets
+    before our first answer are limited.
+6.  Drain: we send GOAWAY with the highest stream id and a ping, which the peer answers when it has read both;
+    when the connection is `quiet` after that, no request is on its way. `close` sends the final GOAWAY.
+7.  `check_time` ends a connection whose peer does not greet, and drains and then closes one that is idle.
 
-Costs about 11 µs for a stream of two messages each way, 40 µs with a body of 130 KB. No TLS, no upgrade
-from HTTP/1, no push, no priorities, no timers.
+Costs about 15 µs for a stream of two messages each way, 60 µs with a body of 130 KB. Does no upgrade from
+HTTP/1, no push and no priorities.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
-from perilune_gateway.extproc.h2 import frames
+from perilune_gateway.extproc.h2 import frames, limits
 from perilune_gateway.extproc.h2.events import Ended, Event, Message, Opened, Reset
 from perilune_gateway.extproc.h2.frames import (
     ACK,
@@ -44,148 +43,163 @@ from perilune_gateway.extproc.h2.frames import (
     MAX_WINDOW,
     RULES,
     Code,
+    FloodError,
     FrameError,
     Setting,
     Type,
     frame,
     number,
+    unpadded,
 )
 from perilune_gateway.extproc.h2.header_blocks import HeaderBlocks
 from perilune_gateway.extproc.h2.inbox import PREFIX_BYTES, CompressedError, Inbox, MessageError
-from perilune_gateway.extproc.h2.reader import DATA, Reader
-from perilune_gateway.extproc.h2.replies import RESPONSE_HEADERS, Status, message_header, prefix, trailers
+from perilune_gateway.extproc.h2.limits import Allowance, Allowances, Clock
+from perilune_gateway.extproc.h2.reader import Reader
+from perilune_gateway.extproc.h2.replies import RESPONSE_HEADERS, Status, message, trailers
+from perilune_gateway.extproc.service import MESSAGE_BYTES, Closed
 
-MESSAGE_BYTES = 64 * 1024 * 1024
-"""The largest gRPC message."""
-STREAM_WINDOW = MESSAGE_BYTES + 64 * 1024
-CONNECTION_WINDOW = 1 << 30
-BUFFERED_BYTES = 256 * 1024 * 1024
-PENDING_BYTES = 256 * 1024 * 1024
-MAX_STREAMS = 65_536
 DRAIN_PING = b"draining"
 
 SETTINGS = frames.settings(
     {
         Setting.HEADER_TABLE_SIZE: 0,
-        Setting.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
-        Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
-        Setting.MAX_FRAME_SIZE: frames.OUR_FRAME_BYTES,
-        Setting.MAX_HEADER_LIST_SIZE: frames.BLOCK_BYTES,
+        Setting.MAX_CONCURRENT_STREAMS: limits.MAX_STREAMS,
+        Setting.INITIAL_WINDOW_SIZE: limits.STREAM_WINDOW,
+        Setting.MAX_HEADER_LIST_SIZE: limits.HEADER_LIST_BYTES,
     }
 )
-GREETING = SETTINGS + number(Type.WINDOW_UPDATE, 0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
+GREETING = SETTINGS + number(Type.WINDOW_UPDATE, 0, limits.CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
 
 
 class Stream(Struct, gc=False):
     window: int
-    """Bytes that the peer may still send. What is missing to a whole window and not unhandled is credit that
-    is to be given back."""
+    """Bytes that the peer may still send. What is missing from a whole window, unhandled bytes apart, is
+    credit that is still to be given back."""
     send_window: int
     inbox: Inbox
     unhandled_bytes: int = 0
-    """Received, and not yet handled."""
+    """Received and not yet handled."""
     half_closed: bool = False
     answered: bool = False
     """Response headers were sent."""
     pending: bytearray | None = None
-    """Waits for the windows to open."""
+    """Answers that wait for the windows to open."""
     trailers: bytes = b""
-    """Follow what is pending."""
+    """The end of our answer; it follows what is pending."""
 
 
 class Connection:
-    """The server's side. `ended`: write what `take` still gives, then close the transport."""
+    """The server's side. Once `ended` is set, write what `take` still returns and close the transport."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self.ended = False
+        self.cause: Closed | None = None
+        """Why it ends, unless its owner or its peer closes it."""
         self.error: FrameError | None = None
-        """Why it ended, where the peer is to blame."""
+        """What the peer did wrong, if it is to blame."""
         self.streams: dict[int, Stream] = {}
         self.buffered_bytes = 0
         """Received and not yet handled, of all streams."""
         self.pending_bytes = 0
         """Waiting to be sent, of all streams."""
+        self._clock = clock
+        self._busy_s = clock()
+        """When `check_time` last saw that streams were open or had been opened."""
+        self._seen_stream = 0
+        self._allowances = Allowances(self._busy_s)
         self._out: list[bytes] = [GREETING]
         self._events: list[Event] = []
         self._reader = Reader()
         self._last_stream = 0
         self._blocks = HeaderBlocks()
-        self._window = CONNECTION_WINDOW
+        self._window = limits.CONNECTION_WINDOW
         self._send_window = frames.DEFAULT_WINDOW
         self._peer_stream_window = frames.DEFAULT_WINDOW
         self._peer_frame_bytes = frames.DEFAULT_FRAME_BYTES
-        self._blocked: dict[int, None] = {}  # streams with pending bytes, in order
+        self._blocked: dict[int, None] = {}
+        """Streams with pending bytes, in the order in which they began to wait."""
+        self._draining = False
         self._drain_seen = False
 
-    # What the owner calls.
+    # Called by the owner.
 
     def receive(self, data: bytes) -> list[Event]:
-        """Bytes from the peer, in any pieces."""
+        """Take bytes from the peer, in any pieces."""
         events: list[Event] = []
         self._events = events
         if self.ended:
             return events
         try:
-            for kind, flags, stream_id, content, start, stop, charged_bytes, last in self._reader.frames(
-                data
-            ):
-                if kind == DATA:
-                    self._data(flags, stream_id, content, start, stop, charged_bytes, last)
-                else:
-                    STEPS.get(kind, SKIP)(self, flags, stream_id, content[start:stop])
+            for kind, flags, stream_id, payload in self._reader.frames(data):
+                STEPS.get(kind, SKIP)(self, flags, stream_id, payload)
         except FrameError as violation:
-            self.error = violation
-            self._end(violation.code, str(violation))
+            self._break(violation, violation.cause)
         return events
 
+    def check_time(self) -> None:
+        """Apply the time limits; call it about once a second."""
+        if self.ended:
+            return
+        now_s = self._clock()
+        if not self._reader.greeted:
+            if now_s - self._busy_s >= limits.HANDSHAKE_S:
+                late = FrameError(Code.PROTOCOL_ERROR, f"no HTTP/2 greeting in {limits.HANDSHAKE_S:g} s")
+                self._break(late, Closed.HANDSHAKE_TIMEOUT)
+        elif self.streams or self._last_stream != self._seen_stream:
+            self._busy_s, self._seen_stream = now_s, self._last_stream
+        elif now_s - self._busy_s >= limits.IDLE_S:
+            if not self._draining:
+                self.cause = Closed.IDLE
+                self.drain()
+            elif self.quiet or now_s - self._busy_s >= limits.IDLE_S + limits.DRAIN_ANSWER_S:
+                self.close()
+
     def take(self) -> bytes:
-        """What is to be written now."""
+        """Return what is to be written now."""
         out, self._out = self._out, []
         return b"".join(out)
 
     def handled(self, stream_id: int, size_bytes: int) -> None:
-        """A message of this length is done with; its stream may be gone."""
+        """Give back the credit for a message of this length; its stream may be gone."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
         stream.unhandled_bytes -= size_bytes + PREFIX_BYTES
         self.buffered_bytes -= size_bytes + PREFIX_BYTES
-        if stream.window < MESSAGE_BYTES:
-            self._give_credit(stream_id, stream)
+        self._give_credit(stream_id, stream)
 
     def send(self, stream_id: int, payload: bytes) -> None:
-        """One gRPC message; nothing where the stream is gone."""
+        """Send a gRPC message; does nothing when the stream is gone."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
         if not stream.answered:
             stream.answered = True
             self._out.append(frame(Type.HEADERS, END_HEADERS, stream_id, RESPONSE_HEADERS))
-        size = len(payload) + PREFIX_BYTES
-        if stream.pending is None and size <= min(
-            self._peer_frame_bytes, stream.send_window, self._send_window
-        ):
-            stream.send_window -= size
-            self._send_window -= size
-            self._out += (message_header(stream_id, len(payload)), payload)
+        raw = message(payload)
+        allowed = min(self._peer_frame_bytes, stream.send_window, self._send_window)
+        if stream.pending is None and len(raw) <= allowed:
+            stream.send_window -= len(raw)
+            self._send_window -= len(raw)
+            self._out.append(frame(Type.DATA, 0, stream_id, raw))
             return
         if stream.pending is None:
             stream.pending = bytearray()
             self._blocked[stream_id] = None
-        stream.pending += prefix(payload)
-        stream.pending += payload
-        self.pending_bytes += size
+        stream.pending += raw
+        self.pending_bytes += len(raw)
         self._flush(stream_id, stream)
-        if self.pending_bytes > PENDING_BYTES:
-            self._end(Code.ENHANCE_YOUR_CALM, "answers are not taken")
+        if self.pending_bytes > limits.PENDING_BYTES:
+            error = FloodError(f"more than {limits.PENDING_BYTES} bytes of answers are not taken")
+            self._break(error, Closed.NOT_READING)
 
-    def finish(self, stream_id: int, status: Status = Status.OK, message: str = "") -> None:
-        """End the stream, after what is pending. It is gone then; a peer that still sends is told to stop."""
+    def finish(self, stream_id: int, status: Status = Status.OK, reason: str = "") -> None:
+        """End the stream after what is pending. A peer that still sends is told to stop."""
         stream = self.streams.get(stream_id)
         if stream is None or stream.trailers:
             return
-        fields = trailers(status, message)
+        fields = trailers(status, reason)
         if not stream.answered:
             fields = RESPONSE_HEADERS + fields
         stream.trailers = frame(Type.HEADERS, END_HEADERS | END_STREAM, stream_id, fields)
@@ -194,16 +208,17 @@ class Connection:
 
     def drain(self) -> None:
         """Ask the peer to open no more streams; those on their way are served."""
+        self._draining = True
         self._out.append(frames.goaway(MAX_STREAM, Code.NO_ERROR))
         self._out.append(frame(Type.PING, 0, 0, DRAIN_PING))
 
     @property
     def quiet(self) -> bool:
-        """No stream is left, and the peer, if it speaks HTTP/2 at all, knows that we drain."""
+        """No stream is left, and the peer, if it speaks HTTP/2 at all, has read that we drain."""
         return not self.streams and (self._drain_seen or not self._reader.greeted)
 
     def close(self) -> None:
-        """End it from our side: streams that are left are reset."""
+        """End the connection from our side; streams that are left are reset."""
         if not self.ended:
             for stream_id in self.streams:
                 self._out.append(number(Type.RST_STREAM, stream_id, Code.CANCEL))
@@ -211,55 +226,61 @@ class Connection:
 
     # Frames.
 
+    def _spend(self, allowance: Allowance, what: str) -> None:
+        if not allowance.spend(self._clock()):
+            raise FloodError(
+                f"more than {allowance.at_once} {what} at once, or {allowance.per_second:g} a second"
+            )
+
     def _on_skip(self, flags: int, stream_id: int, payload: bytes) -> None:
         """Priorities, the peer's own GOAWAY (its streams go on), unknown types."""
+        self._spend(self._allowances.empty, "frames that say nothing")
 
     def _on_push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise FrameError(Code.PROTOCOL_ERROR, "a client cannot push")
 
-    def _data(
-        self, flags: int, stream_id: int, data: bytes, start: int, stop: int, charged_bytes: int, last: bool
-    ) -> None:
-        """A piece of a DATA frame, see `reader.Piece`."""
-        self._window -= charged_bytes
-        if self._window < CONNECTION_WINDOW // 2:
+    def _on_data(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self._window -= len(payload)
+        if self._window < limits.CONNECTION_WINDOW // 2:
             if self._window < 0:
                 raise FrameError(Code.FLOW_CONTROL_ERROR, "beyond the connection's window")
-            self._out.append(number(Type.WINDOW_UPDATE, 0, CONNECTION_WINDOW - self._window))
-            self._window = CONNECTION_WINDOW
+            self._out.append(number(Type.WINDOW_UPDATE, 0, limits.CONNECTION_WINDOW - self._window))
+            self._window = limits.CONNECTION_WINDOW
+        content = unpadded(flags, payload)
+        if not content and not flags & END_STREAM:
+            self._spend(self._allowances.empty, "frames that say nothing")
         stream = self.streams.get(stream_id)
         if stream is None:
             return self._check_past(stream_id)
         if stream.half_closed:
             raise FrameError(Code.STREAM_CLOSED, "DATA after the end")
-        stream.window -= charged_bytes
+        stream.window -= len(payload)
         if stream.window < 0:
             raise FrameError(Code.FLOW_CONTROL_ERROR, "beyond the stream's window")
-        if start < stop and not stream.trailers:
-            self._append(stream_id, stream, data, start, stop)
-        if last and flags & END_STREAM and stream_id in self.streams:
+        if content and not stream.trailers:
+            self._append(stream_id, stream, content)
+        if flags & END_STREAM and stream_id in self.streams:
             self._half_close(stream_id)
 
-    def _append(self, stream_id: int, stream: Stream, data: bytes, start: int, stop: int) -> None:
-        stream.unhandled_bytes += stop - start
-        self.buffered_bytes += stop - start
-        if self.buffered_bytes > BUFFERED_BYTES:
+    def _append(self, stream_id: int, stream: Stream, content: bytes) -> None:
+        stream.unhandled_bytes += len(content)
+        self.buffered_bytes += len(content)
+        if self.buffered_bytes > limits.BUFFERED_BYTES:
             return self._give_up(stream_id, Status.RESOURCE_EXHAUSTED, "too much is buffered")
         try:
-            messages = stream.inbox.take(data, start, stop)
+            messages = stream.inbox.take(content)
         except MessageError as error:
             compressed = isinstance(error, CompressedError)
             status = Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED
             return self._give_up(stream_id, status, str(error))
         for payload in messages:
             self._events.append(Message(stream_id, payload))
-        if stream.window < stream.inbox.missing_bytes:
-            self._give_credit(stream_id, stream)
+        self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
-        """In few frames, but always enough for the message that is arriving."""
-        credit = STREAM_WINDOW - stream.window - stream.unhandled_bytes
-        due = credit >= STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes
+        """Open the stream's window: rarely, but always far enough for the message that is arriving."""
+        credit = limits.STREAM_WINDOW - stream.window - stream.unhandled_bytes
+        due = credit >= limits.STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes
         if due and credit and not stream.half_closed:
             self._out.append(number(Type.WINDOW_UPDATE, stream_id, credit))
             stream.window += credit
@@ -293,10 +314,11 @@ class Connection:
         if not stream_id % 2:
             raise FrameError(Code.PROTOCOL_ERROR, "an even stream from a client")
         self._last_stream = stream_id
-        if len(self.streams) >= MAX_STREAMS:
+        if len(self.streams) >= limits.MAX_STREAMS:
+            self._spend(self._allowances.resets, "streams that are refused")
             self._out.append(number(Type.RST_STREAM, stream_id, Code.REFUSED_STREAM))
             return
-        self.streams[stream_id] = Stream(STREAM_WINDOW, self._peer_stream_window, Inbox(MESSAGE_BYTES))
+        self.streams[stream_id] = Stream(limits.STREAM_WINDOW, self._peer_stream_window, Inbox(MESSAGE_BYTES))
         self._events.append(Opened(stream_id, path))
         if ends_stream:
             self._half_close(stream_id)
@@ -305,10 +327,13 @@ class Connection:
         stream = self.streams.get(stream_id)
         if stream is None:
             return self._check_past(stream_id)
+        if not stream.answered:
+            self._spend(self._allowances.resets, "streams that are reset before an answer")
         self._remove(stream_id, stream)
         self._events.append(Reset(stream_id))
 
     def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self._spend(self._allowances.settings, "SETTINGS frames")
         if flags & ACK:
             if payload:
                 raise FrameError(Code.FRAME_SIZE_ERROR, "SETTINGS acknowledged with a payload")
@@ -337,9 +362,10 @@ class Connection:
                     if stream.send_window > MAX_WINDOW:
                         raise FrameError(Code.FLOW_CONTROL_ERROR, "a window grows beyond its limit")
             case _:
-                pass  # of no concern: our blocks touch no table, we open no streams
+                pass  # no concern of ours: our header blocks use no table, and we open no streams
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        self._spend(self._allowances.pings, "PING frames")
         if not flags & ACK:
             self._out.append(frame(Type.PING, ACK, 0, payload))
         elif payload == DRAIN_PING:
@@ -364,7 +390,7 @@ class Connection:
             self._flush(stream_id, stream)
 
     def _check_past(self, stream_id: int) -> None:
-        """Frames of a stream that is over may still be on their way; of one that never was, they may not."""
+        """Raise FrameError unless the stream is over; then its frames may still be on their way."""
         if stream_id > self._last_stream or not stream_id % 2:
             raise FrameError(Code.PROTOCOL_ERROR, "a frame of a stream that was never opened")
 
@@ -377,7 +403,7 @@ class Connection:
             self._flush(stream_id, self.streams[stream_id])
 
     def _flush(self, stream_id: int, stream: Stream) -> None:
-        """Send of what is pending as much as the windows allow."""
+        """Send as much of what is pending as the windows allow."""
         pending = stream.pending
         assert pending is not None
         size = min(len(pending), stream.send_window, self._send_window)
@@ -387,8 +413,7 @@ class Connection:
             self.pending_bytes -= size
             for at in range(0, size, self._peer_frame_bytes):
                 part = bytes(pending[at : min(at + self._peer_frame_bytes, size)])
-                self._out.append(frames.header(len(part), Type.DATA, 0, stream_id))
-                self._out.append(part)
+                self._out.append(frame(Type.DATA, 0, stream_id, part))
             del pending[:size]
         if not pending:
             stream.pending = None
@@ -402,11 +427,11 @@ class Connection:
             self._out.append(number(Type.RST_STREAM, stream_id, Code.NO_ERROR))
         self._remove(stream_id, stream)
 
-    def _give_up(self, stream_id: int, status: Status, message: str) -> None:
-        """The peer broke gRPC. What is pending of our answers is dropped."""
+    def _give_up(self, stream_id: int, status: Status, reason: str) -> None:
+        """End a stream on which the peer broke gRPC; answers that are pending are dropped."""
         stream = self.streams[stream_id]
         self._unblock(stream_id, stream)
-        self.finish(stream_id, status, message)
+        self.finish(stream_id, status, reason)
         self._events.append(Reset(stream_id))
 
     def _remove(self, stream_id: int, stream: Stream) -> None:
@@ -421,6 +446,11 @@ class Connection:
             stream.pending = None
             del self._blocked[stream_id]
 
+    def _break(self, error: FrameError, cause: Closed) -> None:
+        """End the connection because of what the peer did."""
+        self.error, self.cause = error, cause
+        self._end(error.code, str(error))
+
     def _end(self, code: Code, why: str) -> None:
         self._out.append(frames.goaway(self._last_stream, code, why))
         for stream_id, stream in list(self.streams.items()):
@@ -429,6 +459,6 @@ class Connection:
 
 
 STEPS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
-    kind: getattr(Connection, f"_on_{rule.step}") for kind, rule in RULES.items() if kind != DATA
+    kind: getattr(Connection, f"_on_{rule.step}") for kind, rule in RULES.items()
 }
 SKIP = Connection._on_skip

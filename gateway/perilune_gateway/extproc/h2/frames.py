@@ -1,6 +1,6 @@
-"""HTTP/2 frames (RFC 9113): their table, and how ours are written.
+"""HTTP/2 frames (RFC 9113): the table of their types, and how ours are written.
 
-A frame is 9 bytes of header (length, type, flags, stream) and a payload. `RULES` says of each type where it
+A frame is 9 bytes of header (length, type, flags, stream) and a payload. `RULES` tells for each type where it
 may appear and how long it may be, so that a frame is refused before its payload is awaited. Types that are
 not in the table are skipped, as the RFC demands.
 """
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from perilune_gateway.extproc.h2.limits import FRAME_BYTES
+from perilune_gateway.extproc.service import Closed
 from perilune_gateway.model import ProtocolError
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -22,11 +24,6 @@ MAX_STREAM = MAX_WINDOW = 0x7FFF_FFFF
 DEFAULT_WINDOW = 65_535
 DEFAULT_FRAME_BYTES = 16_384
 LARGEST_FRAME_BYTES = (1 << 24) - 1
-OUR_FRAME_BYTES = 1024 * 1024
-"""Taken in one DATA frame; Envoy 1.40 sends 16 KiB all the same."""
-BLOCK_BYTES = 64 * 1024
-"""A header block, its CONTINUATIONs included."""
-CONTROL_BYTES = 4096
 
 
 class Type(IntEnum):
@@ -79,32 +76,43 @@ class Rule:
     min_bytes: int
     max_bytes: int
     step: str
-    """Method of Connection: (flags, stream, payload); DATA's takes it in pieces."""
+    """The method of Connection, without `_on_`, that takes (flags, stream, payload)."""
 
 
 _CONNECTION, _STREAM, _EITHER = (True, False), (False, True), (True, True)
 
 RULES: Mapping[int, Rule] = {
-    Type.DATA: Rule(*_STREAM, 0, OUR_FRAME_BYTES, "data"),
-    Type.HEADERS: Rule(*_STREAM, 0, BLOCK_BYTES, "headers"),
+    Type.DATA: Rule(*_STREAM, 0, FRAME_BYTES, "data"),
+    Type.HEADERS: Rule(*_STREAM, 0, FRAME_BYTES, "headers"),
     Type.PRIORITY: Rule(*_STREAM, 5, 5, "skip"),
     Type.RST_STREAM: Rule(*_STREAM, 4, 4, "rst_stream"),
-    Type.SETTINGS: Rule(*_CONNECTION, 0, CONTROL_BYTES, "settings"),
-    Type.PUSH_PROMISE: Rule(*_STREAM, 0, CONTROL_BYTES, "push_promise"),
+    Type.SETTINGS: Rule(*_CONNECTION, 0, FRAME_BYTES, "settings"),
+    Type.PUSH_PROMISE: Rule(*_STREAM, 0, FRAME_BYTES, "push_promise"),
     Type.PING: Rule(*_CONNECTION, 8, 8, "ping"),
-    Type.GOAWAY: Rule(*_CONNECTION, 8, BLOCK_BYTES, "skip"),
+    Type.GOAWAY: Rule(*_CONNECTION, 8, FRAME_BYTES, "skip"),
     Type.WINDOW_UPDATE: Rule(*_EITHER, 4, 4, "window_update"),
-    Type.CONTINUATION: Rule(*_STREAM, 0, BLOCK_BYTES, "continuation"),
+    Type.CONTINUATION: Rule(*_STREAM, 0, FRAME_BYTES, "continuation"),
 }
-UNKNOWN = Rule(*_EITHER, 0, BLOCK_BYTES, "skip")
+UNKNOWN = Rule(*_EITHER, 0, FRAME_BYTES, "skip")
 
 
 class FrameError(ProtocolError):
-    """The peer broke HTTP/2: the connection ends with this code."""
+    """The peer broke HTTP/2, so the connection ends with this code."""
+
+    cause = Closed.PROTOCOL_ERROR
 
     def __init__(self, code: Code, what: str) -> None:
         super().__init__(what)
         self.code = code
+
+
+class FloodError(FrameError):
+    """The peer went beyond one of `limits`."""
+
+    cause = Closed.FLOOD
+
+    def __init__(self, what: str) -> None:
+        super().__init__(Code.ENHANCE_YOUR_CALM, what)
 
 
 def header(length: int, kind: int, flags: int, stream: int) -> bytes:
@@ -120,7 +128,7 @@ def settings(values: Mapping[Setting, int]) -> bytes:
 
 
 def number(kind: Type, stream: int, value: int) -> bytes:
-    """RST_STREAM or WINDOW_UPDATE."""
+    """Write an RST_STREAM or WINDOW_UPDATE frame."""
     return frame(kind, 0, stream, value.to_bytes(4, "big"))
 
 
@@ -129,7 +137,7 @@ def goaway(last_stream: int, code: Code, why: str = "") -> bytes:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Of DATA or HEADERS. Raises FrameError where there is more padding than payload."""
+    """Return the content of a DATA or HEADERS frame. Raises FrameError for more padding than payload."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
@@ -138,7 +146,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """A header field that touches no table. Both at most 126 bytes."""
+    """Write a header field that touches no table. Name and value have at most 126 bytes."""
     assert len(name) < 127, name
     assert len(value) < 127, value
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value

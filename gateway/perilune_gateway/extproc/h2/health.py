@@ -1,17 +1,19 @@
-"""gRPC health (grpc.health.v1) as calls of the HTTP/2 server: Check answers once, Watch with every change.
+"""gRPC health (grpc.health.v1) for the HTTP/2 server: Check answers once, Watch answers with every change.
 
-The states are those of the gRPC server's servicer: `liveness` serves from `start` to `stop`, all others
-while ready; a service that is not known is NOT_FOUND to Check and SERVICE_UNKNOWN to Watch.
+The answers are those of gRPC's own servicer: `liveness` is SERVING from `start` to `stop`, and every other
+known service while the gateway is ready. An unknown service is NOT_FOUND to Check and SERVICE_UNKNOWN to
+Watch.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
 
 from perilune_api.names import HEALTH_SERVICES, LIVENESS
+from perilune_gateway.extproc.h2.call import Link
 from perilune_gateway.extproc.h2.replies import Status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -19,17 +21,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class Link(Protocol):
-    """server.Link, as far as these calls need it."""
-
-    def send(self, stream: int, raw: bytes) -> None: ...
-    def handled(self, stream: int, size_bytes: int) -> None: ...
-    def finish(self, stream: int, status: Status = ..., message: str = ...) -> None: ...
-    def flush(self) -> None: ...
-
-
 class Health:
-    """What is said of each service, and who wants to know."""
+    """The status of each service, and the watches that are told of changes."""
 
     def __init__(self) -> None:
         self._said: dict[str, Any] = {}
@@ -42,13 +35,13 @@ class Health:
         self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
 
     def stop(self) -> None:
-        """Ends the watches too: they would keep a drain waiting."""
+        """Answer NOT_SERVING from now on, and end the watches, which would hold up a drain."""
         self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
         for watch in list(self._watches):
             watch.finish()
 
     def says(self, service: str) -> Any:
-        """None: not known."""
+        """Return the service's status, or None for an unknown service."""
         return self._said.get(service)
 
     def watch(self, watch: HealthWatch) -> None:
@@ -101,7 +94,7 @@ class HealthWatch:
             self.tell()
 
     def tell(self) -> None:
-        """Say it, where it has changed."""
+        """Send the status if it has changed."""
         assert self._service is not None
         status = self._health.says(self._service)
         status = SERVICE_UNKNOWN if status is None else status
@@ -115,7 +108,7 @@ class HealthWatch:
         self._link.flush()
 
     def ended(self) -> None:
-        """A watch is one request: its end means nothing."""
+        """A watch has one request, so nothing follows from its end."""
 
     def closed(self) -> None:
         self._health.forget(self)

@@ -2,26 +2,25 @@
 
     block ─▶ integers and strings ─▶ fields, looked up in the static and the dynamic table
 
-We announce a dynamic table of 0 bytes, but a peer may use one of 4096 until it has read that, so there is
-one. A block that neither reads nor changes it means the same every time: `decode` says so, and the
-connection then remembers the block instead of decoding it again, which is what makes this cheap enough (a
-block costs about 30 µs, Envoy's is the same for every stream).
+We announce a dynamic table of 0 bytes, but a peer may use one of 4096 bytes until it has read that, so the
+decoder has one. A block that neither reads nor changes the table always means the same. `decode` tells so,
+and `header_blocks` then remembers the block; decoding one costs about 30 µs.
 
 The Huffman code is canonical: the lengths of its codes define it, and `_CODE` is made from them.
 
-Does not encode: what we send is literal, see `connection`. Raises FrameError.
+There is no encoder: `replies` sends literal fields only. Raises FrameError.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from perilune_gateway.extproc.h2.frames import Code, FrameError
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2.frames import Code, FloodError, FrameError
 
 DEFAULT_TABLE_BYTES = 4096
 ENTRY_BYTES = 32
-"""Counted for each entry of the dynamic table beside its text."""
-MAX_FIELDS = 256
+"""Counted for each field beside its text, in the dynamic table and in a header list."""
 
 Field = tuple[str, str]
 
@@ -107,7 +106,7 @@ def huffman(data: bytes) -> bytes:
 
 
 class Decoder:
-    """One direction of one connection: blocks have to come in the order in which they were sent."""
+    """Decodes the blocks of one connection, which have to come in the order in which they were sent."""
 
     def __init__(self, table_bytes: int = DEFAULT_TABLE_BYTES) -> None:
         self._allowed_bytes = self._max_bytes = table_bytes
@@ -116,10 +115,10 @@ class Decoder:
         self._stateless = True
 
     def decode(self, block: bytes) -> tuple[list[Field], bool]:
-        """The block's fields, and whether it means the same at any time."""
+        """Return the block's fields, and whether the block means the same at any time."""
         self._stateless = True
         fields: list[Field] = []
-        at = 0
+        at = list_bytes = 0
         while at < len(block):
             first = block[at]
             if first & 0x80:  # indexed
@@ -143,8 +142,11 @@ class Decoder:
                 fields.append((name, value))
                 if remembered:
                     self._remember((name, value))
-            if len(fields) > MAX_FIELDS:
-                raise FrameError(Code.ENHANCE_YOUR_CALM, "too many header fields")
+            list_bytes += _size(fields[-1]) if fields else 0
+            if len(fields) > limits.HEADER_FIELDS:
+                raise FloodError(f"more than {limits.HEADER_FIELDS} header fields")
+            if list_bytes > limits.HEADER_LIST_BYTES:
+                raise FloodError(f"a header list of more than {limits.HEADER_LIST_BYTES} bytes")
         return fields, self._stateless
 
     def _entry(self, index: int) -> Field:
@@ -157,7 +159,7 @@ class Decoder:
 
     def _remember(self, field: Field) -> None:
         if not self._max_bytes:
-            return  # nothing fits, nothing changes: but for later, bigger tables
+            return  # nothing fits into a table of no size, so nothing changes
         self._stateless = False
         self._table.appendleft(field)
         self._bytes += _size(field)

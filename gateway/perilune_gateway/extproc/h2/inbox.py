@@ -1,7 +1,7 @@
 """gRPC messages out of the pieces in which one stream's DATA arrives.
 
-A message is 5 bytes (compressed or not, length) and its payload. Pieces are kept as they come and joined
-once, when the message is whole; small ones at once, so that a peer which sends single bytes costs no more
+A message is 5 bytes (a compression flag and its length) and its payload. Pieces are kept and joined once,
+when a message is whole. Small pieces are joined at once, so that a peer that sends single bytes costs no more
 memory.
 """
 
@@ -13,7 +13,7 @@ from struct import Struct
 import msgspec
 
 PREFIX = Struct(">BI")
-"""Compressed or not, length."""
+"""Compression flag, length."""
 PREFIX_BYTES = PREFIX.size
 SMALL_BYTES = 4096
 
@@ -23,7 +23,7 @@ class MessageError(ValueError):
 
 
 class CompressedError(MessageError):
-    """A compressed message; we have said that we take none."""
+    """A compressed message; we announce no compression."""
 
 
 class TooLongError(MessageError):
@@ -31,60 +31,51 @@ class TooLongError(MessageError):
 
 
 class Inbox(msgspec.Struct, gc=False):
-    """What has arrived of one stream and is no whole message yet."""
+    """The bytes of one stream that are not a whole message yet."""
 
     max_message_bytes: int
     missing_bytes: int = PREFIX_BYTES
-    """Until the prefix, or the message, that is arriving is whole."""
-    _wanted_bytes: int = PREFIX_BYTES
-    _in_message: bool = False
-    """Its prefix has arrived."""
-    _parts: list[bytes] = []
+    """Until the prefix or the message that is arriving is whole."""
+    _pieces: list[bytes] = []
 
     @property
     def empty(self) -> bool:
-        """Nothing has begun: the stream may end here."""
-        return not self._parts and not self._in_message
+        """No message has begun, so the stream may end here."""
+        return not self._pieces
 
     @property
     def pieces(self) -> int:
-        return len(self._parts)
+        return len(self._pieces)
 
-    def take(self, data: bytes, start: int, stop: int) -> Sequence[bytes]:
-        """The messages that the piece `data[start:stop]` completes. Raises MessageError; then the stream is
-        lost. One join, and no copy of a message that ends with the last piece."""
-        missing = self.missing_bytes - (stop - start)
-        if missing > 0:
-            self.missing_bytes = missing
-            self._keep(data[start:stop])
+    def take(self, piece: bytes) -> Sequence[bytes]:
+        """Return the messages that `piece` completes. Raises MessageError, after which the stream is lost."""
+        self._keep(piece)
+        self.missing_bytes -= len(piece)
+        if self.missing_bytes > 0:
             return ()
-        if not self._parts and not self._in_message:  # mostly one message is one piece
-            compressed, size = PREFIX.unpack_from(data, start)
-            if size == -missing <= self.max_message_bytes and not compressed:
-                return (data[start + PREFIX_BYTES : stop],)
-        if self._parts:
-            data, self._parts = b"".join((*self._parts, data[start:stop])), []
-            start, stop = 0, len(data)
-        wanted = self._wanted_bytes
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         messages: list[bytes] = []
-        while stop - start >= wanted:
-            if self._in_message:
-                messages.append(data[start : start + wanted])
-                self._in_message, start, wanted = False, start + wanted, PREFIX_BYTES
-                continue
-            compressed, wanted = PREFIX.unpack_from(data, start)
+        at, left = 0, len(data)
+        missing = PREFIX_BYTES - left
+        while missing <= 0:
+            compressed, size = PREFIX.unpack_from(data, at)
             if compressed:
                 raise CompressedError("compressed messages are not taken")
-            if wanted > self.max_message_bytes:
-                raise TooLongError(f"a message of {wanted} bytes")
-            self._in_message, start = True, start + PREFIX_BYTES
-        self._wanted_bytes, self.missing_bytes = wanted, wanted - (stop - start)
-        if start < stop:
-            self._parts = [data[start:stop]]
+            if size > self.max_message_bytes:
+                raise TooLongError(f"a message of {size} bytes")
+            missing = PREFIX_BYTES + size - left
+            if missing > 0:
+                break
+            start, at = at + PREFIX_BYTES, at + PREFIX_BYTES + size
+            messages.append(data[start:at])
+            left = -missing
+            missing = PREFIX_BYTES - left
+        self.missing_bytes = missing
+        self._pieces = [data[at:]] if left else []
         return messages
 
     def _keep(self, piece: bytes) -> None:
-        if self._parts and len(self._parts[-1]) + len(piece) <= SMALL_BYTES:
-            self._parts[-1] += piece
+        if self._pieces and len(self._pieces[-1]) + len(piece) <= SMALL_BYTES:
+            self._pieces[-1] += piece
         elif piece:
-            self._parts.append(piece)
+            self._pieces.append(piece)

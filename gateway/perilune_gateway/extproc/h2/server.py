@@ -1,81 +1,69 @@
 """The HTTP/2 server: sockets around `connection.Connection`, streams around `service.Stream`.
 
-    socket ─▶ Link.data_received ─▶ Connection.receive ─▶ events ─▶ a Call per stream ─▶ Link.flush ─▶ socket
+    socket ─▶ Link.data_received ─▶ TlsChannel, if any ─▶ Connection.receive ─▶ events ─▶ a Call per stream
+    socket ◀─ Link.flush ◀───────── TlsChannel, if any ◀─ Connection.take ◀──── send, finish ◀──┘
 
-`METHODS` says which call serves which path; other paths are UNIMPLEMENTED. A call is synchronous: it
-answers a message before it returns, or, when tokens have to be awaited, starts a task and keeps what comes
-meanwhile; the peer gets no credit for that, and other streams go on.
+`METHODS` maps each path to its call; other paths are UNIMPLEMENTED. This server answers gRPC health too, so
+that both transports are reached, probed and deployed alike.
 
-Health is served here too, and not by a gRPC server on a second port: then both transports are reached,
-probed and deployed alike, for 60 lines more.
+Answers are written once per read. `limits` bounds what a connection may cost; a connection that is closed for
+going beyond a limit is counted by cause (`service.Closed`) and logged with the cause and the peer's address.
 
-Answers are written once per read, and what a peer does not take is limited (`UNTAKEN_BYTES`, on top of what
-flow control limits): beyond that the connection is cut.
-
-A request with headers only costs about 50 µs with everything but the decision, system calls included.
-Trusts its peer with CPU: no rate limits, no timeouts. Half-closed and reset at once, as Envoy ends every
-stream, it answers nothing any more.
+A request with headers only costs about 50 µs without the decision, system calls included. On a stream that is
+half-closed and reset at once, as Envoy ends every stream, nothing is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 from perilune_api.names import EXT_PROC_SERVICE
-from perilune_gateway.extproc.exchange import Abort, Wait
+from perilune_gateway.extproc.h2 import limits
+from perilune_gateway.extproc.h2.call import Call
 from perilune_gateway.extproc.h2.connection import Connection
 from perilune_gateway.extproc.h2.events import Message, Opened, Reset
+from perilune_gateway.extproc.h2.ext_proc import ExtProc
 from perilune_gateway.extproc.h2.health import Health, HealthCheck, HealthWatch
 from perilune_gateway.extproc.h2.replies import Status
-from perilune_gateway.extproc.service import Service, Step
-from perilune_gateway.routing.router import Encode
+from perilune_gateway.extproc.h2.tls_channel import TlsChannel, TlsError
+from perilune_gateway.extproc.service import Closed, Service
+from perilune_gateway.extproc.tls import Tls
 
 log = logging.getLogger(__name__)
 
-UNTAKEN_BYTES = 256 * 1024 * 1024
-CLOSE_S = 1.0
-"""How long a peer may take to read our last words."""
 BACKLOG = 1024
-
-
-class Call(Protocol):
-    """One stream, from `opened` to `closed`."""
-
-    def message(self, raw: bytes) -> None: ...
-    def ended(self) -> None:
-        """The peer sends no more."""
-        ...
-
-    def closed(self) -> None:
-        """Exactly once, whoever ended the stream."""
-        ...
+CHECK_S = 1.0
+"""How often the time limits of all connections are checked."""
 
 
 class H2Server:
-    """One listening server; see transport.Server."""
+    """One listening server; see extproc.Server."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, tls: Tls | None = None) -> None:
         self.service = service
+        self.tls = tls
         self.health = Health()
         self.links: set[Link] = set()
         self.changed = asyncio.Event()
         """Set whenever a link may have become quiet, or is gone."""
         self.draining = False
         self._listener: asyncio.Server | None = None
+        self._checking: asyncio.TimerHandle | None = None
 
     async def start(self, listen: str) -> int:
         host, _, port = listen.rpartition(":")
+        loop = asyncio.get_running_loop()
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
+            self._listener = await loop.create_server(
                 lambda: Link(self), host.strip("[]"), int(port), backlog=BACKLOG
             )
         except OSError as error:
             raise OSError(f"cannot listen on {listen}: taken, or not an address of this machine") from error
         self.health.start()
+        self._checking = loop.call_later(CHECK_S, self._check_time)
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def set_ready(self, ready: bool) -> None:
@@ -97,6 +85,19 @@ class H2Server:
         for link in list(self.links):
             link.close()
         await self._until(lambda: not self.links)
+        if self._checking is not None:
+            self._checking.cancel()
+
+    def closed(self, cause: Closed, peer: object, why: object) -> None:
+        """Count and log a connection that this server closed on its own."""
+        self.service.connections_closed[cause] += 1
+        level = logging.INFO if cause is Closed.IDLE else logging.WARNING
+        log.log(level, "connection_closed cause=%s peer=%s error=%s", cause, _address(peer), why or "none")
+
+    def _check_time(self) -> None:
+        for link in list(self.links):
+            link.check_time()
+        self._checking = asyncio.get_running_loop().call_later(CHECK_S, self._check_time)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -112,7 +113,10 @@ class Link(asyncio.Protocol):
         self._connection = connection = Connection()
         self._calls: dict[int, Call] = {}
         self._transport: asyncio.Transport | None = None
-        # for calls; `flush` comes after them
+        self._tls = TlsChannel(server.tls.context()) if server.tls else None
+        self._counted = False
+        """The reason for the connection's end is counted."""
+        # For calls; `flush` comes after them.
         self.send = connection.send
         self.handled = connection.handled
 
@@ -124,7 +128,7 @@ class Link(asyncio.Protocol):
     def quiet(self) -> bool:
         return self._connection.quiet
 
-    # What asyncio calls.
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
@@ -134,6 +138,11 @@ class Link(asyncio.Protocol):
         self.flush()
 
     def data_received(self, data: bytes) -> None:
+        if self._tls is not None:
+            try:
+                data = self._tls.receive(data)
+            except TlsError as error:
+                return self._refuse(error)
         ended: list[int] = []
         for event in self._connection.receive(data):
             if isinstance(event, Message):
@@ -145,7 +154,7 @@ class Link(asyncio.Protocol):
                 self._closed(event.stream)
             else:
                 ended.append(event.stream)
-        for stream in ended:  # those that were not reset at once
+        for stream in ended:  # those that were not reset in the same read
             if call := self._calls.get(stream):
                 call.ended()
         self.flush()
@@ -156,45 +165,65 @@ class Link(asyncio.Protocol):
         self.server.links.discard(self)
         self.server.changed.set()
 
-    # What calls call.
+    # Called by calls.
 
-    def finish(self, stream: int, status: Status = Status.OK, message: str = "") -> None:
+    def finish(self, stream: int, status: Status = Status.OK, reason: str = "") -> None:
         """End the stream from our side."""
-        self._connection.finish(stream, status, message)
+        self._connection.finish(stream, status, reason)
         self._closed(stream)
 
     def flush(self) -> None:
-        """Write what is to be written. Called at the end of every turn of the event loop that sends."""
+        """Write what is to be written. Call it at the end of every turn of the event loop that sends."""
         transport, connection = self._transport, self._connection
         if transport is None:
             return
-        if out := connection.take():
+        out = connection.take()
+        if self._tls is not None:
+            out = self._tls.send(out)
+        if out:
             transport.write(out)
+        if connection.cause is not None and not self._counted:
+            self._counted = True
+            self.server.closed(connection.cause, transport.get_extra_info("peername"), connection.error)
         if connection.ended:
-            if connection.error is not None:
-                log.warning(
-                    "connection_broken code=%s error=%s", connection.error.code.name, connection.error
-                )
-            self._close_calls()
-            self._transport = None
-            transport.close()
-            asyncio.get_running_loop().call_later(CLOSE_S, transport.abort)
-        elif out and transport.get_write_buffer_size() > UNTAKEN_BYTES:
-            log.warning("connection_stuck untaken_bytes=%d", transport.get_write_buffer_size())
+            if self._tls is not None:
+                transport.write(self._tls.close())
+            self._leave(transport)
+        elif out and transport.get_write_buffer_size() > limits.UNTAKEN_BYTES:
+            untaken = f"{transport.get_write_buffer_size()} bytes are not read"
+            self.server.closed(Closed.NOT_READING, transport.get_extra_info("peername"), untaken)
             transport.abort()
         if self.server.draining and connection.quiet:
             self.server.changed.set()
 
-    # What the server calls.
+    # Called by the server.
+
+    def check_time(self) -> None:
+        self._connection.check_time()
+        self.flush()
 
     def drain(self) -> None:
         self._connection.drain()
         self.flush()
 
     def close(self) -> None:
-        """Reset what still runs, and go."""
+        """Reset what still runs and close the connection."""
         self._connection.close()
         self.flush()
+
+    def _refuse(self, error: TlsError) -> None:
+        """End a connection whose TLS has failed."""
+        if (transport := self._transport) is not None and self._tls is not None:
+            self.server.closed(Closed.TLS_FAILED, transport.get_extra_info("peername"), error)
+            transport.write(self._tls.send(b""))
+            self._leave(transport)
+
+    def _leave(self, transport: asyncio.Transport) -> None:
+        """Close the socket when the peer has read what is written, or has had the time for it."""
+        self._close_calls()
+        self._transport = None
+        transport.close()
+        asyncio.get_running_loop().call_later(limits.CLOSE_S, transport.abort)
 
     def _open(self, stream: int, path: str) -> None:
         method = METHODS.get(path)
@@ -212,64 +241,13 @@ class Link(asyncio.Protocol):
             self._closed(next(iter(self._calls)))
 
 
-class ExtProc:
-    """Envoy's method."""
-
-    __slots__ = ("_closed", "_ended", "_inbox", "_link", "_number", "_stream", "_waiting")
-
-    def __init__(self, link: Link, number: int) -> None:
-        self._link = link
-        self._number = number
-        self._stream = link.server.service.open()
-        self._waiting: asyncio.Task[None] | None = None
-        self._inbox: deque[bytes] | None = None  # what comes while tokens are awaited
-        self._ended = False
-        self._closed = False
-
-    def message(self, raw: bytes) -> None:
-        if self._waiting is None:
-            self._carry_out(self._stream.receive(raw))
-            self._link.handled(self._number, len(raw))
-        elif self._inbox is None:
-            self._inbox = deque((raw,))
-        else:
-            self._inbox.append(raw)
-
-    def ended(self) -> None:
-        self._ended = True
-        if self._waiting is None:
-            self._link.finish(self._number)
-
-    def closed(self) -> None:
-        self._closed = True
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._stream.closed()
-
-    def _carry_out(self, step: Step) -> None:
-        for message in step.messages:
-            self._link.send(self._number, message)
-        match step.then:
-            case None:
-                pass
-            case Wait(encode):
-                self._waiting = asyncio.get_running_loop().create_task(self._wait(encode))
-            case Abort(reason):
-                self._link.finish(self._number, Status.INTERNAL, reason)
-
-    async def _wait(self, encode: Encode) -> None:
-        step = await self._stream.tokens(encode)
-        self._waiting = None
-        self._carry_out(step)
-        while self._inbox and self._waiting is None and not self._closed:
-            self.message(self._inbox.popleft())
-        if self._ended and self._waiting is None and not self._closed:
-            self._link.finish(self._number)
-        self._link.flush()
-
-
 METHODS: Mapping[str, Callable[[Link, int], Call]] = {
-    f"/{EXT_PROC_SERVICE}/Process": ExtProc,
+    f"/{EXT_PROC_SERVICE}/Process": lambda link, number: ExtProc(link.server.service.open(), link, number),
     "/grpc.health.v1.Health/Check": lambda link, number: HealthCheck(link.server.health, link, number),
     "/grpc.health.v1.Health/Watch": lambda link, number: HealthWatch(link.server.health, link, number),
 }
+
+
+def _address(peer: object) -> str:
+    """`host:port` of a socket's address."""
+    return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unknown"

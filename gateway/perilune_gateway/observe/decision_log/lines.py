@@ -7,7 +7,7 @@ Five kinds of lines, told apart by `kind` (docs/decision-log.md describes every 
     pool      schema, routing as the pool document has it, the columns of what follows; first in every file
     endpoint  one endpoint, by a number that later lines use
     engine    one endpoint's speed as believed then, likewise
-    decision  the request as the policy saw it, every candidate as a row, what was decided and by which dice
+    decision  the request as the policy saw it, every candidate as a row, the random seed, the verdict
     end       how a request ended, by the number of its decision
 
 Rows are arrays under the columns that `pool` names, because a decision has as many as the pool has endpoints:
@@ -40,7 +40,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 
-SCHEMA: Literal["perilune.decisions/v1"] = "perilune.decisions/v1"
+SCHEMA: Literal["perilune.decisions/v2"] = "perilune.decisions/v2"
 CANDIDATE = (
     "endpoint",
     "load",
@@ -98,7 +98,7 @@ class Writer:
             "time": record.time,
             "tenant": tenant_hash(record.tenant),
             "policy": record.policy,
-            "dice": record.dice,
+            "seed": record.seed,
             "view": record.view,
             "candidates": rows,
             "excluded": record.excluded,

@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class _PoolLine(msgspec.Struct):
-    schema: Literal["perilune.decisions/v1"]
+    schema: Literal["perilune.decisions/v2"]
     routing: Routing
     columns: dict[str, tuple[str, ...]]
 
@@ -84,7 +84,7 @@ class _DecisionLine(msgspec.Struct):
     time: float
     tenant: str
     policy: str
-    dice: int
+    seed: int
     view: dict[str, Any]
     candidates: tuple[tuple[Any, ...], ...]
     excluded: dict[str, str]
@@ -171,7 +171,7 @@ class _Reader:
             line.timings_us,
             line.time,
             line.tenant,
-            dice=line.dice,
+            seed=line.seed,
         )
         return Logged(line.n, record, pool.routing)
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from random import Random
 from typing import Any
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PolicyParams
 from perilune_gateway.model import DecisionRecord, NeedBody, Refusal, Verdict
 from perilune_gateway.observe.explain.expectation import expected
 from perilune_gateway.policy import Policy
-from perilune_gateway.routing.rows import find
+from perilune_gateway.policy.cost import find
 
 
 def counterfactual(

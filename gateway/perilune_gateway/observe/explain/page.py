@@ -75,7 +75,6 @@ def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) 
     return {
         "address": candidate.address,
         "chosen": chosen,
-        "role": candidate.endpoint.role.value,
         "place": candidate.endpoint.place._asdict(),
         "draining": candidate.draining,
         "cost": cost and cost.total,

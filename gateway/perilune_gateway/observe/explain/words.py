@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from perilune_gateway.model import Decision, DecisionRecord, Phase, Reason, Refusal, TokenSource
 from perilune_gateway.observe.explain.expectation import expected
-from perilune_gateway.routing.rows import find
+from perilune_gateway.policy.cost import find
 
 BECAUSE: Mapping[Reason, str] = {
     Reason.ROUND_ROBIN: "it is next in turn",

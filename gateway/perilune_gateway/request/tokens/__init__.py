@@ -1,14 +1,14 @@
-"""A prompt's tokens: exact where a tokenizer is at hand, an estimate where none is.
+"""Tokens of a prompt: exact where a tokenizer is available, else an estimate.
 
     request ─▶ tokenizer ─┬─ given      ids in the body
                           ├─ local      conversation ─▶ chat_template ─▶ incremental ─▶ encoder
                           ├─ engine     engine: its /tokenize
                           └─ estimate   bytes / bytes_per_token
 
-`conversation` reads the messages of each API as one form, `chat_template` writes them as the model's template
-does, `incremental` encodes only what is new in that text (`cuts` says where a text may be cut), `encoder` is
-the tokenizer.json itself. `prompts` is what all sources ask of a request, `causes` why one of them cannot
-tell, `metrics` what all of it did.
+`conversation` converts the messages of every API to one form, `chat_template` renders them with the model's
+template, `incremental` encodes only the new part of that text (`cuts` finds where a text may be split), and
+`encoder` runs the tokenizer.json itself. `prompts` has the questions that all sources ask about a request,
+`causes` the reasons why a source has no answer, and `metrics` exports what all of them did.
 """
 
 from perilune_gateway.request.tokens.tokenizer import Tokenizer

@@ -1,25 +1,26 @@
-"""Why a source of tokens could not tell them: counted, logged once, and what decides who is asked next."""
+"""Reasons why a source has no tokens for a prompt. They are counted, logged once, and decide which source is
+asked next."""
 
 from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """Why a source did not answer; metric label."""
+    """Why a source did not answer; also a metric label."""
 
     TEMPLATE = "template"
     """The chat template refused the conversation or failed."""
     NO_TEMPLATE = "no_template"
     OWN_TEMPLATE = "own_template"
-    """The request brings its own template, which only the engine may trust."""
+    """The request has its own template. Only the engine may decide to run it."""
     CONVERSATION = "conversation"
-    """Messages that have not their API's form."""
+    """The messages do not have the form that their API prescribes."""
     MEDIA = "media"
     STORED_CONVERSATION = "stored_conversation"
-    """previous_response_id: a part of the prompt lies in the engine."""
+    """The request has a previous_response_id, so a part of the prompt is stored in the engine."""
     NO_TEXT = "no_text"
-    """Prompt embeddings."""
+    """The prompt is given as embeddings."""
     TOO_MUCH = "too_much"
-    """More than the model's context can hold, however few tokens it takes: not worth anybody's time."""
+    """The prompt is far too long for the model's context, so it is not tokenized."""
     TOKENIZER = "tokenizer"
     """The local tokenizer failed."""
     TIMEOUT = "timeout"
@@ -27,19 +28,19 @@ class Cause(StrEnum):
     ENGINE_STATUS = "engine_status"
     ENGINE_UNREACHABLE = "engine_unreachable"
     ENGINE_ANSWER = "engine_answer"
-    """Not the JSON of a /tokenize answer."""
+    """The answer is not the JSON of a /tokenize answer."""
 
 
 ENGINE_MAY_KNOW = frozenset((Cause.NO_TEMPLATE, Cause.OWN_TEMPLATE, Cause.TOKENIZER))
-"""After these the engine is asked; after the others it could not tell either."""
+"""Causes after which the engine is asked. After the others it would have no answer either."""
 
 
 class CannotTellError(Exception):
-    """A source cannot tell; never leaves this package."""
+    """A source has no tokens for this prompt. It is raised and caught within this package."""
 
     def __init__(self, cause: Cause, detail: object = "", estimate: int = 0) -> None:
         super().__init__(f"{cause} {detail}")
         self.cause = cause
         self.detail = detail
         self.estimate = estimate
-        """Tokens, where the source knows better than the bytes say; 0: it does not."""
+        """The source's own estimate in tokens, better than one from bytes; 0 means that it has none."""

@@ -1,15 +1,17 @@
-"""A model's chat template: conversation → prompt text, as Hugging Face's libraries (and so vLLM) render it.
+"""Renders a conversation to prompt text with the model's chat template, as Hugging Face's libraries (and so
+vLLM) do.
 
-A template is a program that came with a model, so it runs in jinja2's immutable sandbox: no private
-attributes, no changing of its arguments, nothing of Python's. It gets messages, tools, documents,
+A template is a program that came with a model, so it runs in jinja2's immutable sandbox, without private
+attributes, without changing its arguments and without Python's builtins. It gets messages, tools, documents,
 add_generation_prompt, the special tokens by name, the request's template kwargs, and the globals and filters
 that templates use: `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`.
 
-Where a folder keeps it, first found wins: chat_template.jinja, chat_template.json, tokenizer_config.json.
-A list of named templates uses `tool_use` for requests with tools, else `default`.
+The template is the first that the folder has of: chat_template.jinja, chat_template.json,
+tokenizer_config.json. From a list of named templates, `tool_use` is for requests with tools, and `default`
+for the others.
 
-Compiling costs milliseconds, once; rendering 50–150 µs for a conversation of some ten messages, and holds
-the GIL.
+Compiling takes some milliseconds, once. Rendering takes 50–150 µs for a conversation of ten messages, and
+holds the GIL.
 """
 
 import json
@@ -35,7 +37,8 @@ class TemplateError(ValueError):
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; here it is its content."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks assistant text for training, as its
+    content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -63,7 +66,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.keeps_parts = _loops_over_content(environment.parse(source))
-            """It loops over a message's `content`: text must come as parts."""
+            """The template loops over a message's `content`, so text must be given as parts."""
         except jinja2.TemplateError as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from None
 
@@ -73,7 +76,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Prompt text of a conversation. Raises TemplateError for whatever goes wrong inside."""
+        """The prompt text of a conversation. Raises TemplateError for any error inside the template."""
         try:
             text = self._template.render(
                 self._special_tokens
@@ -97,14 +100,14 @@ class ChatTemplates:
     default: ChatTemplate
     with_tools: ChatTemplate
     source: str = ""
-    """All of them, as text."""
+    """The source text of all templates."""
 
     def choose(self, tools: bool) -> ChatTemplate:
         return self.with_tools if tools else self.default
 
 
 def load(folder: Path, local_time: Callable[[], datetime] = datetime.now) -> ChatTemplates | None:
-    """Templates of a tokenizer folder; None: it has none. Raises TemplateError, OSError, ValueError."""
+    """Templates of a tokenizer folder; None when it has none. Raises TemplateError, OSError, ValueError."""
     config = _json_file(folder / "tokenizer_config.json")
     source: Any = config.get("chat_template")
     if (folder / "chat_template.jinja").exists():
@@ -128,13 +131,13 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str:
-    """Written as text, or as an object with its flags."""
+    """The token's text. The file has it as a string, or as an object with flags."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _open_end(text: str, conversation: Conversation) -> str:
-    """Cut what the template put after the last message, so that the engine continues it."""
+    """Removes what the template put after the last message, so that the engine continues that message."""
     content = conversation.messages[-1]["content"] if conversation.messages else ""
     last = content if isinstance(content, str) else content[-1]["text"] if content else ""
     at = text.rfind(last.strip())
@@ -151,7 +154,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja2's own filter also escapes HTML and sorts keys."""
+    """Plain JSON, whereas jinja2's own filter also escapes HTML and sorts keys."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -162,7 +165,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _loops_over_content(template: nodes.Template) -> bool:
-    """Whether some `for` runs over `content` of a message, which is how vLLM tells the form it wants."""
+    """Whether a `for` loops over a message's `content`; vLLM recognises templates that want parts by that."""
     lists = _aliases(template, "messages")
     loops = list(template.find_all(nodes.For))
     items = {
@@ -174,7 +177,7 @@ def _loops_over_content(template: nodes.Template) -> bool:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """`name` and what is set from it, e.g. `{% set rest = messages[1:] %}`."""
+    """`name` and all variables that are set from it, as in `{% set rest = messages[1:] %}`."""
     known: set[str] = set()
     new = {name}
     while new:
@@ -188,7 +191,7 @@ def _aliases(template: nodes.Template, name: str) -> set[str]:
 
 
 def _peel(node: nodes.Node | None) -> nodes.Node | None:
-    """Without filters, tests and slices around it."""
+    """The node without the filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -202,7 +205,7 @@ def _root(node: nodes.Node) -> str:
 
 
 def _content_owner(node: nodes.Node) -> str:
-    """`m` of `m.content` and `m['content']`."""
+    """The variable `m` in `m.content` or `m['content']`; empty for any other node."""
     match _peel(node):
         case nodes.Getattr(node=nodes.Name(name=name), attr="content"):
             return str(name)

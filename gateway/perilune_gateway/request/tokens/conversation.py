@@ -1,17 +1,18 @@
-"""A chat body of any of the three APIs → messages and tools as a chat template gets them from vLLM.
+"""Converts a chat body of any of the three APIs to the messages and tools that vLLM gives to a chat template.
 
-vLLM turns every API into chat-completion messages and normalises those before it renders them; a prompt's
-tokens are only right if the same is done here (read in vLLM 0.32's renderers and API layers):
+vLLM converts every API to chat-completion messages and normalises those before it renders them. The same has
+to be done here for the tokens to be right (source: renderers and API layers of vLLM 0.32):
 
-- text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones
-  are dropped, `null` is empty; a `tool` message's content is always one text;
+- text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones are
+  dropped, `null` is empty; a `tool` message's content is always one text;
 - tool calls' `arguments` become objects; what is no JSON object becomes `{}`;
 - tools are written as type, name, description, parameters, absent ones `null`;
 - Anthropic: `system` blocks and system messages become the first message, `tool_result`s `tool` messages,
   `tool_use` tool calls; Responses: `instructions` come first, function calls join their assistant message.
 
 Other fields of a message do not reach a template. Pictures, sound and video become tokens that only the
-engine can count: they are counted as `media`. Pure; costs about 1 µs a message besides the JSON decode.
+engine can count; here their parts are counted as `media`. Pure functions; about 1 µs a message besides
+decoding the JSON.
 """
 
 import json
@@ -29,25 +30,25 @@ _TEXT_PARTS = frozenset(("text", "input_text", "output_text", "refusal", "thinki
 
 
 class ConversationError(ValueError):
-    """The body's conversation has not the form of its API; the engine will say so."""
+    """The conversation does not have the form that its API prescribes; the engine will refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat template is given."""
+    """The arguments of a chat template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     documents: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     media: int = 0
-    """Parts that are no text."""
+    """Number of parts that are no text."""
     media_bytes: int = 0
-    """Their size in the body."""
+    """Size of those parts in the body."""
 
 
 def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation:
-    """The conversation of a body. `keep_parts`: `content` stays a list of text parts.
+    """The conversation of a body. With `keep_parts`, `content` stays a list of text parts.
 
     Raises ConversationError.
     """
@@ -60,7 +61,7 @@ def read(api: Api, prompt: ChatPrompt, keep_parts: bool = False) -> Conversation
 
 
 def as_sent(messages: Sequence[Message]) -> list[Message]:
-    """Messages in the form in which a client sends them: tool calls' arguments are JSON text."""
+    """Messages in the form in which a client sends them, with tool calls' arguments as JSON text."""
     return [
         message | {"tool_calls": [_written(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -190,7 +191,7 @@ def _system_texts(system: Any) -> list[str]:
 
 
 def _anthropic_turn(role: str, content: Any) -> list[Message]:
-    """A turn's tool results, a message each, then what is left of it."""
+    """The messages of a turn: one for each tool result, then one with everything else."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     results: list[Message] = []
@@ -267,7 +268,7 @@ def _from_responses(content: Any, instructions: Any) -> list[Message]:
 
 
 def _join(messages: list[Message], last: Message | None, field: str, text: str) -> None:
-    """Into the assistant message before, where that has no such field yet; else a new one."""
+    """Adds the text to the last assistant message if that does not have the field yet, else to a new one."""
     if last is not None and last.get(field) is None:
         last[field] = text
     else:
@@ -281,5 +282,6 @@ def _first_text(content: Any) -> str:
 
 
 def _responses_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Responses write a function flat; other kinds of tools never reach a template."""
+    """The function of a Responses tool, whose fields stand beside `type`; None for other kinds of tools,
+    which never reach a template."""
     return {k: v for k, v in tool.items() if k != "type"} if tool["type"] == "function" else None

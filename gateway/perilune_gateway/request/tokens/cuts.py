@@ -1,19 +1,20 @@
-"""Where a text may be cut so that its parts' token ids, put together, are those of the whole.
+"""Finds where a text may be cut so that the token ids of its parts, joined, are those of the whole text.
 
-A tokenizer.json first splits a text at its added tokens and encodes each piece by itself; only then does it
-normalize, pre-tokenize and merge. So a text may be cut before an added token, if that token is found there
-whatever is around it. A *cut token* is one of which that is certain:
+A tokenizer.json first splits a text at its added tokens and encodes each piece separately; it normalizes,
+pre-tokenizes and merges within the pieces. So a text may be cut before an added token if that token is
+matched there whatever is around it. A *cut token* is an added token for which that is certain:
 
-- it is matched in the raw text (`normalized: false`; or the tokenizer has no normalizer);
-- it takes nothing from its neighbours and asks nothing of them (no `lstrip`, `rstrip`, `single_word`), and
-  no other added token asks or takes anything of it: it begins and ends with ASCII punctuation, not `_`;
-- no other added token contains it or overlaps with it, nor does it overlap with itself: matches are found
-  from the left, the longest first, so what overlaps could hide it.
+- It is matched in the raw text: `normalized` is false, or the tokenizer has no normalizer.
+- It does not depend on its neighbours (no `lstrip`, `rstrip`, `single_word`), and no other added token
+  depends on it, since it begins and ends with ASCII punctuation other than `_`.
+- No other added token contains it or overlaps with it, and it does not overlap with itself. Matches are
+  searched from the left, the longest first, so a token that overlaps could hide it.
 
-The part after a cut begins with the cut token, so none of its pieces is taken for the beginning of a text
-(which some pre-tokenizers mark). What draws dice (`dropout`) or is neither BPE nor Unigram is never cut.
+The part after a cut begins with the cut token, so none of its pieces is taken for the beginning of a text,
+which some pre-tokenizers mark. Texts of random tokenizers (`dropout`) and of models other than BPE and
+Unigram are never cut.
 
-Pure; costs O(added tokens × MAX_CUT_TOKENS) once.
+Pure functions; O(added tokens × MAX_CUT_TOKENS), once.
 """
 
 from collections.abc import Mapping
@@ -22,23 +23,23 @@ from string import punctuation
 from typing import Any
 
 MAX_CUT_TOKENS = 6
-"""Enough: every message of a chat begins or ends with one of a few."""
+"""This many are enough, because every message of a chat begins or ends with one of a few tokens."""
 _EDGES = frozenset(punctuation) - {"_"}
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """A tokenizer's cut tokens in UTF-8, and why there are none."""
+    """A tokenizer's cut tokens in UTF-8, or the reason why there are none."""
 
     tokens: tuple[bytes, ...]
     why_none: str = ""
 
     def last(self, text: bytes, start: int, end: int) -> int:
-        """Where in `text[start:end]` the last cut token begins, -1: there is none."""
+        """Position in `text` where the last cut token in `text[start:end]` begins; -1 when there is none."""
         return max((text.rfind(token, start, end) for token in self.tokens), default=-1)
 
     def token_at(self, text: bytes, at: int) -> bytes:
-        """The cut token that begins there."""
+        """The cut token that begins at that position."""
         return next(token for token in self.tokens if text.startswith(token, at))
 
     @property
@@ -47,14 +48,14 @@ class Cuts:
 
 
 def cuts_of(spec: Mapping[str, Any], template: str = "") -> Cuts:
-    """Cut tokens of a tokenizer.json, those first that the chat template writes."""
+    """Cut tokens of a tokenizer.json. Tokens that the chat template writes come first."""
     if why := _never(spec):
         return Cuts((), why)
     added = [token for token in spec.get("added_tokens") or () if token.get("content")]
     contents = [str(token["content"]) for token in added]
     plain_text = _is_nothing(spec.get("normalizer"))
     candidates = [str(token["content"]) for token in added if _stands_alone(token, plain_text)]
-    # stable: special ones before others, those of the template before all
+    # Tokens of the template come first, then special ones; the sort is stable.
     special = {str(token["content"]) for token in added if token.get("special")}
     candidates.sort(key=lambda content: (content not in template, content not in special))
     chosen: list[bytes] = []
@@ -90,10 +91,10 @@ def _stands_alone(token: Mapping[str, Any], plain_text: bool) -> bool:
 
 
 def _overlap(a: str, b: str) -> bool:
-    """Whether in some text occurrences of two different tokens share characters."""
+    """Whether occurrences of two different tokens can share characters in some text."""
     return a in b or b in a or _border(a, b) or _border(b, a)
 
 
 def _border(a: str, b: str) -> bool:
-    """Whether a proper end of `a` is a beginning of `b`."""
+    """Whether `a` ends with characters, fewer than all, that `b` begins with."""
     return any(b.startswith(a[i:]) for i in range(1, len(a)))

@@ -1,16 +1,17 @@
-"""A folder's tokenizer.json → `Encoder`: text to token ids, by fastokens where its ids are equal.
+"""Loads a folder's tokenizer.json as an `Encoder`; uses the faster library, fastokens, if its ids are equal.
 
-1. Load the file with `tokenizers`, which is the reference: what it does is what the engines do.
-2. Load it with fastokens too, and encode a fixed corpus with both: prose, code, runs of white space, scripts
-   and emoji, bytes read as text, the model's own added tokens and look-alikes of them.
-3. All ids equal: fastokens, and the reference is dropped. Any difference or error: the reference.
-4. Learn which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
+1. Load the file with `tokenizers`, which the engines use too. It is the reference.
+2. Load it with fastokens, and encode a fixed corpus with both: prose, code, runs of white space, scripts and
+   emoji, bytes read as text, the model's own added tokens and look-alikes of them.
+3. If all ids are equal, use fastokens and drop the reference. After any difference or error use the
+   reference.
+4. Find out which ids the post-processor puts around a text, and where texts may be cut (cuts.py).
 
-Costs: 20–60 ms besides the two loads, once (fastokens' first call compiles its patterns). Encoding: fastokens
-2–40 ns a byte (words seen before, or not), and it keeps at most some 250 MiB of words, but takes 48 bytes for
-each byte of the longest (`prompts.too_much` bounds that); tokenizers 250–350 ns.
-Both release the GIL. The self-test is a sample, not a proof: what an engine announces is compared all the
-time (parity.py).
+Loading takes 20–60 ms besides the two loads, since fastokens compiles its patterns at the first call.
+Encoding takes fastokens 2 ns a byte for words that it has seen and 40 for others, and tokenizers 250–350 ns.
+fastokens keeps up to about 250 MiB of words, and needs 48 bytes of memory for each byte of the longest text
+(`prompts.too_much` limits that). Both release the GIL. The self-test is a sample, not a proof; the parity
+check compares hashes with those of the engines all the time.
 """
 
 import json
@@ -30,14 +31,14 @@ from perilune_gateway.request.tokens.cuts import Cuts, cuts_of
 log = logging.getLogger(__name__)
 
 Ids: TypeAlias = "array[int]"
-"""Token ids, typecode "I"."""
+"""Token ids, as an array of typecode "I"."""
 
 MAX_TESTED_TOKENS = 400
-"""Added tokens that the self-test writes; some models have thousands, alike."""
+"""Number of added tokens that the self-test writes. Some models have thousands of similar ones."""
 
 
 class Library(StrEnum):
-    """What encodes: metric label, log field."""
+    """The library that encodes; also a metric label and a log field."""
 
     FASTOKENS = "fastokens"
     TOKENIZERS = "tokenizers"
@@ -49,27 +50,27 @@ class Encoder:
 
     library: Library
     why: str
-    """Why it is not fastokens; empty: it is."""
+    """Why the library is not fastokens; empty when it is."""
     plain: Callable[[str], Ids]
-    """Ids of a text, nothing around them. Raises whatever the library raises, its panics too, which are no
-    Exceptions; UnicodeEncodeError for half a surrogate pair."""
+    """Ids of a text, without special tokens around it. Raises what the library raises, including Rust panics,
+    which are no Exceptions, and UnicodeEncodeError for half a surrogate pair."""
     around: tuple[Ids, Ids] | None
-    """Ids that `add_special_tokens` puts before and after a text; None: it does something else."""
+    """Ids that `add_special_tokens` puts before and after a text; None when it does something else."""
     special: Callable[[str], Ids]
-    """As `plain`, with what `add_special_tokens` adds."""
+    """Ids of a text with those that `add_special_tokens` adds. Raises as `plain` does."""
     cuts: Cuts
 
 
 def load(folder: Path, template: str = "") -> Encoder:
-    """The folder's tokenizer. `template`: the source of its chat template, for the choice of cuts.
+    """The folder's tokenizer. `template` is the source of its chat template, for the choice of cut tokens.
 
-    Raises OSError, ValueError, and plain Exception for a file that tokenizers does not take.
+    Raises OSError, ValueError, and Exception itself for a file that tokenizers cannot read.
     """
     return of((folder / "tokenizer.json").read_text(encoding="utf-8"), template)
 
 
 def of(text: str, template: str = "") -> Encoder:
-    """The tokenizer that a tokenizer.json's text describes; see `load`."""
+    """The tokenizer that the text of a tokenizer.json describes. Raises as `load` does."""
     spec = json.loads(text)
     if not isinstance(spec, dict):
         raise ValueError("tokenizer.json is no JSON object")
@@ -92,7 +93,7 @@ def of(text: str, template: str = "") -> Encoder:
 
 
 _Encode = Callable[[str, bool], Ids]
-"""Text, whether special tokens are added → ids."""
+"""From a text, and whether to add special tokens, to ids."""
 
 
 def _reference(text: str) -> _Encode:
@@ -107,7 +108,7 @@ def _reference(text: str) -> _Encode:
 
 
 def _fast(text: str) -> _Encode | str:
-    """fastokens, or why it cannot be had."""
+    """fastokens' encoder, or the reason why it cannot be used."""
     try:
         from fastokens import Tokenizer  # type: ignore[import-untyped]
     except ImportError as error:
@@ -129,7 +130,7 @@ def _fast(text: str) -> _Encode | str:
 
 
 def _first_difference(reference: _Encode, fast: _Encode, texts: Sequence[str]) -> str:
-    """Where the two do not agree; empty: nowhere."""
+    """The first difference between the two encoders, in words; empty when there is none."""
     for text in texts:
         for special in (False, True):
             expected = reference(text, special)
@@ -148,7 +149,7 @@ def _first_difference(reference: _Encode, fast: _Encode, texts: Sequence[str]) -
 
 
 def _around(encode: _Encode) -> tuple[Ids, Ids] | None:
-    """What the post-processor puts before and after a text, if for three texts it is the same."""
+    """The ids that the post-processor puts before and after a text, if they are equal for three texts."""
     found = {_wrapping(encode(text, False), encode(text, True)) for text in ("hello", "a b", "\n1")}
     only = found.pop()
     if found or only is None:
@@ -157,7 +158,7 @@ def _around(encode: _Encode) -> tuple[Ids, Ids] | None:
 
 
 def _wrapping(inner: Ids, outer: Ids) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """What is before and after `inner` in `outer`; None: not once in it."""
+    """The ids before and after `inner` in `outer`; None unless `inner` occurs exactly once."""
     n = len(inner)
     at = [i for i in range(len(outer) - n + 1) if outer[i : i + n] == inner]
     return (tuple(outer[: at[0]]), tuple(outer[at[0] + n :])) if len(at) == 1 else None
@@ -184,7 +185,7 @@ _SCRIPTS = """\
 
 
 def corpus(spec: dict[str, Any]) -> list[str]:
-    """The self-test's texts, the same for the same tokenizer.json."""
+    """The texts of the self-test. They depend on the tokenizer.json alone."""
     dice = random.Random(0)
     raw = dice.randbytes(4096)
     runs = "".join(dice.choice(" \t\n\r\u00a0\u3000a1.") * dice.randrange(1, 40) for _ in range(200))
@@ -203,7 +204,7 @@ def corpus(spec: dict[str, Any]) -> list[str]:
 
 
 def _added(spec: dict[str, Any]) -> Iterator[str]:
-    """The model's added tokens: bare, in text, side by side, and almost."""
+    """Texts of the model's added tokens: alone, within text, side by side, and slightly changed."""
     tokens = [token["content"] for token in spec.get("added_tokens") or ()][:MAX_TESTED_TOKENS]
     if not tokens:
         return

@@ -1,8 +1,9 @@
-"""Tokens by an engine: `POST /tokenize` of an endpoint, exact whatever its template.
+"""Asks an engine for a prompt's tokens, by `POST /tokenize` of an endpoint: exact, whatever its template.
 
-Costs a round trip and the engine's CPU; at most `max_concurrent` questions at a time, the others wait. A long
-question is written in a thread. Of several prompts only the first is asked for, the bytes of the others are
-counted. Does not: end what takes too long.
+Costs a round trip and the engine's CPU. At most `max_concurrent` requests run at a time, the others wait. The
+body for a long prompt is written in a thread. For a request with several prompts only the first is sent, and
+the tokens of the others are estimated from their bytes. Has no timeout; the caller must end what takes too
+long.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from perilune_gateway.request.tokens.conversation import as_sent
 from perilune_gateway.request.tokens.prompts import size_bytes, text_conversation
 
 AT_ONCE_BYTES = 32_768
-"""A longer prompt's question is written in a thread: it takes 0.2 ms a kilobyte at worst."""
+"""The body for a longer prompt is written in a thread, since that takes up to 0.2 ms a kilobyte."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -30,12 +31,12 @@ class _Answer(msgspec.Struct, frozen=True):
 
 _ANSWER = msgspec.json.Decoder(_Answer)
 _HOW: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_redirects": False}
-"""An engine does not choose whom the gateway asks."""
+"""Redirects are not followed, so that an engine cannot choose which host the gateway asks."""
 
 
 class EngineTokenizer:
-    """`choose` names the endpoint (`ip:port`) that is to tokenize, or "" if none can. Used by one event loop;
-    `close` frees the connections, the `threads` are the caller's."""
+    """`choose` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. Belongs to one
+    event loop. `close` frees the connections; the caller owns the `threads`."""
 
     def __init__(
         self, choose: Callable[[], str], bytes_per_token: float, max_concurrent: int, threads: Executor
@@ -51,7 +52,7 @@ class EngineTokenizer:
             await self._http.close()
 
     async def ask(self, request: ParsedRequest) -> Tokens:
-        """Raises CannotTellError."""
+        """The prompt's tokens. Raises CannotTellError."""
         if size_bytes(request) <= AT_ONCE_BYTES:
             question, rest_bytes = self._question(request)
         else:
@@ -76,7 +77,7 @@ class EngineTokenizer:
         return Tokens(len(ids) + math.ceil(rest_bytes / self._bytes_per_token), TokenSource.ENGINE, ids)
 
     def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
-        """Body for /tokenize, and the bytes of further prompts, which are not asked for.
+        """The body for /tokenize, and the number of bytes in further prompts, which it does not contain.
         Raises CannotTellError."""
         match request.prompt:
             case ChatPrompt() as chat:

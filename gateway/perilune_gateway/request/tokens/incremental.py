@@ -1,22 +1,24 @@
-"""Only what is new in a text is encoded: ids of leading text that was seen before are remembered.
+"""Encodes only the new part of a text, and takes the ids of its beginning from earlier texts.
 
-Agents send the whole conversation every turn, so a prompt mostly begins with an earlier one: its session's,
-or that of another session which it forked from or shares the system prompt with.
+Agents send the whole conversation every turn, so most prompts begin with an earlier one: that of the same
+session, or of another one that they forked from or share the system prompt with.
 
-1. A text is hashed at every GRID bytes, each hash covering all before it. The deepest hash that is known
-   names leading text whose ids are known up to the last cut (cuts.py) before that place. A text that ended
-   soon after that place left its own end there too: if the text goes on from that, it is the place.
-2. The rest is encoded in parts, from cut to cut: one for each place of the grid and one for the text's end.
-   They are remembered by the hash.
-3. The ids of the parts, put together, are those of the whole text: cuts.py says why.
+1. The text is hashed every GRID bytes; each hash covers all text before it. The last hash that is known
+   stands for a beginning whose ids are known up to the last cut (cuts.py) before that position. The end of an
+   earlier text may be known after that position; if this text continues after that end, its ids are known up
+   to there.
+2. The rest is encoded in parts, from cut to cut: one part for each position of the grid, and one up to the
+   last cut of the text. They are stored under their hash.
+3. The ids of all parts, joined, are those of the whole text; cuts.py says why.
 
-What is remembered is a tree of parts, least recently used first to go, at most `max_bytes` (4 bytes a token
-and NODE_BYTES a part: a conversation of 33,000 tokens 150 KB, what two share only once); no text is kept.
-64-bit hashes from a secret root: a wrong match would cost a wrong estimate, never a wrong answer.
+The parts form a tree of at most `max_bytes`, without any text: 4 bytes a token and NODE_BYTES a part, which
+is 150 KB for a conversation of 33,000 tokens; what two conversations share is stored once. The parts used
+longest ago are dropped first. The 64-bit hashes start from a secret. A wrong match would cause a wrong
+estimate, never a wrong answer.
 
-Costs for 130 KB: 10–100 µs to UTF-8, 15 µs of hashes, 30 µs of look-ups and putting together; then the new
-part at the encoder's price.
-May be used by several threads: a lock is held while parts are looked up or added, not while they are made.
+A text of 130 KB takes 10–100 µs for UTF-8, 15 µs for the hashes and 30 µs for finding and joining parts,
+besides what the encoder needs for the new part. Several threads may use it: a lock is held while parts are
+looked up or stored, but not while they are encoded.
 """
 
 import threading
@@ -32,55 +34,55 @@ from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens.encoder import Encoder, Ids
 
 GRID = 4096
-"""Bytes between places where a known text is recognised."""
+"""Bytes between two positions at which a known text is recognised."""
 MAX_ENDS = 4
-"""Ends of texts that a part remembers: turns that began alike there."""
+"""Number of texts whose end is stored with the part that they continue."""
 NODE_BYTES = 400
-"""Of a part besides its ids: objects and dictionary entries, as measured."""
+"""Measured memory of a part besides its ids: objects and dictionary entries."""
 DEFAULT_MAX_BYTES = 128 * 2**20
-"""Some 800 conversations of 33,000 tokens that share nothing."""
+"""Enough for about 800 conversations of 33,000 tokens that share nothing."""
 
 
 class Why(StrEnum):
-    """Why a text was encoded whole; metric label."""
+    """The reason why a text was encoded whole; also a metric label."""
 
     SHORT = "short"
-    """Below the first place of the grid, where remembering costs more than it saves."""
+    """The text is shorter than GRID, where storing parts costs more than it saves."""
     NO_CUT_TOKENS = "no_cut_tokens"
-    """This tokenizer's texts cannot be cut (see `Cuts.why_none`)."""
+    """Texts of this tokenizer cannot be cut; `Cuts.why_none` says why."""
     UNKNOWN = "unknown"
-    """No earlier text begins like this one."""
+    """No earlier text that is still stored begins like this one."""
     AROUND = "around"
-    """Special tokens are asked for, and this tokenizer does more than put them before and after."""
+    """The request wants special tokens, which this tokenizer does not only put before and after the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Ids of a text, and what of them was known."""
+    """The ids of a text, and how many of them were known."""
 
     ids: Ids
     kept_tokens: int = 0
-    """Leading ids that are those of an earlier text."""
+    """Number of leading ids taken from earlier texts."""
     encoded_bytes: int = 0
-    """Of UTF-8, that the encoder had to read."""
+    """Bytes of UTF-8 that the encoder had to read."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """Ids between two cuts."""
+    """The ids between two cuts."""
 
     name: int
-    """Hash of all text up to `end`."""
+    """Hash of all text before `end`."""
     end: int
-    """Bytes: a place of the grid, or the last cut token of a text with the token; at or after `cut`."""
+    """Position in bytes, at or after `cut`: a position of the grid, or the end of a text's last cut token."""
     parent: "_Part | None"
     cut: int
-    """Bytes from the text's start to its end."""
+    """Position in bytes where the part ends."""
     ids: Ids
     tokens: int
-    """Ids from the text's start to its end."""
+    """Number of ids from the start of the text to the end of the part."""
     ends: tuple[int, ...] = ()
-    """Of the texts that ended after it, newest first."""
+    """The `end` of parts that follow this one at the end of a text, newest first."""
 
     @property
     def size_bytes(self) -> int:
@@ -88,35 +90,31 @@ class _Part:
 
 
 class IncrementalEncoder:
-    """An encoder that remembers. `secret`: root of the hashes, random for each process."""
+    """An encoder with stored parts of earlier texts. `secret` is the start of all hashes, random for each
+    process."""
 
     def __init__(
         self, encoder: Encoder, secret: int, max_bytes: int = DEFAULT_MAX_BYTES, grid: int = GRID
     ) -> None:
         self.encoder = encoder
         self.hits = 0
-        """Texts of which a part was known."""
+        """Number of texts of which a part was known."""
         self.kept_tokens = 0
         self.encoded_tokens = 0
         self.whole: Counter[Why] = Counter()
         self.held_bytes = 0
         self.evicted = 0
-        """Parts dropped for want of room."""
+        """Number of parts dropped because of `max_bytes`."""
         self._max_bytes = max_bytes
         self._grid = grid
         self._secret = secret
         self._lock = threading.Lock()
         self._parts: OrderedDict[int, _Part] = OrderedDict()
-        """By name; every part lies after its children, so that none goes before them."""
-
-    @property
-    def parts(self) -> int:
-        """Remembered now."""
-        return len(self._parts)
+        """By name, in the order in which they are dropped. Every part comes after its children."""
 
     def encode(self, text: str, special: bool = False) -> Encoded:
-        """Ids of `text`, with what `add_special_tokens` puts around it if `special`; those of the encoder,
-        whose errors it raises."""
+        """The ids that the encoder has for `text`; with `special`, also those that `add_special_tokens` puts
+        around it. Raises what the encoder raises."""
         data = text.encode()
         around = self.encoder.around
         if why := self._why_not(data, special):
@@ -153,7 +151,8 @@ class IncrementalEncoder:
         return Encoded(ids, encoded_bytes=size)
 
     def _find(self, data: bytes, names: Sequence[int]) -> _Part | None:
-        """The deepest part known: at a place of the grid, then on from end to end."""
+        """The last part that is known: first by the positions of the grid, then from there by ends of
+        texts."""
         with self._lock:
             found = next((part for name in reversed(names) if (part := self._parts.get(name))), None)
             known = None
@@ -164,7 +163,7 @@ class IncrementalEncoder:
             return known
 
     def _encode_from(self, data: bytes, names: Sequence[int], known: _Part | None) -> tuple[list[_Part], int]:
-        """Parts after `known`, and where the last one is cut."""
+        """The parts after `known`, and the position where the last one ends."""
         cuts, grid, parts = self.encoder.cuts, self._grid, list[_Part]()
         last, begin, covered = known, known.cut if known else 0, known.end if known else 0
 
@@ -191,7 +190,7 @@ class IncrementalEncoder:
             for part in parts:
                 if part.parent and part.end % self._grid:
                     part.parent.ends = (part.end, *(e for e in part.parent.ends if e != part.end))[:MAX_ENDS]
-            while last:  # from the leaf to the root: the root is used last and stays longest
+            while last:  # from the leaf to the root, so that the root is dropped last
                 if last.name not in self._parts:
                     self._parts[last.name] = last
                     self.held_bytes += last.size_bytes
@@ -213,12 +212,12 @@ class IncrementalEncoder:
 
 
 def _end_name(data: bytes, part: _Part, end: int) -> int:
-    """Name of the text up to `end`, which goes on from `part`."""
+    """The hash of the text before `end`, which continues `part`."""
     return xxhash.xxh3_64_intdigest(memoryview(data)[part.end : end], part.name)
 
 
 def _path(part: _Part | None) -> Iterator[_Part]:
-    """From the root to `part`."""
+    """The parts from the root to `part`."""
     path = []
     while part:
         path.append(part)

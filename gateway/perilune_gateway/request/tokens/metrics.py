@@ -1,5 +1,5 @@
-"""What the tokenizer did, on /metrics: read when a scrape asks for it. Series of every label exist from the
-start: a rate over one that appears late is wrong."""
+"""Metrics of the tokenizer for /metrics, read at each scrape. The series of all labels exist from the start,
+because a rate over a series that appears later is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from perilune_gateway.request.tokens.tokenizer import Tokenizer
 
 
 class TokenMetrics:
-    """A collector; register it once."""
+    """A collector for prometheus_client. Register it once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,7 +33,7 @@ class TokenMetrics:
             prompts.add_metric((source.value,), tokenizer.counts[source])
         yield prompts
         passed = CounterMetricFamily(
-            "perilune_tokenizer_passed_on", "Times that a source could not tell.", labels=("cause",)
+            "perilune_tokenizer_passed_on", "Times that a source had no tokens, by cause.", labels=("cause",)
         )
         for cause in Cause:
             passed.add_metric((cause.value,), tokenizer.causes[cause])
@@ -45,18 +45,20 @@ class TokenMetrics:
 def _local(local: IncrementalEncoder) -> Iterator[Metric]:
     encoder = local.encoder
     about = {"library": encoder.library.value, "why": encoder.why, "why_whole": encoder.cuts.why_none}
-    yield InfoMetricFamily("perilune_tokenizer", "What encodes here; why not fastokens.", value=about)
+    yield InfoMetricFamily("perilune_tokenizer", "The library that encodes; why not fastokens.", value=about)
     texts = CounterMetricFamily(
-        "perilune_encoded_texts", "Texts encoded here, by what was known of them.", labels=("known",)
+        "perilune_encoded_texts",
+        "Texts encoded by the local tokenizer, by what was known.",
+        labels=("known",),
     )
     texts.add_metric(("part",), local.hits)
-    for why in Why:  # threads may add one meanwhile
+    for why in Why:  # not over the counter, to which threads may add meanwhile
         texts.add_metric((why.value,), local.whole[why])
     yield texts
-    yield _count("perilune_kept_tokens", "Tokens of texts that were known.", local.kept_tokens)
-    yield _count("perilune_encoded_tokens", "Tokens of texts that had to be encoded.", local.encoded_tokens)
-    yield _count("perilune_known_texts_evicted", "Parts dropped for want of room.", local.evicted)
-    held = GaugeMetricFamily("perilune_known_texts_bytes", "Held of earlier texts' tokens.")
+    yield _count("perilune_kept_tokens", "Tokens taken from earlier texts.", local.kept_tokens)
+    yield _count("perilune_encoded_tokens", "Tokens that had to be encoded.", local.encoded_tokens)
+    yield _count("perilune_known_texts_evicted", "Parts dropped because memory is limited.", local.evicted)
+    held = GaugeMetricFamily("perilune_known_texts_bytes", "Memory held by tokens of earlier texts.")
     held.add_metric((), local.held_bytes)
     yield held
 

@@ -1,30 +1,32 @@
-"""What the sources of tokens ask of a prompt: how long it is, whether that is too much for any context,
-whether pictures stand in it, and its conversation, if that is all there and all text.
+"""Questions that all sources of tokens ask about a prompt: how long it is, whether it is far too long for the
+model's context, whether it contains pictures, and which conversation it has.
 """
 
 import math
 import string
+
+from msgspec import Raw
 
 from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, TextPrompt, TokenPrompt
 from perilune_gateway.request.tokens.causes import CannotTellError, Cause
 from perilune_gateway.request.tokens.conversation import Conversation, ConversationError, read
 
 MEDIA_TOKENS = 1024
-"""Guess for a picture, or a second part of sound or video."""
+"""Estimated tokens of a part that is a picture, sound or video."""
 MOST_BYTES, MOST_BRACKETS = 16, 4
-"""A token's at most, on average over a prompt that fills the context: no text comes near."""
+"""Upper limits for a token, on average over a prompt that fills the context; no real text comes near them."""
 FEW_BRACKETS = 20_000
-"""To decode and look at as many takes 10 ms at most."""
+"""A conversation with at most this many brackets is decoded and read within 10 ms."""
 _LONG, _STRIDE = 16_384, 128
-"""Bytes. A text that is longer is sampled for base64, one byte of every `_STRIDE`."""
+"""In a text of more than `_LONG` bytes, only one of every `_STRIDE` bytes is tested for base64 at first."""
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
-"""Also as URLs and JSON write it."""
+"""Including the characters that URLs and JSON use."""
 _AS_MARKS = bytes(ord("A" if chr(byte) in _BASE64 else ".") for byte in range(256))
 _ONLY_BASE64 = b"A" * (8_192 // _STRIDE)
 
 
 def size_bytes(request: ParsedRequest) -> int:
-    """Bytes of the prompt, of a conversation as the body writes it."""
+    """Size of the prompt. A conversation counts as the body writes it; token ids count 0."""
     match request.prompt:
         case ChatPrompt() as chat:
             return len(chat.messages) + len(chat.system) + len(chat.tools) + len(chat.documents)
@@ -35,15 +37,16 @@ def size_bytes(request: ParsedRequest) -> int:
 
 
 def brackets(chat: ChatPrompt) -> int:
-    """Opening ones: no less than the objects and lists that a conversation takes when it is decoded."""
+    """Number of opening brackets, an upper limit of the objects and lists that decoding the conversation
+    makes."""
     raws = map(bytes, (chat.messages, chat.system, chat.tools, chat.documents))
     return sum(raw.count(b"{") + raw.count(b"[") for raw in raws)
 
 
 def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | None:
-    """Why nobody should tokenize it: it does not fit the context by far, and to decode or to encode it would
-    keep others waiting. (Pictures may be of any size.) Costs nothing below `MOST_BRACKETS` bytes a token,
-    then about 1 ms a megabyte."""
+    """The reason why a prompt must not be tokenized: it is far too long for the context, and decoding or
+    encoding it would delay other requests. None when it may be tokenized. Pictures may have any size. Costs
+    nothing for prompts of less than `MOST_BRACKETS` bytes a token of context, else about 1 ms a megabyte."""
     most_bytes, most_brackets = MOST_BYTES * context_tokens, MOST_BRACKETS * context_tokens
     match request.prompt:
         case TextPrompt(texts=texts):
@@ -52,7 +55,7 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
         case ChatPrompt() as chat if (size := size_bytes(request)) > most_brackets:
             if (found := brackets(chat)) > most_brackets:
                 return CannotTellError(Cause.TOO_MUCH, f"{found} objects and lists")
-            if size > most_bytes and not has_base64(bytes(chat.messages)):
+            if size > most_bytes and not has_base64(chat.messages):
                 return CannotTellError(Cause.TOO_MUCH, f"{size} bytes")
     return None
 
@@ -60,7 +63,8 @@ def too_much(request: ParsedRequest, context_tokens: int) -> CannotTellError | N
 def text_conversation(
     request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, keep_parts: bool = False
 ) -> Conversation:
-    """Raises CannotTellError where a part of it lies elsewhere, or is no text; then with an estimate."""
+    """The conversation, if it is complete and only text. Raises CannotTellError when a part is stored in the
+    engine, has a wrong form, or is no text; in the last case with an estimate."""
     if request.previous_response_id:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:
@@ -74,10 +78,11 @@ def text_conversation(
     return conversation
 
 
-def has_base64(text: bytes) -> bool:
-    """Whether a picture is written in place. A long text is looked through only if some bytes of it say so:
-    base64 goes on without a space or a mark, and other text does not. (A picture of less than 8 kB is then
-    not seen; as text it counts at most about twice MEDIA_TOKENS.)"""
-    if len(text) > _LONG and _ONLY_BASE64 not in text[::_STRIDE].translate(_AS_MARKS):
+def has_base64(messages: Raw) -> bool:
+    """Whether the messages contain a picture in base64. A long text is searched only if a sample of its bytes
+    has a long run without a space or a mark, which only base64 has. A picture of less than 8 kB is not found
+    then; counted as text it has at most about twice MEDIA_TOKENS."""
+    text = memoryview(messages)
+    if len(text) > _LONG and _ONLY_BASE64 not in bytes(text[::_STRIDE]).translate(_AS_MARKS):
         return False
-    return b"base64" in text
+    return b"base64" in bytes(text)

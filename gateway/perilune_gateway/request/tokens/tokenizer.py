@@ -1,24 +1,25 @@
-"""Text → token ids, by whichever source is there: given, local tokenizer, engine, or an estimate.
+"""Gets the tokens of a request from the best source that is available.
 
-1. *given*: the body carries token ids.
-2. *local*: the model's tokenizer.json (encoder.py), and its chat template for conversations; only what is new
-   in a text is encoded (incremental.py). What is expected to take less than 1 ms is encoded at once (`now`),
-   a longer text in a thread (`encode`; the tokenizer releases the GIL).
-3. *engine*: an endpoint's /tokenize (engine.py): exact whatever its template, a round trip and its CPU.
-4. *estimate*: bytes / bytes_per_token. A count without ids, so without exact overlap.
+1. *given*: the body contains token ids.
+2. *local*: the model's tokenizer.json (encoder.py), and its chat template for conversations. Only the new
+   part of a text is encoded (incremental.py). A text that should take less than 1 ms is encoded at once
+   (`now`), a longer one in a thread (`encode`), since the tokenizer releases the GIL.
+3. *engine*: /tokenize of an endpoint (engine.py). It is exact whatever the template, and costs a round trip
+   and the engine's CPU.
+4. *estimate*: bytes / bytes_per_token. This is a count without ids, so blocks are not exact.
 
-A source that fails falls to the next; each cause is counted, and logged once. A conversation that the
+When a source fails, the next one is used; each cause is counted, and logged once. A conversation that the
 template refuses (undefined roles, its own `raise_exception`) is estimated, not refused: the engine has the
-same template and says 400 itself, in its own words, and a wrong copy of the template here must not cost
-anybody a request. What no text can stand for (pictures, a conversation stored in the engine) is estimated,
-and so is what no context can hold (`too_much`).
+same template and answers 400 itself, and a wrong copy of the template in the gateway must not fail a request.
+Prompts that are not all text (pictures, a conversation stored in the engine) are estimated, and so are
+prompts that no context can hold (`too_much`).
 
-Before it is encoded a conversation is decoded, normalised and rendered whole, every turn: about 2.5 ns a
-byte (0.3 ms for 130 KB). A template may change what it wrote of earlier messages when a new one comes (it
-drops their reasoning), so nothing of a rendered text can be taken for the next.
+A conversation is decoded, normalised and rendered whole at every turn, which takes about 2.5 ns a byte (0.3
+ms for 130 KB). A template may render earlier messages differently when a new one comes (it drops their
+reasoning), so nothing of a rendered text can be reused.
 
-Does not: cut long prompts, use the engine's /render. Responses and Anthropic conversations are converted as
-conversation.py says.
+Long prompts are not truncated, and the engine's /render is not used. conversation.py says how Responses and
+Anthropic conversations are converted.
 """
 
 import asyncio
@@ -51,23 +52,24 @@ from perilune_gateway.request.tokens.prompts import (
 log = logging.getLogger(__name__)
 
 NOW_US = 1000.0
-"""What is expected to take longer is done in a thread."""
+"""A text that is expected to take longer is encoded in a thread."""
 _FIRST_US_PER_CHAR = {encoder.Library.FASTOKENS: 0.02, encoder.Library.TOKENIZERS: 0.3}
-"""Before anything is measured; fastokens 0.3 at words of which it has seen most, tokenizers 0.23."""
+"""Used until something is measured. fastokens takes 0.02 for words most of which it has seen, tokenizers
+0.23."""
 _RENDER_US_PER_CHAR = 0.0025
-"""Decoding, normalising and rendering a conversation."""
+"""Time for decoding, normalising and rendering a conversation."""
 _WEIGHT = 0.1
-"""Of a new measurement in the moving mean."""
+"""Weight of a new measurement in the moving mean."""
 _CALIBRATION_CHARS = 1000
-"""Shorter texts measure the call, not the characters."""
+"""Shorter texts are not measured, because the call itself would dominate."""
 
 
 class Tokenizer:
     """Tokens of requests for one model.
 
-    `engine` names the endpoint (`ip:port`) that is to tokenize, or "" if none can. `now` and `encode` may be
-    used by one event loop; `close` frees threads and connections. Raises SpecError if the pool names a
-    tokenizer that is not there or does not load.
+    `engine` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. `now` and `encode`
+    belong to one event loop; `close` frees threads and connections. Raises SpecError when the pool names a
+    tokenizer that does not exist or does not load.
     """
 
     def __init__(
@@ -85,12 +87,10 @@ class Tokenizer:
         self._bytes_per_token = model.bytes_per_token
         self._context_tokens = model.context_tokens
         self.local, self._templates = _load(model)
-        """The local encoder, if the pool names one."""
-        self.repeats = self._templates is None or "strftime_now" not in self._templates.source
-        """Equal requests have equal tokens, whenever they come."""
+        """The local encoder; None when the pool names none."""
         library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
         self.us_per_char = _FIRST_US_PER_CHAR[library]
-        """Moving mean of local encoding, per character that the encoder had to read."""
+        """Moving mean of the time of local encoding, per character that the encoder had to read."""
         self._asks_engine = engine is not None and model.tokenize != "estimate"
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
@@ -100,7 +100,7 @@ class Tokenizer:
         self._stopwatch = stopwatch
 
     def now(self, request: ParsedRequest) -> Tokens | None:
-        """Tokens, if that takes less than 1 ms and nobody has to be asked; None: use `encode`."""
+        """Tokens, if that takes less than 1 ms and no engine has to be asked; None means to use `encode`."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if why := too_much(request, self._context_tokens):
@@ -115,7 +115,7 @@ class Tokenizer:
             return None if self._engine_may_know(error) else self._estimate(request, error)
 
     async def encode(self, request: ParsedRequest) -> Tokens:
-        """Tokens from the best source that answers within `timeout_s`; never raises for a bad prompt."""
+        """Tokens from the best source that answers within `timeout_s`. Never raises for a bad prompt."""
         if isinstance(request.prompt, TokenPrompt):
             return self._count(_given(request.prompt))
         if why := too_much(request, self._context_tokens):
@@ -131,7 +131,7 @@ class Tokenizer:
             return self._estimate(request, CannotTellError(Cause.TIMEOUT))
 
     async def close(self) -> None:
-        """Ends threads (a text under way is finished) and connections."""
+        """Ends threads, after the text that they are encoding, and connections."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._engine.close()
 
@@ -152,7 +152,7 @@ class Tokenizer:
     # -- local -----------------------------------------------------------------------------------
 
     def _encode(self, request: ParsedRequest) -> Tokens:
-        """By the local tokenizer, in whatever thread. Raises CannotTellError."""
+        """Tokens by the local tokenizer, in any thread. Raises CannotTellError."""
         assert self.local is not None
         match request.prompt:
             case ChatPrompt() as chat:
@@ -172,7 +172,7 @@ class Tokenizer:
         ) as error:  # the libraries raise plain Exception, and their panics are not even that
             raise CannotTellError(Cause.TOKENIZER, error) from None
         chars = first.encoded_bytes + sum(other.encoded_bytes for other in others)
-        if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement; the mean does not mind
+        if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement, which does no harm
             us_per_char = (self._stopwatch() - started) * 1e6 / chars
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
         count = len(first.ids) + sum(len(other.ids) for other in others)
@@ -196,13 +196,13 @@ class Tokenizer:
         if (
             why is None
             and isinstance(request.prompt, ChatPrompt)
-            and has_base64(bytes(request.prompt.messages))
+            and has_base64(request.prompt.messages)
             and brackets(request.prompt) <= FEW_BRACKETS
         ):
             try:
                 text_conversation(request, request.prompt, self._bytes_per_token)
             except CannotTellError as error:
-                why = error  # pictures written in place would count as text
+                why = error  # else a picture in base64 would count as text
         if why is not None:
             self._note(why)
         count = why.estimate if why is not None else 0
@@ -224,7 +224,7 @@ def _given(prompt: TokenPrompt) -> Tokens:
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:
-    """The local tokenizer that the pool names, if any. Raises SpecError."""
+    """The local tokenizer and templates that the pool names, if any. Raises SpecError."""
     at = "at `$.spec.model.tokenizer`"
     if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
         return None, None

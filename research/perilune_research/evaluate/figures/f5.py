@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from perilune_api.pool import PolicyParams
+from perilune_api.policies import PeriluneParams
 from perilune_research.evaluate import plan
 from perilune_research.evaluate.cells import Arm, Scenario
 from perilune_research.evaluate.figures.style import Context, Drawn, Figure, canvas
@@ -57,7 +57,7 @@ def _draw(context: Context) -> Drawn:
 
 def parts(arm: Arm, scenario: Scenario) -> list[tuple[str, list[str]]]:
     """What the router is made of, with the numbers that it runs with."""
-    p: PolicyParams = arm.params
+    p: PeriluneParams = arm.params.perilune
     return [
         ("session table", ["session → host, last move"]),
         ("prefix index", ["block hash → who holds it"]),

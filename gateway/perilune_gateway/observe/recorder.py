@@ -1,0 +1,44 @@
+"""Passes every decision and every end on to metrics, the log, the kept decisions and the decision log.
+
+The router knows this only as routing.lifecycle.Observer.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from perilune_gateway.model import DecisionRecord, Ending
+from perilune_gateway.observe.decision_log import DecisionLog
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.explain import sentence
+from perilune_gateway.observe.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Records one gateway's decisions."""
+
+    def __init__(
+        self, metrics: Metrics, decisions: Decisions, decision_log: DecisionLog | None = None
+    ) -> None:
+        self._metrics = metrics
+        self._decisions = decisions
+        self._decision_log = decision_log
+
+    def decided(self, record: DecisionRecord) -> int:
+        """Record a decision or a refusal. Returns its number, for `ended`."""
+        self._metrics.decided(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("decision request_id=%s %s", record.request_id, sentence(record))
+        number = self._decisions.add(record)
+        if self._decision_log:
+            self._decision_log.decided(number, record)
+        return number
+
+    def ended(self, number: int, target: str, ending: Ending) -> None:
+        """The request with that number has ended."""
+        self._metrics.ended(target, ending.outcome)
+        self._decisions.finish(number, ending)
+        if self._decision_log:
+            self._decision_log.ended(number, ending)

@@ -1,0 +1,47 @@
+"""dynamo_v1: the first published cost of NVIDIA Dynamo's KV router.
+
+    logit = 2 × overlap_blocks × block_size / prompt_tokens − KV cache usage − waiting / max(waiting)
+
+The highest logit wins (here: cost = −logit, the lowest), a draw among equals; with nobody waiting anywhere
+the last term is 0. Sees engine metrics, so it is as old as they are; an endpoint that never reported counts
+as empty. The decision carries the winner's overlap.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from perilune_api.policies import DynamoV1Params
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Cost,
+    Decision,
+    NeedBody,
+    Phase,
+    Reason,
+    RequestView,
+)
+from perilune_gateway.policy.cost import cheapest
+
+
+def dynamo_v1(
+    request: RequestView, candidates: Sequence[Candidate], params: DynamoV1Params, rng: Random
+) -> Decision | NeedBody:
+    """Overlap, usage and waiting, added."""
+    if request.phase is Phase.HEADERS:
+        return NEED_BODY
+    most_waiting = max(c.load.waiting for c in candidates)
+    costs = tuple(_cost(c, request, params, most_waiting) for c in candidates)
+    chosen = cheapest(candidates, costs, rng)
+    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+
+
+def _cost(candidate: Candidate, request: RequestView, params: DynamoV1Params, most_waiting: int) -> Cost:
+    overlap_blocks, load = candidate.overlap.device_tokens // request.block_size, candidate.load
+    terms = {
+        "overlap": overlap_blocks * request.block_size / max(request.prompt_tokens, 1),
+        "kv_usage": load.kv_usage,
+        "waiting": load.waiting / most_waiting if most_waiting else 0.0,
+    }
+    logit = params.overlap_weight * terms["overlap"] - terms["kv_usage"] - terms["waiting"]
+    return Cost(candidate.address, -logit, terms)

@@ -1,0 +1,46 @@
+"""lmetric: the lowest P × BS (LMetric, arXiv 2603.15202).
+
+P = pending uncached prefill tokens there, this prompt's included; BS = requests running there. A product
+needs no weights. It is 0 on every idle endpoint, so there the cache is ignored: a draw among them.
+`lmetric_plus_one` is the same with BS + 1.
+"""
+
+from collections.abc import Sequence
+from random import Random
+
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Cost,
+    Decision,
+    NeedBody,
+    Phase,
+    Reason,
+    RequestView,
+)
+from perilune_gateway.policy.cost import cheapest
+
+
+def lmetric(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision | NeedBody:
+    """P × BS."""
+    return lowest_product(request, candidates, 0, rng)
+
+
+def lowest_product(
+    request: RequestView, candidates: Sequence[Candidate], extra: int, rng: Random
+) -> Decision | NeedBody:
+    """P × (BS + extra)."""
+    if request.phase is Phase.HEADERS:
+        return NEED_BODY
+    costs = tuple(_cost(c, request, extra) for c in candidates)
+    chosen = cheapest(candidates, costs, rng)
+    return Decision(chosen.address, Reason.LOWEST_COST, costs, cached_tokens=chosen.overlap.device_tokens)
+
+
+def _cost(candidate: Candidate, request: RequestView, extra: int) -> Cost:
+    uncached = request.prompt_tokens - candidate.overlap.device_tokens
+    terms = {
+        "prefill_tokens": float(candidate.load.pending_prefill_tokens + uncached),
+        "batch_size": float(candidate.load.in_flight),
+    }
+    return Cost(candidate.address, terms["prefill_tokens"] * (terms["batch_size"] + extra), terms)

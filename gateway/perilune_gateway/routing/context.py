@@ -1,0 +1,80 @@
+"""A request while it is being decided: its prompt, its session, and the endpoints that may serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct, field
+
+from perilune_gateway.model import (
+    NO_PREFIX,
+    Candidate,
+    Identity,
+    Prefix,
+    RequestHead,
+    Step,
+    TokenSource,
+)
+from perilune_gateway.state.fleet import EndpointView
+from perilune_gateway.state.sessions import Session
+
+
+class StepTimer:
+    """Measures how many microseconds each step of a decision takes."""
+
+    __slots__ = ("_clock", "_last", "_started", "us")
+
+    def __init__(self, clock: Callable[[], float], started: float | None = None) -> None:
+        """`started`: a reading of `clock`; None means now."""
+        self._clock = clock
+        self._started = self._last = clock() if started is None else started
+        self.us: dict[str, float] = {}
+
+    def lap(self, step: Step) -> None:
+        """The step has just ended; it began when the one before ended."""
+        now = self._clock()
+        self.us[step] = (now - self._last) * 1e6
+        self._last = now
+
+    def total(self) -> dict[str, float]:
+        """All steps, with the time since the start as the total."""
+        self.us[Step.TOTAL] = (self._clock() - self._started) * 1e6
+        return self.us
+
+
+class Prompt(Struct, frozen=True, gc=False):
+    """What is known of a prompt. Without its body, only an estimate of its length."""
+
+    tokens: int
+    source: TokenSource
+    blocks: Sequence[int] = ()
+    """Chained hashes of its full KV blocks; empty if the body was not read."""
+    model: str = ""
+    """The model that the body names; empty if the body was not read."""
+    output_tokens: int = 0
+    """The most tokens that the answer may have; 0 if the request does not say."""
+    priority: int = 0
+    body_bytes: int = 0
+    cache_key: str = ""
+    """OpenAI's `prompt_cache_key`."""
+
+
+NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)
+
+
+class RequestContext(Struct, gc=False):
+    """Everything that a decision is taken from."""
+
+    head: RequestHead
+    now: float
+    timer: StepTimer
+    identity: Identity
+    session: Session | None
+    eligible: Sequence[EndpointView] = ()
+    excluded: Mapping[str, str] = field(default_factory=dict)
+    """Endpoints that may not be chosen: address → name of the admission check that failed."""
+    prompt: Prompt = NO_PROMPT
+    candidates: Sequence[Candidate] = ()
+    prefix: Prefix = NO_PREFIX
+    seed: int = 0
+    """The policy's random draws follow from this number, so a recorded decision can be taken again."""

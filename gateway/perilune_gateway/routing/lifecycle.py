@@ -1,0 +1,422 @@
+"""Applies verdicts and follows every routed request to its end.
+
+    routed / unprompted ──▶ on_response (0 or 1 times) ──▶ finished (exactly once)
+                              └─ on_applied, whenever an engine announces blocks
+    refused
+
+1. A verdict is applied once: the session is bound to the target, its load begins, its blocks count as cached
+   there, and the decision's record goes to the observer.
+2. `on_applied`: a KV event that covers the prompt's last block ends its prefill. The load is released, and
+   the calibration learns how long the prefill took. An event that continues a session's blocks moves the
+   session's known context forward.
+3. `on_response`: the answer's head says which endpoint really serves. A fallback takes over load and session.
+4. `finished`: the load is given back. A moment later the parity check is told whether the prompt's blocks
+   were announced.
+
+A planned move that a request carries out is over with the first of: its prefill's end, the head of a whole
+answer, its end. Does not decide.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from perilune_api import names
+from perilune_api.pool import Pool
+from perilune_gateway.model import (
+    Candidate,
+    Decision,
+    DecisionRecord,
+    Ending,
+    Endpoint,
+    Move,
+    Outcome,
+    Phase,
+    Reason,
+    Refusal,
+    RequestHead,
+    RequestView,
+    Routed,
+    Tier,
+    TokenSource,
+)
+from perilune_gateway.moves.planner import Planner
+from perilune_gateway.routing.admission import engine_priority
+from perilune_gateway.routing.candidates import CandidateBuilder
+from perilune_gateway.routing.context import RequestContext, StepTimer
+from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.fleet import EndpointView
+from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.sessions import Session
+
+EVENTS_LATE_S = 1.0
+"""After a request's end, its prompt's KV events may take this long before they count as missing."""
+APPROXIMATE_TTL_S = 600.0
+"""A prompt counts as cached for this long on an endpoint that publishes no KV events."""
+TELLING_PREFILL_S = 0.25
+"""Shorter prefills say more about overheads and delayed events than about the engine's speed."""
+UNREACHABLE = (0, 502, 503, 504)
+"""Statuses by which Envoy reports an endpoint that it could not reach; 0: no answer came."""
+NO_DECISION_HEADER = ("", "0", "false")
+"""Values of the request header x-perilune-decision that ask for no answer header."""
+
+
+class Observer(Protocol):
+    """Is told of every verdict and of every end: metrics, kept decisions, logs."""
+
+    def decided(self, record: DecisionRecord) -> int:
+        """Returns the record's number, for `ended`."""
+
+    def ended(self, number: int, target: str, ending: Ending) -> None: ...
+
+
+class Running(Struct, gc=False):
+    """A routed request that has not ended."""
+
+    request_id: str
+    target: str
+    started_at: float
+    session: Session | None
+    final: bool
+    blocks: Sequence[int]
+    awaited: int
+    """The block whose KV event ends the prefill; 0 if none is known."""
+    prefill_s: float = 0.0
+    """Predicted seconds of the prefill alone, without calibration."""
+    fetch_s: float = 0.0
+    """Predicted seconds of pulling or loading KV before it, without calibration; 0: nothing is fetched."""
+    peer: str = ""
+    """The endpoint that KV is pulled from; empty: it comes from the shared store, if from anywhere."""
+    overhead_s: float = 0.0
+    """Predicted seconds beside prefill and decode; set where something is fetched."""
+    ttft_s: float = 0.0
+    """Predicted seconds of queue, fetching and prefill."""
+    prefilled_at: float = 0.0
+    record: int = -1
+    """The observer's number for the decision's record."""
+    served: str = ""
+    status: int = 0
+    move: int = -1
+    """The planner's ticket of the move that this request carries out; -1: none, or it is over."""
+
+
+class Lifecycle:
+    """All requests of one pool, from verdict to end."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        candidates: CandidateBuilder,
+        planner: Planner,
+        observer: Observer,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._candidates = candidates
+        self._planner = planner
+        self._observer = observer
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self.ordinal = 0
+        """Counts verdicts. The next request gets this number as its ticket."""
+        self._running: dict[int, Running] = {}
+        self._ended: deque[tuple[float, str, int]] = deque()
+        """(when to look, endpoint, last block) of prompts whose KV events may still come."""
+        self._prefilled_at: dict[str, float] = {}
+        """By address: when the last prefill there ended."""
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        self._block_size = pool.spec.engine.block_size
+        self._fallbacks = pool.spec.routing.fallbacks
+        self._ageing_weight = pool.spec.routing.engine_priority.ageing_weight
+
+    def forget(self, address: str) -> None:
+        """The endpoint left the pool. Its requests go on."""
+        self._prefilled_at.pop(address, None)
+
+    def request_id(self, head: RequestHead) -> str:
+        """The client's request id, or one of ours."""
+        return head.headers.get(names.REQUEST_ID_HEADER, "")[:128] or f"request-{self.ordinal}"
+
+    # -- verdicts ----------------------------------------------------------------------------------
+
+    def routed(self, context: RequestContext, view: RequestView, decision: Decision, policy: str) -> Routed:
+        """A policy has chosen an endpoint."""
+        prompt, now, target = context.prompt, context.now, decision.target
+        chosen = next(c for c in context.candidates if c.address == target)
+        cached, fetch_s = self._fetching(decision, chosen)
+        uncached = prompt.tokens - cached
+        prefill_s = chosen.engine.prefill_s(uncached, cached)
+        believed = self._state.calibration.engine
+        session = self._bind(context, chosen.endpoint)
+        announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
+        covers_new = len(prompt.blocks) * self._block_size > cached
+        awaited = prompt.blocks[-1] if announces and covers_new else 0
+        ticket = self._start(
+            Running(
+                view.request_id,
+                target,
+                now,
+                session,
+                context.identity.final,
+                prompt.blocks,
+                awaited,
+                believed.prefill_s(uncached, cached),
+                fetch_s,
+                decision.replicate_from,
+                believed.request_overhead_s(prompt.tokens) if fetch_s else 0.0,
+                chosen.load.pending_prefill_s + fetch_s + prefill_s,
+            ),
+            decision.move,
+        )
+        self._state.fleet.start(
+            ticket,
+            target,
+            uncached_tokens=uncached,
+            prefill_s=prefill_s,
+            context_tokens=prompt.tokens,
+            last_block=awaited,
+        )
+        if session:
+            session.ticket = ticket
+        if prompt.cache_key:
+            self._state.sessions.hint(context.identity.tenant, prompt.cache_key, target)
+        if decision.moved_from:
+            self._state.fleet.moved(decision.moved_from, target, now)
+        self._claim(chosen.endpoint, prompt.blocks, now)
+        record = DecisionRecord(
+            view,
+            decision,
+            policy,
+            context.candidates,
+            context.excluded,
+            self._destinations(decision),
+            cached,
+            context.timer.total(),
+            self._wall_clock(),
+            context.identity.tenant,
+            seed=context.seed,
+        )
+        routed = self._answer(context.head, ticket, record)
+        if self._ageing_weight:
+            priority = engine_priority(self._wall_clock(), prefill_s, self._ageing_weight)
+            routed = replace(routed, priority=priority)
+        return routed
+
+    def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
+        """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
+        target = order[0].endpoint.address
+        request_id = self.request_id(context.head)
+        ticket = self._start(Running(request_id, target, context.now, None, False, (), 0))
+        self._state.fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
+        record = DecisionRecord(
+            RequestView(request_id, ticket, 0, Phase.HEADERS),
+            Decision(target, reason),
+            "",
+            excluded=context.excluded,
+            destinations=tuple(e.endpoint.address for e in order[: 1 + self._fallbacks]),
+            timings_us=context.timer.total(),
+            time=self._wall_clock(),
+        )
+        return self._answer(context.head, ticket, record)
+
+    def refused(
+        self,
+        head: RequestHead,
+        refusal: Refusal,
+        timer: StepTimer | None = None,
+        context: RequestContext | None = None,
+        view: RequestView | None = None,
+        policy: str = "",
+    ) -> Refusal:
+        """No endpoint gets the request. `context`: as far as it is known; `view` and `policy`: where a policy
+        was asked."""
+        record = DecisionRecord(
+            view or RequestView(self.request_id(head), self.ordinal, 0),
+            refusal,
+            policy,
+            context.candidates if context else (),
+            context.excluded if context else {},
+            timings_us=timer.total() if timer else {},
+            time=self._wall_clock(),
+            tenant=context.identity.tenant if context else "",
+            seed=context.seed if context else 0,
+        )
+        self._observer.decided(record)
+        self.ordinal += 1
+        return refusal
+
+    # -- what Envoy says ---------------------------------------------------------------------------
+
+    def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
+        """The answer's head has come. `served`: the endpoint that answers, empty if unknown."""
+        running, now, fleet = self._running[ticket], self._clock(), self._state.fleet
+        running.status, running.served = status, served
+        if served and served != running.target and fleet.get(served):
+            self._served_elsewhere(ticket, running, served, now)
+        if not streamed:
+            fleet.prefill_done(ticket)
+            self._end_move(running, now, arrived=status < 400)
+
+    def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
+        fleet = self._state.fleet
+        fleet.suspect(running.target, now)
+        self._end_move(running, now, arrived=False)
+        fleet.served_by(ticket, served)
+        if running.session and running.session.ticket == ticket:
+            self._state.sessions.bind(running.session, served, now)
+        if endpoint := fleet.get(served):
+            self._claim(endpoint, running.blocks, now)
+        running.target = served
+
+    def finished(self, ticket: int, outcome: Outcome) -> None:
+        """The request has ended. Raises KeyError if it had ended before."""
+        running, now, state = self._running.pop(ticket), self._clock(), self._state
+        completed = outcome is Outcome.COMPLETED
+        answered = completed and running.status < 400
+        state.fleet.finish(ticket)
+        self._end_move(running, now, arrived=answered)
+        if outcome is Outcome.FAILED and running.status in UNREACHABLE:
+            state.fleet.suspect(running.target, now)
+        if completed and running.prefilled_at and state.fleet.get(running.target):
+            state.calibration.decoded(running.target, now - running.prefilled_at)
+        if answered and running.awaited:
+            self._ended.append((now + EVENTS_LATE_S, running.target, running.awaited))
+        self._check_announcements(now)
+        session = running.session
+        if running.final and session and (session.ticket == ticket or not session.inferred):
+            state.sessions.free(session.key)
+        ending = Ending(outcome, now - running.started_at, running.served, running.status)
+        self._observer.ended(running.record, running.target, ending)
+
+    def _end_move(self, running: Running, now: float, *, arrived: bool) -> None:
+        """If the request carries out a move, the move is over. `arrived`: the target has the KV."""
+        if running.move >= 0:
+            self._planner.finished(running.move, now, arrived=arrived)
+            running.move = -1
+
+    def _check_announcements(self, now: float) -> None:
+        """Tell the parity check whether prompts that ended a moment ago were announced by their engines. If
+        they are not, hashes or chat templates differ."""
+        while self._ended and self._ended[0][0] <= now:
+            _, target, block = self._ended.popleft()
+            self._state.parity.request_blocks_seen(target, self._state.index.announced(target, block))
+
+    # -- what engines announce ---------------------------------------------------------------------
+
+    def on_applied(self, applied: Applied) -> None:
+        """A KV event has changed the index: release the load that it ends, and extend sessions' contexts."""
+        state = self._state
+        if applied.cleared:
+            state.sessions.forget_host(applied.endpoint)
+        if not applied.stored or applied.tier is not Tier.DEVICE:
+            return
+        now = self._clock()
+        for ticket in state.fleet.blocks_stored(applied.endpoint, applied.stored):
+            self._prefilled(self._running[ticket], now)
+            self._end_move(self._running[ticket], now, arrived=True)
+        grown = state.sessions.blocks_stored(
+            applied.endpoint, applied.parent, applied.stored, self._block_size
+        )
+        if grown:
+            session, tokens = grown
+            state.fleet.progress(session.ticket, tokens)
+
+    def _prefilled(self, running: Running, now: float) -> None:
+        """The prefill has just ended: learn from how long it took. An engine prefills one prompt after the
+        other, so this one ran since the one before ended, or since its own start."""
+        target, calibration = running.target, self._state.calibration
+        before = self._prefilled_at.get(target, 0.0)
+        running.prefilled_at = self._prefilled_at[target] = now
+        if running.fetch_s:
+            if before < running.started_at:  # otherwise it may have fetched while others were prefilled
+                self._fetched(running, now)
+        elif running.prefill_s >= TELLING_PREFILL_S:
+            alone_s = now - max(running.started_at, before)
+            calibration.prefill(target, alone_s, running.prefill_s, now)
+            calibration.ttft(target, now - running.started_at, running.ttft_s, now)
+
+    def _fetched(self, running: Running, now: float) -> None:
+        """Fetching took the time that prefill and overhead do not explain."""
+        target, calibration = running.target, self._state.calibration
+        rest_s = running.prefill_s * calibration.prefill_ratio(target, now) + running.overhead_s
+        took_s = max(0.001, now - running.started_at - rest_s)
+        if running.peer:
+            calibration.transfer(running.peer, target, took_s, running.fetch_s, now)
+        else:
+            calibration.store(target, took_s, running.fetch_s, now)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _fetching(self, decision: Decision, chosen: Candidate) -> tuple[int, float]:
+        """(prompt tokens that the target need not prefill, uncalibrated seconds of fetching them). They come
+        from the peer that the decision names, or else from the shared store: an engine looks there by itself,
+        whatever the policy expected."""
+        device, host, stored = chosen.overlap
+        here, peer = max(device, decision.cached_tokens), decision.replicate_from
+        believed = self._state.calibration.engine
+        if peer and peer in chosen.links:
+            bandwidth = chosen.links[peer].bandwidth_bytes_per_s
+            return here, believed.transfer_s(here - device, bandwidth)
+        if stored > max(device, host):
+            return max(here, stored), believed.store_s(stored - device)
+        return max(here, host), 0.0
+
+    def _bind(self, context: RequestContext, target: Endpoint) -> Session | None:
+        """Bind the request's session to the target; None if it has no session."""
+        sessions, prompt, now = self._state.sessions, context.prompt, context.now
+        session, identity = context.session, context.identity
+        if session:
+            sessions.use(session, now)
+        elif identity.key:
+            session = sessions.begin(identity.key, now, identity.parent_key, identity.inferred)
+        else:
+            return None
+        if session.host != target.address:
+            sessions.bind(session, target.address, now)
+        session.turns += 1
+        if prompt.model:
+            sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
+        if prompt.blocks:
+            sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
+        elif not target.events:
+            sessions.cached(session, 0, self._candidates.cacheable(prompt.tokens))
+        return session
+
+    def _claim(self, endpoint: Endpoint, blocks: Sequence[int], now: float) -> None:
+        """Count the prompt's blocks as cached at the endpoint, before it announces them."""
+        if not blocks:
+            return
+        index = self._state.index
+        if endpoint.events:
+            index.speculate(endpoint.address, blocks, now)
+        else:
+            index.speculate(endpoint.address, blocks, now, ttl_s=APPROXIMATE_TTL_S)
+
+    def _start(self, running: Running, move: Move | None = None) -> int:
+        """Returns the request's ticket. `move`: the planned move that it carries out."""
+        ticket = self.ordinal
+        self.ordinal += 1
+        self._running[ticket] = running
+        if move:
+            running.move = self._planner.started(move, running.started_at)
+        return ticket
+
+    def _destinations(self, decision: Decision) -> tuple[str, ...]:
+        """The target, then the cheapest other candidates as fallbacks."""
+        by_cost = sorted(decision.costs, key=lambda cost: cost.total)
+        others = [cost.address for cost in by_cost if cost.address != decision.target]
+        return (decision.target, *others[: self._fallbacks])
+
+    def _answer(self, head: RequestHead, ticket: int, record: DecisionRecord) -> Routed:
+        self._running[ticket].record = self._observer.decided(record)
+        wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
+        header = f"{record.target}; {record.reason}; request={record.request_id}" if wants_header else ""
+        return Routed(ticket, record.destinations, record.request_id, header)

@@ -1,0 +1,80 @@
+"""Everything that a gateway knows of its pool, in one value that its parts share.
+
+Each object has one writer: the router and the feeds call it from one event loop, so there are no locks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from perilune_api.pool import Pool
+from perilune_gateway.model import EngineModel
+from perilune_gateway.state.calibration import Calibration
+from perilune_gateway.state.fleet import Fleet
+from perilune_gateway.state.parity import ParityCheck
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.sessions import Session, Sessions
+
+SPECULATIVE_TTL_S = 30.0
+"""A prompt that was just routed counts as cached for this long if the engine does not announce its blocks."""
+INDEX_BLOCKS_PER_ENDPOINT = 4
+"""The index holds at most this many times the pool's KV blocks: device, host, and blocks on their way."""
+MIN_INDEX_BLOCKS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The state of one pool."""
+
+    fleet: Fleet
+    sessions: Sessions
+    index: PrefixIndex
+    calibration: Calibration
+    parity: ParityCheck
+
+    @classmethod
+    def of(cls, pool: Pool, engine: EngineModel = EngineModel()) -> PoolState:  # noqa: B008
+        """Empty state for a pool. `engine`: how fast an engine is believed to be, before the pool's
+        `prefillScale`."""
+        spec = pool.spec
+        fleet = Fleet(spec.engine.kv_pool_tokens)
+        keys = spec.routing.session
+        believed = replace(
+            engine.scaled(spec.engine.prefill_scale), kv_bytes_per_token=spec.model.kv_bytes_per_token
+        )
+        return cls(
+            fleet,
+            Sessions(keys.max_sessions, keys.idle_seconds, on_rebound=fleet.sessions_changed),
+            PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool)),
+            Calibration(believed),
+            ParityCheck(
+                spec.engine.hashing,
+                spec.engine.block_size,
+                lora_paths={lora.name: lora.path for lora in spec.model.loras},
+            ),
+        )
+
+    def held_tokens(self, session: Session, now: float) -> int:
+        """Tokens of the session's context that its host still holds: all up to its last known block, or
+        none if that block was evicted."""
+        endpoint = self.fleet.get(session.host)
+        if not (endpoint and endpoint.events):
+            return session.tail_tokens
+        return session.tail_tokens if self.index.holds(session.host, session.tail, now) else 0
+
+    def forget(self, address: str) -> None:
+        """The endpoint has left the pool. The fleet has dropped it already."""
+        self.index.remove_endpoint(address)
+        self.sessions.forget_host(address)
+        self.calibration.forget(address)
+        self.parity.forget(address)
+
+
+def index_blocks(pool: Pool) -> int:
+    """The most blocks that the prefix index of this pool may hold."""
+    return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * len(pool.spec.endpoints))
+
+
+def _kv_blocks(pool: Pool) -> int:
+    """KV blocks of one endpoint's device."""
+    return pool.spec.engine.kv_pool_tokens // pool.spec.engine.block_size

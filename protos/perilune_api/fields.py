@@ -1,0 +1,19 @@
+"""The base of every contract's structs, and the kinds of fields that several of them have."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class Struct(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """A part of a document; subclasses repeat `frozen` for the type checker."""
+
+
+Name = Annotated[str, Meta(min_length=1, max_length=253)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Weight = Annotated[float, Meta(ge=0)]
+Factor = Annotated[float, Meta(ge=0, le=1e6)]
+"""A multiplier of costs. Its upper bound keeps every product a finite number."""

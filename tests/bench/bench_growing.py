@@ -1,0 +1,220 @@
+"""CPU of the gateway per request of growing conversations, by size, over what Envoy alone needs for them.
+
+    64 conversations on 20 connections ─▶ Envoy ─▶ 8 cheap endpoints
+                                            └─ gateway (HTTP/2, default policy, tokens estimated from bytes)
+
+Each body extends the one before by an answer and a tool's result, as an agent's do, from a first turn of 1 KB
+up to 220 KB. Measured are `TURNS` turns around each size, once without a session header, so that the gateway
+reads each body whole, and once with one, so that it decides by the headers. First turns of 1 KB are always
+read whole.
+
+A machine's pace changes within seconds. So Envoy alone takes turns with the gateway, 64 requests each, and
+with `--against PYTHON`, the interpreter of another checkout's virtual environment, that checkout's gateway
+does too: the figures "now / before" are of that. Every round has new conversations. Of all turns' ratios the
+median counts.
+"""
+
+import os
+import sys
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+from statistics import median
+from textwrap import fill
+from time import clock_gettime
+from typing import NamedTuple
+
+import bars
+import pytest
+from conversations import Client, Conversation
+from running_envoy import Envoy
+
+from perilune_api import pool as spec
+from perilune_lab import envoy
+from perilune_lab.child import Child, start
+
+CONNECTIONS, CONVERSATIONS, TURNS = 20, 64, 8
+FIRST = 1_000
+SIZES = (4_000, 16_000, 64_000, 130_000, 220_000)
+ENDPOINTS = 8
+ALONE, OURS, OTHER = "Envoy alone", "this checkout", "the other checkout"
+GO_PICKER = {1_000: "5.2–6.2", 130_000: "30–31", 220_000: "29–33"}
+"""CPU of llm-d's picker over Envoy alone, lowest and highest: llm-d-router at ebab687, its default policy
+without tokenizer, 8 endpoints, bodies sent to it whole as its documentation sets it up."""
+MAX_RATIO = 1.25
+"""What a request may cost at most, × what it costs in the other checkout."""
+ENDPOINTS_PROGRAM = Path(__file__).with_name("cheap_endpoints.py")
+
+
+class Key(NamedTuple):
+    """What is measured. `named`: with a session header."""
+
+    size: int
+    subject: str
+    named: bool
+
+
+Found = dict[Key, list[float]]
+"""CPU µs per request, of every turn in order; of Envoy alone Envoy's, else the gateway's."""
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, as in /proc/PID/stat, but in nanoseconds instead of ticks: its CPU
+    clock, whose number clock_getcpuclockid(3) makes of the process id."""
+    return clock_gettime(~pid << 3 | 2)
+
+
+class Subject:
+    """An Envoy with its client, and the process whose CPU counts."""
+
+    def __init__(self, client: Client, pid: int) -> None:
+        self._client = client
+        self._pid = pid
+
+    async def cost_us(self, conversations: list[Conversation], size: int) -> float:
+        """CPU per request of the conversations' next turns, to which they grow first."""
+        before = cpu_s(self._pid)
+        await self._client.play(conversations, size)
+        return (cpu_s(self._pid) - before) / len(conversations) * 1e6
+
+
+def around(size: int) -> list[int]:
+    """Sizes of the turns that are measured, 2,000 bytes or an eighth apart, after one that is not."""
+    step = min(2_000, size // 8)
+    return [size + step * (at - TURNS // 2) for at in range(TURNS + 1)]
+
+
+async def one_round(subjects: dict[str, Subject], rng: Random, found: Found) -> None:
+    """The subjects take turns: one after the other plays a turn of its conversations, then the next turn."""
+    for _ in range(TURNS):
+        for name, subject in subjects.items():
+            new = [Conversation(rng) for _ in range(CONVERSATIONS)]
+            found[Key(FIRST, name, False)].append(await subject.cost_us(new, FIRST))
+    lines = [
+        (name, named, [Conversation(rng, named) for _ in range(CONVERSATIONS)])
+        for named in (False, True)
+        for name in subjects
+        if not (named and name == ALONE)
+    ]
+    for size in SIZES:
+        for turn, grown in enumerate(around(size)):
+            for name, named, conversations in lines if turn % 2 else reversed(lines):
+                us = await subjects[name].cost_us(conversations, grown)
+                if turn:
+                    found[Key(size, name, named)].append(us)
+
+
+async def measure(folder: Path, rounds: int, transport: str, other: str) -> Found:
+    """`other`: the interpreter of another checkout; empty: none."""
+    found: Found = defaultdict(list)
+    async with AsyncExitStack() as stack:
+
+        async def child(name: str, *command: str) -> tuple[Child, dict[str, str]]:
+            started = await start(name, command, dict(os.environ), folder)
+            stack.push_async_callback(started.stop, 5.0)
+            return started, await started.until_ready(20)
+
+        async def fronted(config: envoy.Json) -> tuple[Envoy, Client]:
+            front = await stack.enter_async_context(Envoy(config))
+            return front, await stack.enter_async_context(Client(front.url, CONNECTIONS))
+
+        async def with_gateway(python: str) -> Subject:
+            gateway, facts = await child(
+                "gateway",
+                *(python, "-P", "-m", "perilune_gateway.main", "--pool", str(pool)),
+                *("--transport", transport, "--log-level", "warning"),
+                *("--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
+            )
+            # A request that the gateway did not decide in time would cost nothing: it fails instead.
+            config = envoy.config(endpoints, [facts["ext_proc"]], fail_open=False, message_timeout_s=30.0)
+            _, client = await fronted(config)
+            return Subject(client, gateway.pid)
+
+        _, facts = await child("endpoint", sys.executable, str(ENDPOINTS_PROGRAM), str(ENDPOINTS))
+        endpoints = facts["at"].split(",")
+        pool = write_pool(folder, endpoints)
+        front, client = await fronted(without_gateway(envoy.config(endpoints, ["127.0.0.1:1"])))
+        alone = {ALONE: Subject(client, front.pid)}
+        gateways = {OURS: await with_gateway(sys.executable)}
+        if other:
+            gateways[OTHER] = await with_gateway(other)
+        for at in range(rounds):
+            await one_round(alone | gateways, Random(at), found)
+    return found
+
+
+def without_gateway(config: envoy.Json) -> envoy.Json:
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
+    return config
+
+
+def write_pool(folder: Path, endpoints: list[str]) -> Path:
+    pool = spec.Pool(
+        metadata=spec.Metadata(name="bench"),
+        spec=spec.Spec(
+            model=spec.Model(name="m", tokenize="estimate"),
+            endpoints=tuple(spec.EndpointSpec(address=address) for address in endpoints),
+        ),
+    )
+    spec.check(pool)
+    file = folder / "pool.yaml"
+    file.write_bytes(spec.dump(pool))
+    return file
+
+
+def ratio(found: Found, key: Key, to: Key) -> float:
+    """The median of the ratios of every turn."""
+    return median(one / other for one, other in zip(found[key], found[to], strict=True))
+
+
+def table(found: Found) -> list[str]:
+    compared = any(key.subject == OTHER for key in found)
+    lines = [
+        "| body | decision on | gateway µs | Envoy alone µs | **gateway / alone** | llm-d's picker / alone |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    if compared:
+        lines = [f"{lines[0]} before: gateway / alone | **now / before** | |", f"{lines[1]}---:|---:|---|"]
+    for key in sorted(key for key in found if key.subject == OURS):
+        alone, other = Key(key.size, ALONE, False), key._replace(subject=OTHER)
+        picker = GO_PICKER.get(key.size, "")
+        line = (
+            f"| {key.size / 1000:.0f} KB{', first turn' if key.size == FIRST else ''} "
+            f"| {'headers' if key.named else 'body'} | {median(found[key]):.0f} | {median(found[alone]):.0f} "
+            f"| **{ratio(found, key, alone):.1f}** | {picker} |"
+        )
+        if compared:
+            more = ratio(found, key, other)
+            line += (
+                f" {ratio(found, other, alone):.1f} | **{more:.2f}** | {bars.verdict(more <= MAX_RATIO)} |"
+            )
+        lines.append(line)
+    return lines
+
+
+def document(found: Found, rounds: int, transport: str) -> str:
+    title = "Growing conversations" if transport == "h2" else f"Growing conversations, {transport}"
+    text = (
+        f"{bars.machine()}. {CONVERSATIONS} conversations on {CONNECTIONS} connections, one Envoy worker,"
+        f" {ENDPOINTS} endpoints, default policy, tokens estimated from bytes. Each body extends the one"
+        f" before by an answer and a tool's result; {TURNS} turns of each conversation around each size,"
+        f" {rounds} rounds with new conversations. CPU per request, user and system, of the gateway's"
+        " process and of an Envoy without it: medians, the ratios' of 64 requests beside 64 others."
+        " *Headers*: a known session header decides, and the body stays with Envoy; *body*: without a"
+        " session header the gateway reads the body whole. *llm-d's picker* is in Go and reads every body"
+        " (lowest and highest of one run on such a machine, with bodies that repeat). Client, Envoys and"
+        " gateway share the machine, so compare ratios rather than µs."
+    )
+    return "\n".join([f"## {title}", "", fill(text, 110), "", *table(found)])
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(1200)
+async def test_growing_conversations(tmp_path, request):
+    option = request.config.getoption
+    rounds, transport = option("--rounds"), option("--transport")
+    found = await measure(tmp_path, rounds, transport, option("--against"))
+    name = "growing" if transport == "h2" else f"growing-{transport}"
+    bars.publish(request, name, document(found, rounds, transport))
