@@ -120,8 +120,9 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """What is there without engines of the spec before; and of those the ones that lead. Engines are of the
-    spec before if its endpoints spanned nodes and now do not, or the reverse, or if it had roles."""
+    """What is observed without engines of an earlier spec, and those of these engines that serve. An engine
+    belongs to an earlier spec if its endpoint spanned nodes and now does not, or the reverse, or if it had a
+    role."""
     spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
@@ -136,9 +137,9 @@ def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list
 def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Replaced:
-    """Engines of the spec before go once another endpoint serves, or there would be nobody until a model has
-    been loaded; and then like those of a scale-down, once their sessions have left. Where there are no GPUs
-    to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not."""
+    """Engines of an earlier spec (`pods`) stay until another endpoint serves, or no engine would serve until a
+    model has been loaded. Then they drain like those of a scale-down. Without GPUs to spare (maxSurge 0) they
+    make room at once. `wanted`: the objects of the plan."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Replaced(pods)
     workloads = frozenset(

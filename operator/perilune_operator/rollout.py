@@ -58,7 +58,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Engines of the spec before, whose endpoints had another number of nodes."""
+    """Engines of an earlier spec, whose endpoints had another number of nodes."""
 
     pods: Sequence[PodFacts] = ()
     """The pods that serve; without the further pods of endpoints that span nodes."""
