@@ -137,9 +137,9 @@ def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list
 def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Replaced:
-    """Engines of an earlier spec (`pods`) stay until another endpoint serves, or no engine would serve until a
-    model has been loaded. Then they drain like those of a scale-down. Without GPUs to spare (maxSurge 0) they
-    make room at once. `wanted`: the objects of the plan."""
+    """Engines of an earlier spec (`pods`) stay until another endpoint serves, or no engine would serve until
+    a model has been loaded. Then they drain like those of a scale-down. Without GPUs to spare (maxSurge 0)
+    they make room at once. `wanted`: the objects of the plan."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Replaced(pods)
     workloads = frozenset(
