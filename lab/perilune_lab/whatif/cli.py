@@ -2,9 +2,9 @@
 
     decision log (docs/decision-log.md) ─▶ arms: every policy on each decision ─▶ text: table, JSON
 
-What it cannot say: had the other policy really run, sessions would be bound elsewhere, caches hold other
-blocks and queues would be others from the second decision on. So it tells where policies differ and what
-each single choice was predicted to bring, not what the day would have been like: `perilune simulate` does.
+Limits: under another policy, sessions, caches and queues would differ from its first other choice on. The
+command therefore shows where policies differ and which TTFT was predicted for each choice. It does not
+predict a whole run under another policy; the simulator of the repository does.
 
 Exit status: 0; 1 without a decision to replay; 2 for a wrong call or file.
 """

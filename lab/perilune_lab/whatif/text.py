@@ -15,8 +15,9 @@ from perilune_lab.whatif.arms import RECORDED, Arm, WhatIf
 SCHEMA = "perilune.whatif/v1"
 CAVEAT = """\
 Every decision was taken again on the facts recorded with it. Had the other policy really run, sessions,
-caches and queues would differ from its first other choice on: read single choices here, and use
-`perilune simulate` for what a policy does to a fleet. Times are predictions of the gateway's model.\
+caches and queues would differ from its first other choice on. Read single choices here; for what a policy
+does to a whole fleet, run `python -m perilune_research simulate` in a checkout of the repository. Times are
+predictions of the gateway's model.\
 """
 
 

@@ -1,4 +1,6 @@
-"""`perilune crosscheck`: one workload through real Envoy, gateway and engines in real time, and simulated.
+"""`python -m perilune_research crosscheck`: runs one workload live and simulated, and compares the two.
+
+Live means a real Envoy, a real gateway and simulated engines in real time.
 
     workload ─▶ play: live, a policy at a time ─┐
                 play: simulated ────────────────┴─▶ compare: a table, three verdicts
@@ -40,10 +42,10 @@ _MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
 than the two points within which hit rates have to agree."""
 
 _EPILOG = """\
-examples:
-  perilune crosscheck
-  perilune crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
-  perilune crosscheck --policies dynamo --plays 4
+examples (after `python -m perilune_research`):
+  crosscheck
+  crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
+  crosscheck --policies dynamo --plays 4
 """
 
 
@@ -84,9 +86,9 @@ def main(argv: Sequence[str]) -> int:
             )
         pairs = uvloop.run(crosscheck.run())
     except SpecError as error:
-        return wrong_call("perilune crosscheck", error)
+        return wrong_call("python -m perilune_research crosscheck", error)
     except StackError as error:
-        print(f"perilune crosscheck: {error}", file=sys.stderr)
+        print(f"python -m perilune_research crosscheck: {error}", file=sys.stderr)
         return FAILED
     return conclude(options, pairs, Console(width=None if sys.stdout.isatty() else 140))
 
@@ -95,7 +97,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="perilune crosscheck",
+        prog="python -m perilune_research crosscheck",
         description="Play one workload live (Envoy, gateway, engines in real time) and simulated; compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

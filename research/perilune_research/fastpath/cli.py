@@ -1,4 +1,4 @@
-"""`perilune fastpath`: does a decision from the headers alone equal the one that knows the body?
+"""`python -m perilune_research fastpath`: compares decisions from headers with decisions from whole bodies.
 
     traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
 
@@ -77,9 +77,9 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
 
 
 _EPILOG = """\
-examples:
-  perilune fastpath
-  perilune fastpath --policies perilune --turns 500 --sessions-per-s 3
+examples (after `python -m perilune_research`):
+  fastpath
+  fastpath --policies perilune --turns 500 --sessions-per-s 3
 
 columns:
   turns        of sessions that the gateway knew, each weighed twice on the same state
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="perilune fastpath",
+        prog="python -m perilune_research fastpath",
         description="Weighs every turn of a known session twice on the same state, by its headers alone and"
         " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
         " sub-agents and reused ids; tells how often and why the decisions differ. Engines and time are"
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
     except SpecError as error:
-        return wrong_call("perilune fastpath", error)
+        return wrong_call("python -m perilune_research fastpath", error)
     done = []
     for policy in options.policies:
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""`perilune simulate`: policies side by side on modelled engines, the same seeds for all.
+"""`python -m perilune_research simulate`: policies side by side on modelled engines, the same seeds for all.
 
 Steps: find R where a rate is given in it → play every (rate, seed) with every policy → JSON and a figure if
 asked for, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         out = Console(width=None if sys.stdout.isatty() else 200)
         return run(options, out, Console(stderr=True, soft_wrap=True))
     except SpecError as error:
-        return wrong_call("perilune simulate", error)
+        return wrong_call("python -m perilune_research simulate", error)
 
 
 def run(options: Options, out: Console, err: Console) -> int:

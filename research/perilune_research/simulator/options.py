@@ -1,4 +1,4 @@
-"""Command line of `perilune simulate`: words in, checked `Options` out."""
+"""Command line of `python -m perilune_research simulate`: words in, checked `Options` out."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
-examples:
-  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
-  perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
-  perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
-  perilune simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
+examples (after `python -m perilune_research`):
+  simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
+  simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
+  simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
+  simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
 
 rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
   lmetric (or --reference) has TTFT p90 = 5 × the floor: every turn alone, its session's prefix cached.
@@ -95,7 +95,7 @@ def times_r(text: str) -> float | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="perilune simulate",
+        prog="python -m perilune_research simulate",
         description="Play a trace through the gateway's policies on modelled engines, and compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
