@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo api-server test test-lowest check e2e bench bench-long evaluation generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo api-server test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -66,7 +66,10 @@ evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, th
 	$(BIN)/python -m perilune_research evaluate --seeds-from 1001 $(ARGS)
 	$(BIN)/python -m perilune_research evaluate $(ARGS)
 
-generate: $(STAMP) ## regenerate what is generated (protobuf code)
+docs: $(STAMP) ## the documents as a site, into build/site
+	$(BIN)/mkdocs build --strict $(ARGS)
+
+generate: $(STAMP) ## regenerate what is generated (protobuf code, CRD, docs/configuration.md)
 	$(BIN)/python -m protos.generate
 
 lock:          ## renew the lock files (needs uv)

@@ -1,9 +1,10 @@
 """Make what is generated: `python -m protos.generate [--check]`, from the repository root.
 
-Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, and the CustomResourceDefinition
-(`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart. With --check nothing is written;
-the exit status is 1 and a line names the file when a committed file differs from what would be written. Takes
-about a second. No gRPC stubs are made: the server registers its one method by name.
+Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, the CustomResourceDefinition
+(`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart, and `docs/configuration.md`
+(`perilune_api.reference`). With --check nothing is written; the exit status is 1 and a line names the file
+when a committed file differs from what would be written. Takes about a second. No gRPC stubs are made: the
+server registers its one method by name.
 """
 
 import argparse
@@ -14,13 +15,14 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
-from perilune_api import crdgen
+from perilune_api import crdgen, reference
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "extproc.proto"
 TARGET = HERE / "perilune_api"
 CRD = "inferencepools.perilune.dev.yaml"
 CRD_FOLDERS = (HERE.parent / "crds", HERE.parent / "charts" / "perilune" / "crds")
+CONFIGURATION = HERE.parent / "docs" / "configuration.md"
 
 
 def generate() -> dict[Path, bytes]:
@@ -32,12 +34,13 @@ def generate() -> dict[Path, bytes]:
             raise RuntimeError(f"protoc refused {SOURCE}")
         files = {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
     files.update(dict.fromkeys((folder / CRD for folder in CRD_FOLDERS), crdgen.generate()))
+    files[CONFIGURATION] = reference.page()
     return files
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m protos.generate", description="Generate protobuf code and the CRD."
+        prog="python -m protos.generate", description="Generate protobuf code, the CRD and the reference."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is stale")
     check: bool = parser.parse_args(argv).check

@@ -21,6 +21,11 @@ PROGRAM = Program(
                 "run one simulated vLLM server: OpenAI API, KV events, metrics, timing of an H20",
                 "engine --listen 127.0.0.1:8000 --time-scale 10",
             ),
+            "envoy": Command(
+                "perilune_lab.envoy",
+                "print the Envoy configuration for a gateway without Kubernetes, or run Envoy with it",
+                "envoy --pool examples/pool.yaml --run",
+            ),
         },
         "measure a server": {
             "replay": Command(

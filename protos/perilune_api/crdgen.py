@@ -95,6 +95,11 @@ def generate() -> bytes:
     return (head + body).encode()
 
 
+def schema(of: type[msgspec.Struct]) -> Schema:
+    """Of one struct by itself, such as the gateway's pool document."""
+    return _struct(of, top=False)
+
+
 class _Dumper(yaml.SafeDumper):
     """No anchors: the same default in two places is written twice."""
 

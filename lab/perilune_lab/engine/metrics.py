@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from perilune_lab.engine.request import Finish, Request
-from perilune_lab.engine.scheduler import Scheduler, Step
+from perilune_lab.engine.scheduler import EngineStep, Scheduler
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
@@ -82,7 +82,7 @@ class Metrics:
         self.step_tokens = Histogram(_STEP_TOKENS)
         self._last_token: dict[Request, float] = {}
 
-    def step_ended(self, step: Step) -> None:
+    def step_ended(self, step: EngineStep) -> None:
         self.preemptions += step.preempted
         self.prefill_forwards += step.prefill_forwards
         self.step_tokens.observe(step.tokens)

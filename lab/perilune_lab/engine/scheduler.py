@@ -33,7 +33,7 @@ from perilune_lab.engine.store import Store
 
 
 @dataclass(slots=True)
-class Step:
+class EngineStep:
     """One forward, or one batch of them, from its begin to its end."""
 
     started_s: float
@@ -87,7 +87,7 @@ class Scheduler:
         """In order of admission."""
         self.loading: list[Request] = []
         """Admitted, their store blocks on the way."""
-        self.step: Step | None = None
+        self.step: EngineStep | None = None
         """The step in progress."""
         self._arriving: list[tuple[float, int, Request]] = []
         self._waiting: list[tuple[int, int, Request]] = []
@@ -145,9 +145,9 @@ class Scheduler:
             heapq.heapify(self._arriving)
         self._end(request, Finish.ABORT, now)
 
-    def advance(self, now: float) -> list[Step]:
+    def advance(self, now: float) -> list[EngineStep]:
         """Everything that happens up to `now`: the steps that ended, oldest first."""
-        ended: list[Step] = []
+        ended: list[EngineStep] = []
         while (due := self.next_s()) <= now:
             if self.step is None:
                 self._now = max(self._now, due)
@@ -161,10 +161,10 @@ class Scheduler:
 
     # a step begins
 
-    def _begin(self, now: float) -> Step | None:
+    def _begin(self, now: float) -> EngineStep | None:
         while self._arriving and self._arriving[0][0] <= now:
             self._queue(heapq.heappop(self._arriving)[2])
-        step = Step(now)
+        step = EngineStep(now)
         self._join_loaded(step, now)
         budget = self._continue(step, self.limits.tokens_per_step)
         if not step.preempted:
@@ -175,7 +175,7 @@ class Scheduler:
         step.ends_s = now + self._duration(step)
         return step
 
-    def _duration(self, step: Step) -> float:
+    def _duration(self, step: EngineStep) -> float:
         """Also counts the forwards."""
         chunks = [(new, before) for _, new, before in step.prefilled]
         misses = [chunk for chunk in chunks if self._is_miss(chunk[0])]
@@ -192,7 +192,7 @@ class Scheduler:
         """More to compute than the tail that a hit leaves."""
         return new_tokens > self.cache.block_size
 
-    def _continue(self, step: Step, budget: int) -> int:
+    def _continue(self, step: EngineStep, budget: int) -> int:
         """Schedules what runs already; returns the tokens left."""
         i = 0
         running = self.running
@@ -205,7 +205,7 @@ class Scheduler:
                 i += 1
         return budget
 
-    def _schedule(self, step: Step, request: Request, budget: int) -> int:
+    def _schedule(self, step: EngineStep, request: Request, budget: int) -> int:
         """Next chunk or token of a running sequence, with blocks, by preempting others if need be. Returns
         its tokens, 0 when it had to give way itself."""
         table, before = request.table, request.computed
@@ -229,7 +229,7 @@ class Scheduler:
             return max(self.running, key=lambda request: (request.priority, request.ordinal))
         return self.running[-1]
 
-    def _preempt(self, step: Step, victim: Request) -> None:
+    def _preempt(self, step: EngineStep, victim: Request) -> None:
         """Its blocks go back; it will be recomputed (what is still cached then, hits)."""
         self.running.remove(victim)
         step.batch = [request for request in step.batch if request is not victim]
@@ -249,7 +249,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (self._urgency(request), next(self._sequence), request))
         self._blocked = False
 
-    def _admit(self, step: Step, now: float, budget: int) -> int:
+    def _admit(self, step: EngineStep, now: float, budget: int) -> int:
         """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
         cache, size = self.cache, self.cache.block_size
         while self._waiting and budget > 0:
@@ -301,7 +301,7 @@ class Scheduler:
         self.loading.append(request)
         return True
 
-    def _join_loaded(self, step: Step, now: float) -> None:
+    def _join_loaded(self, step: EngineStep, now: float) -> None:
         for request in [request for request in self.loading if request.ready_s <= now]:
             self.loading.remove(request)
             request.computed = len(request.table.blocks) * self.cache.block_size
@@ -335,7 +335,7 @@ class Scheduler:
 
     # a step ends
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: EngineStep) -> None:
         now = step.ends_s
         step.changes = self.cache.take_changes()
         if self.store is not None:

@@ -69,7 +69,7 @@ class Scheduling(msgspec.Struct, frozen=True):
     p50: float
     p99: float
     by_phase: dict[str, float] | UnsetType = UNSET
-    """Mean per step (`perilune_gateway.observe.metrics.Step`): parse, tokenize, hash, index, policy."""
+    """Mean per step of a decision (`perilune_gateway.model.Step`): parse, tokenize, hash, index, policy."""
 
 
 class PerEndpoint(msgspec.Struct, frozen=True):

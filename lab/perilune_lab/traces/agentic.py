@@ -113,7 +113,7 @@ def gap_s(u: float) -> float:
 
 
 class _Draw:
-    """The tasks handed out lately, and the dice of the session that is being drawn."""
+    """Draws sessions. Keeps the recent tasks and the random generator of the session that is being drawn."""
 
     def __init__(self, parameters: Agentic) -> None:
         self.p = parameters
@@ -122,7 +122,7 @@ class _Draw:
         self._mean_weight = sum(self._weight(rank) for rank in range(1, _RANKS + 1)) / _RANKS
 
     def session(self, session_id: str, start_s: float, seed: int) -> Session:
-        """Each session has dice of its own: another scale changes its lengths, not the sessions after it."""
+        """Each session has its own random seed: another scale changes its lengths, not later sessions."""
         p, rng = self.p, Random(seed)
         self.rng = rng
         prompt = self._task(session_id)

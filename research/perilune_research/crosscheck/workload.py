@@ -72,15 +72,15 @@ def renamed(trace: Trace, prefix: str) -> Trace:
     return replace(trace, sessions=tuple(sessions))
 
 
-def jittered(trace: Trace, dice: Random) -> Trace:
+def jittered(trace: Trace, rng: Random) -> Trace:
     """Every start and think time up to `JITTER_S` longer."""
     return replace(
         trace,
         sessions=tuple(
             replace(
                 s,
-                start_s=s.start_s + dice.uniform(0, JITTER_S),
-                turns=tuple(replace(t, gap_s=t.gap_s + dice.uniform(0, JITTER_S)) for t in s.turns),
+                start_s=s.start_s + rng.uniform(0, JITTER_S),
+                turns=tuple(replace(t, gap_s=t.gap_s + rng.uniform(0, JITTER_S)) for t in s.turns),
             )
             for s in trace.sessions
         ),

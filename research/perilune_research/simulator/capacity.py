@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
 
-from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
+from perilune_research.processes import mapped
 from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
 from perilune_research.simulator.harness import Comparison, first_guess

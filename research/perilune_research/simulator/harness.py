@@ -15,13 +15,13 @@ from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
 from perilune_api.pool import Routing, SpecError
-from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode, Style, Trace
 from perilune_lab.traces.source import AGENTIC, open_trace
+from perilune_research.processes import mapped
 from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
 from perilune_research.simulator.faults import Faults

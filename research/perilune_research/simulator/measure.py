@@ -208,7 +208,7 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
 
 
 def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Of the mean, by bootstrap; the dice are fixed, so equal samples give equal intervals."""
+    """Interval of the mean, by bootstrap. The seed is fixed, so equal samples give equal intervals."""
     rng = Random(len(sample))
     n = len(sample)
     means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(RESAMPLES))

@@ -76,8 +76,8 @@ class Seen:
     """Of them, those that a look at all would have made too."""
 
 
-class _Dice(Random):
-    """Remembers among which equals it drew last."""
+class _RecordingRandom(Random):
+    """A copy of a generator that keeps the candidates among which it chose last."""
 
     def __init__(self, like: Random) -> None:
         super().__init__()
@@ -163,15 +163,16 @@ class SimulatedGateway:
             prefill_queue=self.prefill_queue,
         )
         audit = self._shorten and self.seen.decisions % AUDIT_EVERY == 0
-        dice = _Dice(self._rng) if audit else self._rng
+        recording = _RecordingRandom(self._rng) if audit else None
         verdict = self.policy(view, candidates, self.setting.routing.policy, self._rng)
         if self._large:
             self.seen.decision_s.append(thread_time() - began)
-        if isinstance(dice, _Dice) and isinstance(verdict, Decision):
-            whole = self._prompt(request, session, now, widely=True)[1]
+        if recording and isinstance(verdict, Decision):
+            held = self._prompt(request, session, now, widely=True)[1]
             with b.peeking():
-                everyone = self._candidates(request, tokens, whole, prefix, stored, self._everyone, now)
-            self._compare(verdict, self.policy(view, everyone, self.setting.routing.policy, dice), dice)
+                everyone = self._candidates(request, tokens, held, prefix, stored, self._everyone, now)
+            whole = self.policy(view, everyone, self.setting.routing.policy, recording)
+            self._compare(verdict, whole, recording)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
             limits = self.setting.routing.limits
@@ -213,11 +214,11 @@ class SimulatedGateway:
         held = {e: self.index.of(e, run, depth, now) // block * block for e in numbers if e not in overlaps}
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
 
-    def _compare(self, verdict: Decision, whole: object, dice: _Dice) -> None:
+    def _compare(self, verdict: Decision, whole: object, rng: _RecordingRandom) -> None:
         """The choice from the shortlist with the one from all: the same endpoint, or one among which it was
         drawn."""
         assert isinstance(whole, Decision), "more candidates to choose from, and none chosen"
-        equals = [c.address for c in dice.equals if isinstance(c, Candidate)]
+        equals = [c.address for c in rng.equals if isinstance(c, Candidate)]
         self.seen.audited += 1
         self.seen.agreed += verdict.target == whole.target or (
             whole.target in equals and verdict.target in equals
