@@ -135,10 +135,13 @@ class CandidateBuilder:
         return candidates
 
     def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
-        """Links to the holders of the prefix, as slow as they were observed to be."""
-        here, slowdown = view.endpoint.address, self._state.calibration.slowdown
+        """Links to the holders of the prefix, as slow as they were observed to be. As long as no transfer was
+        observed, these are simply all links of the endpoint."""
+        calibration, here = self._state.calibration, view.endpoint.address
+        if not calibration.transfers:
+            return view.links
         return {
-            there: view.links[there]._replace(slowdown=slowdown(there, here, now))
+            there: view.links[there]._replace(slowdown=calibration.slowdown(there, here, now))
             for there, _ in prefix.locations
             if there in view.links
         }
