@@ -29,11 +29,12 @@ _LINE_BYTES = 1 << 20
 
 
 class StackError(RuntimeError):
-    """A part of the stack did not start, or died; the message names it and shows its last log lines."""
+    """A part of the stack did not start, or ended; the message names it and shows its last log lines."""
 
 
 def ready_facts(line: str) -> dict[str, str] | None:
-    """`perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` → the facts; None for any other line."""
+    """Parses `perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` into its facts; None for any other
+    line."""
     found = _READY.match(line.strip())
     if found is None:
         return None
@@ -48,7 +49,7 @@ class Child:
     log: Path
     process: asyncio.subprocess.Process
     ready: asyncio.Future[dict[str, str]]
-    """Facts of the ready line, once it came."""
+    """Facts of the ready line, set when the process has printed it."""
     ended: asyncio.Future[int] = field(init=False)
     """Done when the process has ended, with its return code (negative: the signal)."""
     stopping: bool = False
@@ -106,7 +107,8 @@ class Child:
                 pass  # ended since; `ended` will say so
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`; returns when it has ended. Cancelled: kills at once."""
+        """Sends SIGTERM, then SIGKILL after `grace_s`; returns when the process has ended. If cancelled,
+        kills at once."""
         self.stopping = True
         self.signal(signal.SIGTERM)
         try:

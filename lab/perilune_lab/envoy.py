@@ -39,17 +39,17 @@ EXTENSIONS = "type.googleapis.com/envoy.extensions"
 
 
 class Mode(StrEnum):
-    """What the filter sends of a request."""
+    """What Envoy's ext_proc filter sends of a request."""
 
     HEADERS = "headers"
     BUFFERED = "buffered"
-    """Envoy collects the body; what Envoy Gateway is told to do for us."""
+    """Envoy sends the body when it has all of it. Perilune's operator configures Envoy Gateway so."""
     FULL_DUPLEX = "full_duplex"
     """Bodies both ways in chunks, as Gateway API Inference Extension gateways send them."""
 
 
 class Cluster(StrEnum):
-    """How a destination is obeyed."""
+    """How Envoy turns the destination header into an endpoint."""
 
     OVERRIDE_HOST = "override_host"
     """Known endpoints only, in the order of the list; anything else falls back to round robin."""
@@ -354,7 +354,7 @@ def _processor_cluster(
 
 
 def _tls(ca: Path) -> Json:
-    """Towards gateways: whoever has a certificate that `ca` signed is one."""
+    """TLS towards gateways; a certificate signed by `ca` is accepted."""
     common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
     return _named(
         "envoy.transport_sockets.tls",
@@ -367,7 +367,8 @@ DEFAULT_GATEWAY = "127.0.0.1:9002"
 
 
 def _ip_port(text: str) -> str:
-    """IPv6 in brackets. Names are refused: Envoy looks up none in clusters of these kinds."""
+    """Checks IP:PORT, with IPv6 in brackets. Host names are refused, since these clusters of Envoy do no
+    DNS."""
     host, _, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     try:
@@ -387,7 +388,8 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises SpecError."""
+    """Returns the exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises
+    SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
     if args.pool:
@@ -407,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_envoy(bootstrap: Json, announcement: str) -> int:
-    """Returns only where no Envoy is installed."""
+    """Replaces this process by Envoy; returns only if the Envoy binary is not installed."""
     try:
         program = str(binary())
     except ModuleNotFoundError:

@@ -18,7 +18,7 @@ from perilune_lab import envoy
 from perilune_lab.child import Child
 
 _BOOTSTRAP, _ADMIN = "envoy.json", "envoy-admin"
-"""Files in the folder: what it is told, where it says that its admin listener is."""
+"""Files in the folder: the bootstrap that Envoy reads, and the admin address that Envoy writes."""
 _ASK_EVERY_S = 0.02
 
 
@@ -38,7 +38,8 @@ def command(bootstrap: envoy.Json, folder: Path, program: Sequence[str] = (), *m
 
 
 async def serving(child: Child, folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Waits until its workers accept; URLs of its admin listener and of the other one. Raises StackError."""
+    """Waits until Envoy's workers accept connections; returns the URLs of its admin listener and of its HTTP
+    listener. Raises StackError."""
     asking = asyncio.create_task(_ask_until_serving(folder / _ADMIN))
     try:
         either: set[asyncio.Future[Any]] = {asking, child.ended}

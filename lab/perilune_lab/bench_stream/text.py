@@ -70,7 +70,8 @@ is not known."""
 
 
 def _ratios(values: Sequence[float | None], name: str) -> list[str]:
-    """First burst / second, for each side; then what was published under that name, if it has one."""
+    """Ratios of the first burst to the second, for each side, then the published ratio of that quantity if
+    there is one."""
     if len(values) != 4:
         return []
     pairs = zip(values[:2], values[2:], strict=True)

@@ -21,14 +21,14 @@ _ENTRY = 32
 
 class Store(Protocol):
     def leading(self, digests: Sequence[bytes]) -> int:
-        """How many of them, from the first, the pool holds."""
+        """How many of the digests, counted from the first, the pool holds."""
 
     def put(self, digests: Sequence[bytes]) -> list[bool]:
-        """Adds them; says of each whether it was new."""
+        """Adds the digests; returns for each whether it was new."""
 
 
 class FileStore:
-    """See the module. Raises OSError as the file system does."""
+    """The pool as a file; see the module. Raises OSError."""
 
     def __init__(self, file: Path, blocks: int) -> None:
         self.blocks = blocks
@@ -57,7 +57,7 @@ class FileStore:
         return new
 
     def clear(self) -> None:
-        """Empties the pool, for everyone."""
+        """Empties the pool for all engines."""
         os.ftruncate(self._fd, 0)
 
     def close(self) -> None:

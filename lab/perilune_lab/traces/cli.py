@@ -30,7 +30,7 @@ gzip. Mooncake's traces name no sessions: they are derived from the chains of ha
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 2 for a file that cannot be read, with line and field on stderr."""
+    """Returns 0, or 2 for a file that cannot be read; then line and field are printed to stderr."""
     parser = argparse.ArgumentParser(
         prog="perilune trace",
         description="What a trace is made of: lengths, sessions, reuse, best possible hit rate.",
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tables(found: Stats) -> tuple[Table, Table]:
-    """Distributions, and single numbers."""
+    """Tables of distributions and of single numbers."""
     title = found.name if found.name != AGENTIC else f"{found.name}, generated"
     spreads = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     spreads.add_column("", no_wrap=True)

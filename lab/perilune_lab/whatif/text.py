@@ -1,4 +1,5 @@
-"""What `perilune whatif` tells: a summary, a table of policies, their reasons, a caveat; the same as JSON."""
+"""What `perilune whatif` prints: a summary, a table of policies, their reasons and a caveat, or all of it as
+JSON."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
 
 
 def busiest(arm: Arm, endpoints: int) -> float:
-    """Uncached tokens at the busiest of so many endpoints / their mean there."""
+    """Uncached tokens at the busiest endpoint, divided by the mean over all endpoints."""
     if not arm.new_tokens:
         return 1.0
     return max(new for _, new in arm.by_endpoint.values()) * endpoints / arm.new_tokens
