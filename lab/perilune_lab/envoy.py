@@ -2,12 +2,12 @@
 
     client ─▶ listener ─▶ ext_proc (asks the gateway) ─▶ router ─▶ cluster of endpoints, chosen by header
 
-What is as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
+The same as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
 retries what no endpoint has answered; buffers of 32 MiB; the call to the gateway is retried 8 times from
 25 ms on, and its circuit breaker is high, since every running request holds one stream.
-What is not: no xDS, no TLS; one route to one cluster. Envoy Gateway 1.9 cannot say of the call to the gateway
-that a retry goes to another one, which `retry_host_predicate` does here; on routes it says so too.
+Different: no xDS, and one route to one cluster. Here `retry_host_predicate` sends a retry of the call to the
+gateway to another gateway; Envoy Gateway 1.9 can configure that on routes only.
 
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.
@@ -92,11 +92,11 @@ def config(
 ) -> Json:
     """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
 
-    `retry_on` has `reset`: an endpoint that dies before it answers then costs nobody a request, also on a
-    connection that was open. (`reset-before-request` would spare the next endpoint a prompt that kills.)
+    `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
+    connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of whoever signed the
-    certificates of gateways that do TLS; None: they do none. `filters_before` run before ours.
+    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
+    gateways' certificates; None without TLS. `filters_before` run before ours.
     `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
@@ -455,7 +455,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gateway-ca",
         type=Path,
         metavar="FILE",
-        help="PEM file of whoever signed its --tls-cert (default: it does no TLS)",
+        help="PEM file of the CA that signed the gateway's --tls-cert (default: no TLS)",
     )
     parser.add_argument(
         "--listen",

@@ -41,8 +41,8 @@ class ExplainError(Exception):
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="perilune explain",
-        description="Why a request went where it went: every candidate with its numbers, the reason in one"
-        " sentence, and what the other policies would have done.",
+        description="Show why a request went to its endpoint: every candidate with its numbers, the reason"
+        " in one sentence, and what the other policies would have done.",
         epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it"
         " too, where the request asked for that one. The gateway keeps the last few thousand decisions.",
     )

@@ -10,10 +10,10 @@ the space, as real prompts). Every text is words, each led by one space, and one
 Steps of `words_for`: six words from a 64-bit hash of the key → runs of 64 words, joined beforehand, chosen
 by a generator that starts from that hash → cut the last run. Some hundred million tokens a second.
 
-`write_tokenizer` writes the same vocabulary as a Hugging Face tokenizer with a chat template, for whoever
-tokenizes by the model's files. It splits at white space, takes known words whole, and spells anything else
+`write_tokenizer` writes the same vocabulary as a Hugging Face tokenizer with a chat template, for programs
+that load the model's files. It splits at white space, takes known words whole, and spells anything else
 as UTF-8 bytes: no text fails. `LabTokenizer` does the same without those libraries, several times faster,
-and renders the same chat format by hand; tests hold the two equal. White space is not a token: neither
+and renders the same chat format by hand; tests compare the two. White space is not a token: neither
 gives back the text's own spaces and newlines.
 """
 

@@ -1,4 +1,4 @@
-"""vLLM's block hashes, written from its description and held to its captures.
+"""vLLM's block hashes, written from its description and tested against its captures.
 
 1. The root is H(seed): the PYTHONHASHSEED string, or, unset, the fixed "vllm-none-hash" with the sha256
    algorithms and random bytes with the xxhash ones.

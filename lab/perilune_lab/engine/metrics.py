@@ -1,7 +1,7 @@
 """vLLM's Prometheus page: its names, labels and types, rendered by hand (0.1 ms; the library takes 10).
 
-Gauges are read from the scheduler when the page is asked for; counters and histograms are fed with ended
-steps. All times are engine seconds. Histogram buckets are vLLM's.
+Gauges are read from the scheduler when the page is requested; counters and histograms are updated at the end
+of each step. All times are engine seconds. Histogram buckets are vLLM's.
 """
 
 from bisect import bisect_left

@@ -2,9 +2,9 @@
 
 The pool is one append-only file of block digests, 32 bytes each; it has no server. `put` appends in one
 write (appends of several processes do not mix); before a lookup an engine reads what others have added
-since. An entry is held while it is among the last `blocks` entries (first in, first out, where Mooncake
-evicts about least recently used), so all engines agree on what is held without talking. Like Mooncake's
-connector, nothing announces an eviction.
+since. An entry stays while it is among the last `blocks` entries (first in, first out, where Mooncake
+evicts about least recently used), so all engines agree on the content without communicating. As with
+Mooncake's connector, evictions are not announced.
 
 Cost: 32 bytes of file and about 150 bytes of memory per block, 0.2 µs per block looked up. Not modelled:
 where in the pool a block lies, and puts that are late or fail.

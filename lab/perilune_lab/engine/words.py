@@ -1,6 +1,6 @@
 """Text ↔ token ids of one engine, and the answers that it gives.
 
-Without a model nobody knows what it would say; so the answer is a function of the prompt: words chosen by its
+There is no model, so the answer is a function of the prompt: words chosen by its
 hash, the same on every engine and at every temperature. Words are single tokens wherever they stand, so a
 later prompt that quotes the answer tokenizes to the very ids that were generated, and finds their blocks.
 

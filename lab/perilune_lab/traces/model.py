@@ -4,7 +4,7 @@ A segment is a key and a token count; equal keys are equal text, so two prompts 
 of the segments that they begin with in common. The same value describes a recorded trace of hashed blocks
 (one segment per block) and generated agentic traffic (one segment per message).
 
-Times are seconds of the trace, as recorded or drawn; whoever replays it may run them faster.
+Times are seconds of the trace, as recorded or drawn; a replay may run faster.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ Live means a real Envoy, a real gateway and simulated engines in real time.
                 play: simulated ────────────────┴─▶ compare: a table, three verdicts
 
 The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
-decide which endpoint a turn meets, so no two live runs are equal: simulated figures are means over plays
-whose think times are up to 10 ms longer, with their standard deviation. The live run is one play, or the few
-of `--plays`: of its hit rate's difference, two standard deviations of such a mean count as chance.
+decide which endpoint a turn goes to, so no two live runs are equal. Simulated figures are therefore means
+over plays whose think times are up to 10 ms longer, with their standard deviation. The live run is one play,
+or the mean of `--plays`; two standard deviations of that mean in the hit rate count as chance.
 
-Live times are wall times: a machine that has other things to do makes them longer. How long our processes
-waited for a CPU is measured (Linux's schedstat), and said; a verdict of a busy machine is none.
+Live times are wall times, and a busy machine makes them longer. The time that the processes waited for a CPU
+is measured (Linux's schedstat) and printed; a run on a busy machine gives no verdict.
 
-Exit status: 0: everything agrees; 1: it does not, or the stack failed; 3: it does not, but the machine was
-too busy to tell; 2 for a wrong call.
+Exit status: 0 if everything agrees; 1 if it does not, or the stack failed; 2 for a wrong call; 3 if it does
+not agree but the machine was too busy to judge.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from perilune_research.crosscheck.workload import POLICIES, Options
 
 FAILED, TOO_BUSY = 1, 3
 _MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
-"""Each engine is a process here, each session is played in real time. Of fewer turns a single one is more
-than the two points within which hit rates have to agree."""
+"""Limits of a crosscheck. Each engine is a process on this machine, and each session is played in real time.
+With fewer turns, a single one would weigh more than the two points within which hit rates have to agree."""
 
 _EPILOG = """\
 examples (after `python -m perilune_research`):
@@ -50,7 +50,7 @@ examples (after `python -m perilune_research`):
 
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
-    """JSON, table, verdicts; the exit status."""
+    """Writes the JSON file; prints table and verdicts; returns the exit status."""
     try:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")

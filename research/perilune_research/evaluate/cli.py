@@ -81,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, err: Console) -> list[Grid | str]:
-    """Simulates and writes; what is to be printed. Raises SpecError, and OSError where a disk is full."""
+    """Simulates, writes the files, and returns what is to be printed. Raises SpecError, and OSError if a disk
+    is full."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
@@ -107,7 +108,7 @@ def run(options: Options, err: Console) -> list[Grid | str]:
 
 
 def _folder(path: Path, option: str) -> Path:
-    """It is there and can be written to: better known now than after the work."""
+    """Makes the folder and checks that it can be written to, before the work begins."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -117,7 +118,7 @@ def _folder(path: Path, option: str) -> Path:
 
 
 def _conclude(options: Options, context: Context) -> list[Grid | str]:
-    """Writes bars, and where everything was made, the documents; the bars, to be printed."""
+    """Writes the bars and, if every part was made, the documents; returns the bars, to be printed."""
     findings = context.findings
     judged = judge(findings)
     made = document.document(findings, judged, document.read(options.out))
@@ -145,7 +146,7 @@ def _grid(table: Table) -> Grid:
 
 
 def _progress(err: Console) -> Callable[[Progress], None]:
-    """A line now and then, with the time that is left."""
+    """Prints a line now and then, with the time that is left."""
     began: dict[str, float] = {}
     shown: dict[str, float] = {}
 

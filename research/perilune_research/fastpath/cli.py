@@ -2,8 +2,8 @@
 
     traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
 
-Every turn of a known session is weighed twice on the same state. Simulated are engines and time; the
-gateway's decisions are its own code. Exit status: 0; 1 below the bar; 2 for a wrong call.
+Every turn of a known session is decided twice on the same state, by the gateway's own code. Engines and time
+are simulated. Exit status: 0; 1 below the bar; 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BELOW = 1
 BAR = 0.999
 USUAL = ("ear", "sticky", "perilune")
 LENGTHS = 0.3
-"""Of the agent's real lengths, and of T_hot and the KV pools with them: a tenth of the work."""
+"""Factor on the agent's measured lengths, on T_hot and on the KV pools, which makes a tenth of the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Options:
 
 
 def traffic(options: Options) -> Iterable[Conversation]:
-    """What is sent: the agent's sessions at LENGTHS of their length, contexts of at most 20,000 tokens, so
-    that many are compacted."""
+    """The sessions that are sent: agents' at LENGTHS of their length, with contexts of at most 20,000 tokens,
+    so that many are compacted."""
     parameters = Agentic(
         sessions_per_s=options.sessions_per_s,
         turns_alpha=1.2,
@@ -60,7 +60,7 @@ def traffic(options: Options) -> Iterable[Conversation]:
 
 
 def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, Rig]:
-    """One policy over the traffic."""
+    """Runs one policy over the traffic."""
     tally = Tally(policy)
     setting = Setting(
         PolicyChoice(
@@ -131,7 +131,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
-    """The table, then the differences by cause, with a few examples."""
+    """Prints the table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]

@@ -25,7 +25,7 @@ from perilune_research.simulator.options import Options, parse, times_r
 
 _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
-"""More would take days."""
+"""Upper limit; more would take days."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Plays, writes, prints. Raises SpecError."""
+    """Simulates, writes the files and prints the tables. Raises SpecError."""
     comparison, began = options.comparison, time.perf_counter()
     mode = comparison.load.mode
     rates = _rates(options, err)
@@ -80,7 +80,7 @@ def run(options: Options, out: Console, err: Console) -> int:
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
-    """Report and figure, where asked for. Raises SpecError."""
+    """Writes report and figure, if requested. Raises SpecError."""
     comparison = options.comparison
     document = report.Report(
         simulated=True,
@@ -136,7 +136,7 @@ def _unit(comparison: Comparison) -> str:
 
 
 def _rates(options: Options, err: Console) -> list[float]:
-    """Numbers, `R` resolved."""
+    """The rates as numbers, with `R` resolved."""
     found_r = 0.0
     rates = []
     for text in options.rates:

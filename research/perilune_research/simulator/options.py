@@ -1,4 +1,4 @@
-"""Command line of `python -m perilune_research simulate`: words in, checked `Options` out."""
+"""Parses the command line of `python -m perilune_research simulate` into checked `Options`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 _MOST_ENDPOINTS = 10_000
-"""More would take all memory."""
+"""Upper limit, because of memory."""
 _DEFAULT = OfferedLoad()
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def times_r(text: str) -> float | None:
-    """`R`, `R/2`, `1.25R`; None: it is no multiple of R."""
+    """The factor of `R`, `R/2` or `1.25R`; None if the text is not a multiple of R."""
     match = _RATE.fullmatch(text)
     if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
         return None

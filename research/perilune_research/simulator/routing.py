@@ -49,7 +49,8 @@ CLAIM_TTL_S = 120.0
 AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
 _WIDELY_HELD = 32
-"""Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
+"""In a large fleet, not every holder is a candidate for a prefix that more endpoints hold than this (a system
+prompt)."""
 _NOTHING = Overlap()
 _T = TypeVar("_T")
 
@@ -73,7 +74,7 @@ class Seen:
     audited: int = 0
     """Choices from a shortlist that were made again from all endpoints."""
     agreed: int = 0
-    """Of them, those that a look at all would have made too."""
+    """Audited choices that equal the choice from all endpoints."""
 
 
 class _RecordingRandom(Random):
@@ -125,8 +126,8 @@ class SimulatedGateway:
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
     def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
-        """Decide, and record the decision: load, binding, claims. Sets the request's endpoint and what the
-        gateway believes of it."""
+        """Decides, and records the decision: load, binding, claims. Sets the request's endpoint and what the
+        gateway believes about it."""
         task, b = request.task, self.beliefs
         self.index.catch_up(now)
         b.scrape(now)
@@ -200,7 +201,7 @@ class SimulatedGateway:
         offer: Move | None,
         now: float,
     ) -> tuple[list[int], dict[int, int]]:
-        """The shortlist, and what each of it holds of the prompt."""
+        """The shortlist, and how much of the prompt each of its endpoints holds."""
         others = [session.host] if session.host >= 0 else []
         if offer:
             others.append(self.beliefs.number[offer.target])
@@ -215,8 +216,8 @@ class SimulatedGateway:
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
 
     def _compare(self, verdict: Decision, whole: object, rng: _RecordingRandom) -> None:
-        """The choice from the shortlist with the one from all: the same endpoint, or one among which it was
-        drawn."""
+        """Compares the choice from the shortlist with the one from all endpoints. They agree if they are the
+        same endpoint, or one of the equals among which it was drawn."""
         assert isinstance(whole, Decision), "more candidates to choose from, and none chosen"
         equals = [c.address for c in rng.equals if isinstance(c, Candidate)]
         self.seen.audited += 1
@@ -227,8 +228,8 @@ class SimulatedGateway:
     def _prompt(
         self, request: SimulatedRequest, session: KnownSession, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
-        """Tokens of the prompt, and who holds how many of them, as the gateway knows. `widely`: also what
-        nearly everybody holds."""
+        """Tokens of the prompt, and how many of them each endpoint holds, as the gateway knows. `widely`:
+        include prefixes that most endpoints hold."""
         depth = request.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block

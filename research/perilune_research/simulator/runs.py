@@ -27,7 +27,7 @@ class Runs:
         self.start: list[int] = []
         self.end: list[int] = []
         self.chain: list[tuple[int, ...]] = []
-        """From the root down to the run itself."""
+        """Runs from the root down to this run."""
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -96,7 +96,7 @@ class _Tree:
         return node
 
     def compress(self) -> tuple[Runs, list[int]]:
-        """Runs, and the run of each node."""
+        """Builds the runs; returns them with the run of each node."""
         runs = Runs()
         run_of = [ROOT]
         for node in range(1, len(self.parent)):

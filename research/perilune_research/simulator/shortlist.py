@@ -41,15 +41,15 @@ Key = tuple[float, ...]
 
 
 class Ranking:
-    """Numbers in the order of their keys."""
+    """Endpoint numbers, ordered by a key."""
 
     def __init__(self) -> None:
         self._order: list[Key] = []
-        """Each with its number behind it."""
+        """Keys in ascending order, each with its endpoint's number as the last element."""
         self._key: dict[int, Key] = {}
 
     def place(self, number: int, key: Key) -> None:
-        """Its key is this now."""
+        """Sets the key of a number."""
         entry = (*key, number)
         before = self._key.get(number)
         if before != entry:
@@ -64,17 +64,17 @@ class Ranking:
             del self._order[bisect_left(self._order, before)]
 
     def first_of(self, some: Collection[int], count: int) -> Iterable[int]:
-        """Of these."""
+        """The first of the given numbers."""
         return islice((int(entry[-1]) for entry in self._order if entry[-1] in some), count) if some else ()
 
     def first(self, count: int, behind: Key = ()) -> Iterable[int]:
-        """`behind`: of those whose key is not less."""
+        """The first number. `behind`: only among those whose key is not less."""
         at = bisect_left(self._order, behind)
         return [int(entry[-1]) for entry in self._order[at : at + count]]
 
 
 class _Costs:
-    """Some endpoints by one cost: those whose speed was observed, and the others."""
+    """Endpoints ranked by one cost, in two groups: those whose speed was observed, and the others."""
 
     def __init__(self) -> None:
         self.seen, self.unseen = Ranking(), Ranking()
