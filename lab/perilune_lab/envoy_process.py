@@ -2,7 +2,7 @@
 
     child.start(name, command(bootstrap, folder), …)  ─▶  serving(child, folder, …)  ─▶  its URLs
 
-Envoy tells its admin address in a file and has no ready line, so `serving` asks until the answer is yes.
+Envoy writes its admin address to a file and prints no ready line, so `serving` polls until it is ready.
 Starting takes about 0.2 s and 50 MB of memory.
 """
 
@@ -66,5 +66,5 @@ async def _ask_until_serving(admin_file: Path) -> tuple[str, str]:
                     at = listeners["listener_statuses"][0]["local_address"]["socket_address"]
                     return admin_url, f"http://{at['address']}:{at['port_value']}"
             except (OSError, aiohttp.ClientError):
-                pass  # the file is not there yet, or nobody listens yet
+                pass  # the file or the listener does not exist yet
             await asyncio.sleep(_ASK_EVERY_S)

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
         prog="perilune explain",
         description="Show why a request went to its endpoint: every candidate with its numbers, the reason"
         " in one sentence, and what the other policies would have done.",
-        epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it"
-        " too, where the request asked for that one. The gateway keeps the last few thousand decisions.",
+        epilog="A request's id is its x-request-id header; the response header x-perilune-decision has it,"
+        " too, if the request has that header. The gateway keeps the last few thousand decisions.",
     )
     p.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help="the decision to explain")
     p.add_argument("--gateway", default=GATEWAY, metavar="URL", help=f"admin address (default {GATEWAY})")

@@ -2,7 +2,7 @@
 
 Steps: open the trace → ask the target for its models (is it there?) → `client.run_load` with a progress bar →
 a `report.Run` from the results and, where `--gateway` names it, the gateway's admin pages → table on stdout,
-JSON and PNG where asked for.
+JSON and PNG if requested.
 
 Exit status: 0; 1 when the target cannot be reached or nothing succeeded; 2 for a wrong call or trace; 130
 after Ctrl-C, with what was measured until then.
@@ -57,8 +57,8 @@ modes (they give different answers; the report says which one ran):
   {Mode.TIMESTAMPS:<11} open loop: each request at its recorded time
   {Mode.MAX:<11} at its recorded time, but not before its session's previous answer
 
---time-scale tells how fast simulated engines live (engine seconds per second); the trace then runs as fast,
-and times are reported in engine seconds. --speed plays the trace faster than it was recorded: more load.
+--time-scale says how fast simulated engines run (engine seconds per second). The trace then runs as fast, and
+times are reported in engine seconds. --speed plays the trace faster than it was recorded: more load.
 """
 
 

@@ -216,14 +216,14 @@ class Stack:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        body, self._body = self._body, None  # from here on a death interrupts nobody
+        body, self._body = self._body, None  # from here on an ended child interrupts no task
         if body is not None and self._interrupted:
             try:
                 await asyncio.sleep(0)  # takes our cancellation, if the body ended before it arrived
             except asyncio.CancelledError:
                 pass
             if body.uncancel() > self._cancelling:
-                self._failure = None  # somebody else cancels too, and that goes on
+                self._failure = None  # another cancellation was requested, which has precedence
         elif isinstance(error, Exception):
             await self._look_for_death()
         await self._end()
@@ -320,7 +320,7 @@ class Stack:
             await asyncio.gather(*(child.stop(self.grace_s) for child in engines))
         except asyncio.CancelledError:
             self._kill()
-            self._clean()  # nobody will come back for it
+            self._clean()  # no caller will read it
             raise
         finally:
             self._kill()

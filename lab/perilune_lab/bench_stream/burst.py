@@ -100,7 +100,7 @@ async def measure(
     name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
 ) -> tuple[Measured, Counter[str]]:
     """A burst and the errors in it. `engines`: whose pages are the engine side, none: the target's own, which
-    then has to count all. Raises TargetError when nobody answers."""
+    then has to count all. Raises TargetError if the target does not answer."""
     pages = engines or [target]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
         before = await scrape(http, pages)

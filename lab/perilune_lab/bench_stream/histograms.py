@@ -1,4 +1,4 @@
-"""Histograms of engines' /metrics pages: read, summed over engines, subtracted, asked for quantiles.
+"""Histograms of engines' /metrics pages: reads, sums over engines, subtracts; computes quantiles.
 
 Quantiles are interpolated linearly within a bucket, from 0 in the first and held at the last bound in the
 open one, as Prometheus' histogram_quantile does. A page that cannot be read or has none adds nothing.

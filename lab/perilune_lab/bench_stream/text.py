@@ -12,7 +12,7 @@ from perilune_lab.bench_stream.burst import Measured
 
 def table(bursts: Sequence[Measured], title: str, published: bool) -> Table:
     """A row per quantity, two columns per burst; the ratio of the first to the second where there are two,
-    and where asked for as published."""
+    and, if requested, the published one."""
     grid = Table(title=title, title_justify="left")
     grid.add_column("")
     for burst in bursts:

@@ -142,7 +142,7 @@ class Demo:
                 showing.cancel()
                 await asyncio.wait({showing})
             if not showing.cancelled():
-                showing.result()  # what ended the view travels up: a bug, or nobody reads any more
+                showing.result()  # what ended the view travels up: a bug, or a closed pipe
             busy_s, took_s = _cpu_s(stack) - cpu_s, time.monotonic() - began
             await watch.ask_scheduling(http)
         share = max(busy_s, 0.0) / took_s / len(os.sched_getaffinity(0))
@@ -153,13 +153,13 @@ class Demo:
         """Shows the live view, or prints a line now and then, until cancelled."""
         if not (self.console.is_terminal and self.options.live):
             every_s = max(1.0, min(5.0, self.options.seconds / 4))
-            told = 1.0 - every_s  # the first line soon
+            printed_s = 1.0 - every_s  # the first line soon
             while True:
                 await watch.poll(http)
                 frame = watch.frame()
-                if frame.elapsed_s - told >= every_s:
+                if frame.elapsed_s - printed_s >= every_s:
                     self.console.print(live.line(frame), highlight=False, soft_wrap=True)
-                    told = frame.elapsed_s
+                    printed_s = frame.elapsed_s
                 await asyncio.sleep(POLL_S)
         with Live(console=self.console, auto_refresh=False) as view:
             try:

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: one `Frame` of values, drawn as a live view or told in lines.
+"""What the demo shows while it runs: one `Frame` of values, drawn as a live view or printed in lines.
 
     client results ─┐
     admin API ──────┼─▶ Frame ─▶ render (rich, on a terminal) │ line (anywhere else)

@@ -200,7 +200,7 @@ class Scheduler:
             request = running[i]
             new = self._schedule(step, request, budget)
             budget -= new
-            # A sequence that preempted itself is gone from the list; nobody else before it is.
+            # A sequence that preempted itself is gone from the list; those before it stay.
             if i < len(running) and running[i] is request:
                 i += 1
         return budget

@@ -66,7 +66,7 @@ class FileStore:
     def _catch_up(self) -> None:
         size = os.fstat(self._fd).st_size // _ENTRY * _ENTRY
         if size < self._read:
-            self._held.clear()  # somebody emptied the pool
+            self._held.clear()  # another engine emptied the pool
             self._read = 0
         while self._read < size:
             data = os.pread(self._fd, min(size - self._read, 1 << 20), self._read)

@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True):
     success_rate: float
     apc: float | UnsetType = UNSET
     """Prompt tokens served from prefix cache / prompt tokens, of requests that succeeded; absent if the
-    server does not tell cached tokens."""
+    server does not report cached tokens."""
     apc_ceiling: Ceiling | UnsetType = UNSET
     ttft_s: Quantiles | UnsetType = UNSET
     """First token − submit, at the client."""
@@ -150,7 +150,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     """thinktime, timestamps or max (see `traces.model.Mode`)."""
     endpoints: int | UnsetType = UNSET
-    """That the load was spread over; absent if nobody knows."""
+    """Endpoints over which the load was spread; absent if unknown."""
     time_scale: float
     """Engine seconds per wall second."""
     trace: dict[str, Any]

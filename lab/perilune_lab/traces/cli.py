@@ -22,8 +22,8 @@ examples:
   perilune trace stats mooncake_conversation.jsonl.gz
   perilune trace stats agentic --seed 1 --sessions 2000 --json moments.json
 
-The hit rate is that of an infinite cache, token-weighted: `any` whoever computed a prefix, `intra-session`
-only the session itself. Files: Mooncake's schema (timestamp, input_length, output_length, hash_ids),
+The hit rate is that of an infinite cache, token-weighted: `any` counts prefixes of every session,
+`intra-session` only those of the session itself. Files: Mooncake's schema (timestamp, input_length, output_length, hash_ids),
 Qwen-Bailian's (chat_id, parent_chat_id and the same) or ours (see perilune_lab/traces/jsonl.py), plain or
 gzip. Mooncake's traces name no sessions: they are derived from the chains of hash ids.
 """

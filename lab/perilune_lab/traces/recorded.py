@@ -1,7 +1,7 @@
 """Requests with the times of their submission, as production traces record them, made a trace.
 
-Such traces do not tell when an answer ended: a gap is the time between two submissions less what the earlier
-turn takes alone on an H20, its session's prefix cached.
+Such traces do not record when an answer ended: a gap is the time between two submissions less what the
+earlier turn takes alone on an H20, its session's prefix cached.
 """
 
 from __future__ import annotations

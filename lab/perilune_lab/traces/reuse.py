@@ -62,7 +62,7 @@ def reuse(turns: Sequence[Turn], many: int | None = None) -> list[Reuse]:
             if own_whole:
                 own_tokens += segment.tokens
             if not whole:
-                break  # what the session itself has seen, somebody has
+                break  # the session's own prefixes are among all known ones
             if computed_by[node] == turn.session:
                 intra += segment.tokens
             elif begun[node] >= many:

@@ -2,7 +2,7 @@
 
 1. Each decision is taken again by the policy that took it, with the recorded random seed. It must come out
    the same, or the rest means little (another version of the policies recorded it).
-2. Every policy asked for decides it too, with the same seed: its `Arm` tallies what comes out.
+2. Every requested policy decides it, too, with the same seed; its `Arm` tallies the result.
 3. Recorded and other choices are measured with one yardstick: the predicted TTFT (admission.predict) and the
    cost in seconds (policy/cost.py) of the chosen endpoint, on the facts of that moment.
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         crosscheck = Crosscheck(options, Console(stderr=True))
         if (turns := crosscheck.trace.requests) < _LEAST_TURNS:
             raise SpecError(
-                f"{turns} turns tell too little: {_LEAST_TURNS} at least - at `--seconds`, `--rate`"
+                f"{turns} turns are too few: at least {_LEAST_TURNS} are needed - at `--seconds`, `--rate`"
             )
         pairs = uvloop.run(crosscheck.run())
     except SpecError as error:

@@ -1,7 +1,7 @@
 """What a crosscheck plays: generated agentic sessions, cut to a window; the same again under other names.
 
 Lengths are a quarter of real ones, gaps a twentieth and sessions alike, so that half a minute holds hundreds
-of turns and tells a hit rate to a point; prompts go as text, so both sides count the same tokens.
+of turns and gives a hit rate to one point; prompts go as text, so both sides count the same tokens.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ def traffic(options: Options) -> Iterable[Conversation]:
     return conversations(parameters, Habits(), options.seed)
 
 
-def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, Rig]:
+def measure(
+    options: Options, policy: str, progress: Callable[[int], None] | None = None
+) -> tuple[Tally, Rig]:
     """Runs one policy over the traffic."""
     tally = Tally(policy)
     setting = Setting(
@@ -72,7 +74,7 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
         seed=options.seed,
     )
     rig = Rig(setting, traffic(options), tally.add)
-    rig.run(options.turns, tell)
+    rig.run(options.turns, progress)
     return tally, rig
 
 
@@ -98,7 +100,7 @@ def parse(argv: Sequence[str]) -> Options:
         prog="python -m perilune_research fastpath",
         description="Weighs every turn of a known session twice on the same state, by its headers alone and"
         " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
-        " sub-agents and reused ids; tells how often and why the decisions differ. Engines and time are"
+        " sub-agents and reused ids; count how often and why the decisions differ. Engines and time are"
         " simulated, the decisions are the gateway's.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -37,7 +37,7 @@ _EXAMPLES = 5
 
 
 class Cause(StrEnum):
-    """What the headers do not tell."""
+    """The fact that the headers do not contain."""
 
     TOKENS = "tokens"
     """How long the prompt is."""
@@ -110,13 +110,13 @@ def cause_of(pair: Pair) -> Cause:
     tokens = full.prompt_tokens
 
     def equal(holds: Callable[[Candidate], Overlap], prefix: Prefix) -> bool:
-        told = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
+        corrected = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
         rows = [
             c._replace(overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
             for c in asked.candidates
             if (o := holds(c))
         ]
-        return _target(decide(told, rows, pair.policy, pair.routing, Random(asked.seed))) == right
+        return _target(decide(corrected, rows, pair.policy, pair.routing, Random(asked.seed))) == right
 
     truth = {c.address: c.overlap for c in full_asked.candidates}
     most = max(0, (tokens - 1) // view.block_size * view.block_size)

@@ -137,19 +137,19 @@ class Rig:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def run(self, turns: int, tell: Callable[[int], None] | None = None) -> None:
-        """Runs until `turns` turns were weighed. `tell` is called now and then with the number so far."""
+    def run(self, turns: int, progress: Callable[[int], None] | None = None) -> None:
+        """Runs until `turns` turns were weighed. `progress` is called now and then with the number so far."""
         self._scrape()
         self._next_conversation()
         if self.setting.restart_every_s:
             self._plan_restart()
-        told = 0
+        reported = 0
         while self._events and self.pairs < turns:
             self.now, _, action = heapq.heappop(self._events)
             action()
-            if tell and self.pairs >= told + 100:
-                told = self.pairs
-                tell(told)
+            if progress and self.pairs >= reported + 100:
+                reported = self.pairs
+                progress(reported)
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._number), action))

@@ -1,7 +1,7 @@
 """`python -m perilune_research simulate`: policies side by side on modelled engines, the same seeds for all.
 
 Steps: find R where a rate is given in it → play every (rate, seed) with every policy → JSON and a figure if
-asked for, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
+requested, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
 
 Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written.
 """

@@ -2,8 +2,8 @@
 
 Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
 bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer
-between engines, the DRAM tier, the shape of a node. `tests/research/simulator/test_h20.py` holds every one of them
-against its measured points.
+between engines, the DRAM tier, the shape of a node. `tests/research/simulator/test_h20.py` compares
+every one of them with its measured points.
 
 H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
 or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H20 measurement.

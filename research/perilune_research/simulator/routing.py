@@ -6,7 +6,7 @@ the decision is recorded.
 
 In a large fleet a policy sees a shortlist (see `shortlist`). Every `AUDIT_EVERY`-th of its choices is
 checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
-that choose blindly see everybody, as a shortlist would change what they do.
+that use no facts see all endpoints, since a shortlist would change their choices.
 """
 
 from __future__ import annotations

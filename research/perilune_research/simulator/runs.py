@@ -1,6 +1,6 @@
 """Prompts as positions in a tree of runs: the session-run form of a prefix.
 
-A run is a stretch of text that nobody ever branches off from inside: one session's context is usually one
+A run is a stretch of text inside which no prompt branches off: one session's context is usually one
 run, however many turns it has, after a run for what it shares with others (system prompt, task). A prompt is
 then two numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix
 caches and the index keep one depth per run instead of thousands of blocks.

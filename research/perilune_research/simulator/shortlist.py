@@ -2,10 +2,10 @@
 
 1. Every holder of the prefix, and the session's host.
 2. The `LEAST_LOADED` by what policies call load: pending prefill tokens, requests in flight, sessions.
-3. The `CHEAPEST` for a prompt that nobody holds: by the time to its first token, and by its whole cost in
-   seconds (policy/cost.py) at three lengths, since learned speed, decodes and sessions weigh differently in
-   each; of those whose speed was observed, and of those that are believed to be like the pool: whatever is
-   learned of it moves these together.
+3. The `CHEAPEST` for a prompt that no endpoint holds: by the time to its first token, and by its whole cost
+   in seconds (policy/cost.py) at three lengths, since observed speed, decodes and sessions weigh differently
+   in each. Endpoints whose speed was observed and endpoints believed to be like the pool are ranked apart,
+   since an observation moves the estimates of all the latter together.
 4. The cheapest of each of the smallest numbers of sessions, by which policies choose among costs that no
    prediction tells apart.
 5. The least loaded and the cheapest of those that hold what is held too widely to look at every holder.
