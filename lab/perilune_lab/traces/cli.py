@@ -23,9 +23,10 @@ examples:
   perilune trace stats agentic --seed 1 --sessions 2000 --json moments.json
 
 The hit rate is that of an infinite cache, token-weighted: `any` counts prefixes of every session,
-`intra-session` only those of the session itself. Files: Mooncake's schema (timestamp, input_length, output_length, hash_ids),
-Qwen-Bailian's (chat_id, parent_chat_id and the same) or ours (see perilune_lab/traces/jsonl.py), plain or
-gzip. Mooncake's traces name no sessions: they are derived from the chains of hash ids.
+`intra-session` only those of the session itself. Files: Mooncake's schema (timestamp, input_length,
+output_length, hash_ids), Qwen-Bailian's (chat_id, parent_chat_id and the same) or Perilune's (see
+perilune_lab/traces/jsonl.py), plain or gzip. Mooncake's traces name no sessions: they are derived from the
+chains of hash ids.
 """
 
 

@@ -87,8 +87,10 @@ class RunIndex:
     def match(self, run: int, depth: int, now: float, most: int = 1 << 30) -> dict[int, int]:
         """Leading tokens of the prompt (run, depth) by endpoint, those that hold none left out.
 
-        `most`: a run that more endpoints hold is skipped unless an endpoint holds what
-        follows it: what all hold (a system prompt) does not distinguish endpoints, and the answer stays small in a large fleet."""
+        `most`: a run that more endpoints hold is skipped unless an endpoint holds what follows it. What all
+        endpoints hold (a system prompt) does not distinguish them, and the answer stays small in a large
+        fleet.
+        """
         found: dict[int, int] = {}
         chain, start = self.runs.chain[run], self.runs.start
         held, claims = self._held, self._claims
