@@ -25,7 +25,8 @@ class PolicyName(StrEnum):
     DYNAMO_PRODUCT = "dynamo_product"
     """like dynamo, with prefill blocks multiplied by decode blocks instead of added."""
     DYNAMO_V1 = "dynamo_v1"
-    """the highest cached share of the prompt minus KV usage minus waiting requests (Dynamo's first router)."""
+    """the highest cached share of the prompt minus KV usage minus waiting requests (Dynamo's first
+    router)."""
     EAR = "ear"
     """the endpoint that served the session last, until that endpoint is overloaded."""
     KV_LINEAR = "kv_linear"
@@ -68,8 +69,8 @@ class PeriluneParams(Struct, frozen=True):
     this many seconds. The default suits turns of several seconds; use less where turns take less than a
     second."""
     interference_weight: Factor = 1.0
-    """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default 1
-    counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep
+    """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default
+    1 counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep
     occupied."""
     expected_output_tokens: Positive = 128
     """Number of output tokens that a request is assumed to generate. A request with a lower limit counts with
@@ -94,7 +95,8 @@ class ConductorParams(Struct, frozen=True):
     """Maximum number of prompts that may wait on an endpoint that caches the prefix. With more, the policy
     looks for an endpoint near it."""
     min_hit_ratio: Share = 0.1
-    """Smallest share of the prompt that a cached prefix must cover to be considered. No value is published."""
+    """Smallest share of the prompt that a cached prefix must cover to be considered. No value is
+    published."""
 
 
 class DynamoCredits(Struct, frozen=True):

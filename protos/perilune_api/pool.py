@@ -153,8 +153,8 @@ class Limits(Struct, frozen=True):
     """Refuses a request with 429 when every endpoint's predicted mean time per output token is longer than
     this, in seconds. 0: no limit. A request may set its own limit with names.SLO_TPOT_HEADER."""
     objectives: dict[str, Annotated[int, Meta(ge=-8, le=8)]] = msgspec.field(default_factory=dict)
-    """Priority level of each objective; a request names its objective with names.OBJECTIVE_HEADERS. Each level
-    above 0 doubles the queue at which the gateway refuses the request, each level below 0 halves it."""
+    """Priority level of each objective; a request names its objective with names.OBJECTIVE_HEADERS. Each
+    level above 0 doubles the queue at which the gateway refuses the request, each level below 0 halves it."""
     decision_seconds: Seconds = 1.5
     """Maximum seconds that tokenizing a prompt may take. After that, the gateway routes the request by an
     estimate of its length."""
@@ -208,8 +208,8 @@ class EnginePriority(Struct, frozen=True):
     """The order in which an engine serves its waiting requests."""
 
     ageing_weight: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Ranks a request as if it had arrived this many seconds later for each second of uncached prefill that it
-    needs, so that short prompts overtake long ones. 0: first come, first served. Above 0, the engines run
+    """Ranks a request as if it had arrived this many seconds later for each second of uncached prefill that
+    it needs, so that short prompts overtake long ones. 0: first come, first served. Above 0, the engines run
     with `--scheduling-policy priority` and the gateway writes `priority` into every request body, so it waits
     for every body before it decides."""
 
@@ -274,8 +274,8 @@ class EndpointSpec(Struct, frozen=True):
     address: Address
     """Address of its HTTP server: `ip:port`, with IPv6 in brackets."""
     node: str = ""
-    """Name of the node that it runs on, one of topology.nodes. Empty: unknown, so every transfer to or from it
-    is predicted at the speed of the widest level."""
+    """Name of the node that it runs on, one of topology.nodes. Empty: unknown, so every transfer to or from
+    it is predicted at the speed of the widest level."""
     events: tuple[ZmqAddress, ...] = ()
     """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`). Empty: the gateway
     estimates what the endpoint caches from the requests that it routed there."""

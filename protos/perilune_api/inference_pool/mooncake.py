@@ -67,8 +67,8 @@ class Mooncake(Struct, frozen=True):
     """KV offloading, KV transfer between engines, and the shared KV store."""
 
     transfer: Transfer = Transfer.NONE
-    """What happens to KV that no longer fits on the GPU. offload: the engine keeps it in host memory and loads
-    it from there (vLLM's OffloadingConnector). none: it is evicted."""
+    """What happens to KV that no longer fits on the GPU. offload: the engine keeps it in host memory and
+    loads it from there (vLLM's OffloadingConnector). none: it is evicted."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """Network protocol of KV transfers. rdma needs RDMA devices; tcp works everywhere."""
     devices: str = ""

@@ -20,8 +20,8 @@ class Rollout(Struct, frozen=True):
     """Maximum number of engines that may be missing while new ones start, as a number or as a percentage of
     replicas."""
     max_surge: Share = 1
-    """Maximum number of engines that may exist beyond replicas during a change, as a number or as a percentage
-    of replicas. Use 0 where there are no spare GPUs."""
+    """Maximum number of engines that may exist beyond replicas during a change, as a number or as a
+    percentage of replicas. Use 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 30
     """Maximum seconds for which an engine that will be removed, by a scale-down for example, keeps its
     sessions. It gets no new sessions, and is removed earlier once all have left."""
@@ -30,8 +30,8 @@ class Rollout(Struct, frozen=True):
 
 
 class Scaling(Struct, frozen=True):
-    """Lets a HorizontalPodAutoscaler set `replicas`, starting from the present number of endpoints. It needs a
-    metrics adapter, such as prometheus-adapter, that serves the metric."""
+    """Lets a HorizontalPodAutoscaler set `replicas`, starting from the present number of endpoints. It needs
+    a metrics adapter, such as prometheus-adapter, that serves the metric."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Minimum number of endpoints."""
