@@ -22,7 +22,7 @@ operator is told of draining pods, drained.py writes.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -129,11 +129,11 @@ class KubernetesPool:
     async def run(self, on_pool: Callable[[Pool], None]) -> None:
         """Hand every new pool to `on_pool` until cancelled; it may raise SpecError."""
 
-        def documents(found: dict[str, Object]) -> None:
+        def documents(found: dict[str, Object], _: Collection[str]) -> None:
             self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
             self.offer(on_pool)
 
-        def pods(found: dict[str, Object]) -> None:
+        def pods(found: dict[str, Object], _: Collection[str]) -> None:
             self.pods = list(found.values())
             self.offer(on_pool)
 
