@@ -3,8 +3,7 @@
     cost = 0.7 × mean distance to the endpoints with the prefix + 0.3 × queue length
 
 1. If the cached prefix covers a smaller share of the prompt than `min_hit_ratio`: the least loaded endpoint.
-2. Of the endpoints that cache the whole prefix, with KV room and a queue of at most `max_queue_length`: the
-   shortest queue. The queue length counts requests whose prefill has not ended.
+2. Of the endpoints with the whole prefix, KV room and queue length <= `max_queue_length`: the shortest queue.
 3. Otherwise the lowest cost among the endpoints with KV room (near_cache.py), or the least loaded endpoint.
    A hot prefix is copied to it if engines can pull KV, which Perilune does not make them do yet.
 
