@@ -27,7 +27,7 @@ def new_router(
     rng: Random | None = None,
     conformance: bool = False,
 ) -> Router:
-    """A router with all its parts."""
+    """Return a router with all of its parts."""
     candidates = CandidateBuilder(state)
     planner = Planner(LiveFacts(state))
     return Router(
