@@ -13,7 +13,7 @@ from routing_objects import fleet, request, session
 
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
-from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason, Refusal, RefuseReason
+from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason, Refusal, RefuseReason
 from perilune_gateway.observe.admin import Admin, Sources
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
@@ -26,7 +26,7 @@ def decided(ordinal: int, of: str = "s", tokens: int = 1_000) -> DecisionRecord:
         row._replace(endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
     )
     view = request(ordinal=ordinal, tokens=tokens, of=session("a", id=of))
-    verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: no dice
+    verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: draws nothing
     return DecisionRecord(
         view,
         verdict,
@@ -47,7 +47,7 @@ async def gateway(*records: DecisionRecord):
     for record in records:
         number = decisions.add(record)
         if record.request_id == "r1":
-            decisions.finish(number, Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752)
+            decisions.finish(number, Ending(Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752))
     sources = Sources(
         registry=CollectorRegistry(),
         decisions=decisions,

@@ -30,11 +30,6 @@ GRACE_SECONDS = 30
 ROUTE_SECONDS = 3
 """Time until Envoy knows that a gateway is leaving."""
 RESTART_HASH = "perilune.dev/restart-hash"
-MALLOC = {  # by default glibc returns large blocks at once, and page faults dominate the cost of large bodies
-    "MALLOC_MMAP_THRESHOLD_": "67108864",
-    "MALLOC_TRIM_THRESHOLD_": "268435456",
-    "MALLOC_TOP_PAD_": "16777216",
-}
 
 
 def gateway(pool: Context) -> Iterator[Object]:
@@ -195,7 +190,6 @@ def _container(pool: Context) -> Object:
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            *({"name": key, "value": value} for key, value in MALLOC.items()),
         ],
         "ports": [
             {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
