@@ -1,12 +1,12 @@
-"""`routing.policy`: the routing policy of a pool, and one block of parameters for each policy that has some.
+"""`routing.policy`: the routing policy of a pool, and a block of parameters for each policy that has any.
 
     policy:
       name: ear                          # a PolicyName
       ear: {hotPendingTokens: 16384}     # optional; the defaults are each policy's own
 
-Each policy reads its own block and no other. A pool may set several blocks: a request header, `perilune
-whatif` and the counterfactuals of `perilune explain` evaluate other policies with the pool's block for each.
-The policies themselves are `perilune_gateway.policy`.
+Each policy reads its own block only. A pool may still set several blocks, because a request header, `perilune
+whatif` and `perilune explain` evaluate policies other than the pool's with these parameters. The policies
+themselves are in `perilune_gateway.policy`.
 """
 
 from enum import StrEnum
@@ -15,127 +15,133 @@ from perilune_api.fields import Factor, Positive, Share, Struct, Weight
 
 
 class PolicyName(StrEnum):
-    """Routing policies that a gateway can carry out."""
+    """Names of the routing policies."""
 
     CONDUCTOR = "conductor"
-    """an endpoint that holds the prefix and has a short queue, else one near it, by distance and queue."""
+    """an endpoint that caches the prefix and has a short queue, else one near such an endpoint, by distance
+    and queue (Mooncake Conductor)."""
     DYNAMO = "dynamo"
-    """fewest KV blocks to prefill and to decode, cached ones credited."""
+    """the fewest KV blocks to prefill plus to decode, with credit for cached blocks (NVIDIA Dynamo)."""
     DYNAMO_PRODUCT = "dynamo_product"
-    """prefill blocks multiplied by decode blocks instead of added."""
+    """like dynamo, with prefill blocks multiplied by decode blocks instead of added."""
     DYNAMO_V1 = "dynamo_v1"
-    """cached share of the prompt, less KV usage and waiting requests."""
+    """the highest cached share of the prompt minus KV usage minus waiting requests (Dynamo's first
+    router)."""
     EAR = "ear"
-    """the session's host, unless it is hot and the session may move."""
+    """the endpoint that served the session last, until that endpoint is overloaded."""
     KV_LINEAR = "kv_linear"
-    """weighted hit ratio less weighted load."""
+    """the highest weighted hit ratio minus weighted load."""
     LEAST_LOADED = "least_loaded"
-    """fewest pending prefill tokens."""
+    """the fewest pending prefill tokens."""
     LMETRIC = "lmetric"
-    """pending prefill tokens times running requests."""
+    """the lowest product of pending prefill tokens and running requests."""
     LMETRIC_PLUS_ONE = "lmetric_plus_one"
-    """lmetric with one more request counted everywhere, so that the cache counts on idle endpoints."""
+    """like lmetric, with one request added everywhere, so that caches count on idle endpoints too."""
     MOONCAKE = "mooncake"
-    """lowest predicted time to the first token (Mooncake's Algorithm 1)."""
+    """the lowest predicted time to the first token (Mooncake's Algorithm 1)."""
     PERILUNE = "perilune"
-    """lowest cost in seconds over all tiers; a session leaves its host only where that pays."""
+    """the lowest predicted cost in seconds; a session leaves its endpoint only if that saves enough."""
     POWER_OF_TWO = "power_of_two"
-    """the less loaded of two endpoints that are drawn."""
+    """the less loaded of two random endpoints."""
     RANDOM = "random"
-    """any endpoint, drawn."""
+    """a random endpoint."""
     ROUND_ROBIN = "round_robin"
     """each endpoint in turn."""
     STICKY = "sticky"
-    """the session's host, always."""
+    """the endpoint that served the session first, always."""
 
 
 class EarParams(Struct, frozen=True):
-    """Parameters of ear."""
+    """Parameters of the policy ear."""
 
     hot_pending_tokens: Positive = 16_384
-    """T_hot: pending prefill tokens above which a host is hot."""
+    """Number of pending prefill tokens above which an endpoint is overloaded, so that sessions may leave it
+    (T_hot)."""
     cooldown_seconds: Weight = 30.0
-    """T_cool: seconds that must pass between two moves of one session."""
+    """Minimum seconds between two moves of one session (T_cool)."""
 
 
 class PeriluneParams(Struct, frozen=True):
-    """Parameters of perilune."""
+    """Parameters of the policy perilune."""
 
     least_gain_seconds: Weight = 4.0
-    """A session moves only where that saves more seconds than this and its fetch once more. Lower it where
-    turns take less than a second."""
+    """A session moves only if the predicted saving, minus the predicted time to fetch its KV, is more than
+    this many seconds. The default suits turns of several seconds; use less where turns take less than a
+    second."""
     interference_weight: Factor = 1.0
-    """Seconds that a second of prefill costs each request in flight on the same endpoint. A value above 1
-    also counts the KV that those requests hold meanwhile, for which KV of idle sessions is evicted."""
+    """Seconds by which one second of prefill delays each request in flight on the same endpoint. The default
+    1 counts that delay alone; a higher value also charges for the KV memory that the delayed requests keep
+    occupied."""
     expected_output_tokens: Positive = 128
-    """Expected tokens of an answer; fewer count where the request allows fewer."""
+    """Number of output tokens that a request is assumed to generate. A request with a lower limit counts with
+    its limit."""
 
 
 class ConductorArm(StrEnum):
-    """The arms of Conductor's experiment that a gateway can carry out."""
+    """Variants of Mooncake Conductor's published experiment."""
 
     NO_SCHEDULING = "no_scheduling"
-    """any endpoint, drawn."""
+    """a random endpoint."""
     CACHE_AWARE = "cache_aware"
-    """an endpoint near the cached prefix."""
+    """an endpoint that caches the prefix, or one near it."""
 
 
 class ConductorParams(Struct, frozen=True):
-    """Parameters of conductor."""
+    """Parameters of the policy conductor."""
 
     arm: ConductorArm = ConductorArm.CACHE_AWARE
-    """The arm of the published experiment that decides."""
+    """Variant of the published experiment."""
     max_queue_length: Positive = 10
-    """An endpoint that holds the prefix is passed over when more prompts than this wait there."""
+    """Maximum number of prompts that may wait on an endpoint that caches the prefix. With more, the policy
+    looks for an endpoint near it."""
     min_hit_ratio: Share = 0.1
-    """A cached prefix that covers a smaller share of the prompt is ignored. No value is published."""
+    """Smallest share of the prompt that a cached prefix must cover to be considered. No value is
+    published."""
 
 
 class DynamoCredits(Struct, frozen=True):
-    """What Dynamo's policies credit for cached blocks, and how they draw."""
+    """Parameters that Dynamo's policies share: credits for cached blocks, and the sampling temperature."""
 
     temperature: Weight = 0.0
-    """0 chooses the lowest cost; above 0 the choice is drawn by softmax over the normalised costs. Dynamo's
-    router_temperature."""
+    """0: the lowest cost is chosen. Above 0: the choice is random, weighted by softmax over the normalised
+    costs; higher values are more even. Dynamo's router_temperature."""
     device_credit: Factor = 1.0
-    """Prefill blocks credited for each block that the device holds. Dynamo's overlap_score_credit."""
+    """Prefill blocks saved by each block that the GPU caches. Dynamo's overlap_score_credit."""
     host_credit: Factor = 0.75
-    """Prefill blocks credited for each block that only the host's memory holds. Dynamo's
-    host_cache_hit_weight."""
+    """Prefill blocks saved by each block that only host memory caches. Dynamo's host_cache_hit_weight."""
     disk_credit: Factor = 0.25
-    """Prefill blocks credited for each block that only the shared store holds. Dynamo's
-    disk_cache_hit_weight."""
+    """Prefill blocks saved by each block that only the shared store holds. Dynamo's disk_cache_hit_weight."""
 
 
 class DynamoParams(DynamoCredits, frozen=True):
-    """Parameters of dynamo."""
+    """Parameters of the policy dynamo."""
 
     prefill_load_scale: Factor = 1.0
-    """Weight of prefill blocks against decode blocks. Dynamo's prefill_load_scale."""
+    """Weight of a prefill block relative to a decode block. Dynamo's prefill_load_scale."""
 
 
 class DynamoProductParams(DynamoCredits, frozen=True):
-    """Parameters of dynamo_product."""
+    """Parameters of the policy dynamo_product."""
 
 
 class DynamoV1Params(Struct, frozen=True):
-    """Parameters of dynamo_v1."""
+    """Parameters of the policy dynamo_v1."""
 
     overlap_weight: Factor = 2.0
-    """Weight of the cached share of the prompt against KV usage and waiting requests."""
+    """Weight of the cached share of the prompt relative to KV usage and waiting requests."""
 
 
 class KvLinearParams(Struct, frozen=True):
-    """Parameters of kv_linear."""
+    """Parameters of the policy kv_linear."""
 
     hit_weight: Factor = 1.0
-    """Weight of the hit ratio, which speaks for an endpoint."""
+    """Weight of the hit ratio, which raises an endpoint's score."""
     load_weight: Factor = 1.0
-    """Weight of the normalised load, which speaks against it."""
+    """Weight of the normalised load, which lowers an endpoint's score."""
 
 
 class PolicyParams(Struct, frozen=True, kw_only=True):
-    """One block of parameters for each policy that has some. A policy that is not named here has none."""
+    """A block of parameters for each policy that has any."""
 
     ear: EarParams = EarParams()
     perilune: PeriluneParams = PeriluneParams()
@@ -147,7 +153,7 @@ class PolicyParams(Struct, frozen=True, kw_only=True):
 
 
 class PolicyChoice(PolicyParams, frozen=True, kw_only=True):
-    """The rule by which an endpoint is chosen, and the parameters of each policy in a block of its name."""
+    """The policy that chooses the endpoint of a request, and a block of parameters for each policy."""
 
     name: PolicyName = PolicyName.EAR
-    """The policy of requests that do not choose one themselves."""
+    """Policy of the pool."""

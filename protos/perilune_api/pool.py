@@ -1,14 +1,14 @@
-"""The pool document: what a gateway must know of one `InferencePool`.
+"""The pool document: what a gateway must know about one pool.
 
-One YAML (or JSON) document, in the shape of the Kubernetes object. The operator writes it with
-everything resolved; as a file with a static `spec.endpoints` list it runs a gateway without
-Kubernetes. `examples/pool.yaml` is one with comments. Unknown fields and wrong values are refused
-with their path:
+It is one YAML (or JSON) document in the shape of the Kubernetes `InferencePool`. On Kubernetes the operator
+derives it from the `InferencePool`. Without Kubernetes a user writes it, with a static list
+`spec.endpoints`; `examples/pool.yaml` is an example with comments. An unknown field or a wrong value is
+refused with the field's path:
 
     SpecError: Expected `int` >= 1 - at `$.spec.engine.blockSize`
 
-Steps of `load`: parse YAML → convert to frozen structs (types, ranges) → `check` (what one field alone
-cannot know: duplicate addresses, unknown nodes).
+`load` parses the YAML, converts it to frozen structs (types and ranges), and calls `check` for the rules
+that span several fields, such as duplicate addresses and unknown nodes.
 """
 
 from enum import StrEnum
@@ -26,7 +26,7 @@ from perilune_api.topology import NIC_GBITS, Bandwidth, Level, Link, Place, dist
 
 
 class SpecError(ValueError):
-    """The user's document is wrong; the message names the field and the cure."""
+    """The user's document is wrong. The message names the field and, where possible, the remedy."""
 
 
 Address = Annotated[str, Meta(pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:]+\]):\d{1,5}$")]
@@ -46,236 +46,272 @@ class HashAlgorithm(StrEnum):
 
 
 class ExtraKeys(StrEnum):
-    """How LoRA, cache salt and multimodal keys enter vLLM's hash: tagged tuples since 0.31, bare before."""
+    """How vLLM adds LoRA, cache salt and multimodal keys to a block hash. Since 0.31 it adds tagged tuples,
+    before that bare values."""
 
     TAGGED = "tagged"
     BARE = "bare"
 
 
 class Lora(Struct, frozen=True):
-    """An adapter that the engines serve beside the model."""
+    """A LoRA adapter that the engines serve in addition to the model."""
 
     name: Name
-    """What a request writes in `model` to get the adapter."""
+    """Value of `model` in a request that uses this adapter."""
     path: str = ""
-    """vLLM's adapter path; part of its block hashes."""
+    """Path of the adapter as vLLM loads it. vLLM's block hashes include it."""
 
 
 class Model(Struct, frozen=True):
+    """The model that the pool serves, and how the gateway counts its tokens."""
+
     name: Name
-    """What a request writes in `model`."""
+    """Value of `model` in a request for this model."""
     aliases: tuple[Name, ...] = ()
-    """Further names that requests may write in `model`."""
+    """Other values of `model` that also mean this model."""
     loras: tuple[Lora, ...] = ()
-    """Adapters that the engines serve beside it."""
+    """LoRA adapters that the engines serve in addition to the model."""
     tokenizer: str = ""
-    """A folder of the gateway with tokenizer.json and the chat template (on Kubernetes gateway.podTemplate
-    mounts it); empty: ask the engine, see `tokenize`."""
+    """Folder in the gateway's file system with tokenizer.json and the chat template; on Kubernetes,
+    gateway.podTemplate mounts it. Empty: the gateway has no local tokenizer (see `tokenize`)."""
     tokenize: Literal["auto", "local", "engine", "estimate"] = "auto"
-    """auto: local where `tokenizer` is set, else the engine's /tokenize, else estimate."""
+    """How the gateway tokenizes prompts. local: with `tokenizer`. engine: through the engine's /tokenize.
+    estimate: by `bytesPerToken`. auto: local if `tokenizer` is set, else engine, and estimate where that
+    fails."""
     bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
-    """Bytes of text per token, to begin estimates with; each session learns its own."""
+    """Bytes of text per token, for the first estimate of a session. Later estimates use the ratio that the
+    engine reported for that session."""
     context_tokens: Positive = 131_072
-    """Longest prompt and answer together, in tokens."""
+    """Maximum number of tokens of a prompt and its answer together."""
     kv_bytes_per_token: Positive = 98_304
-    """Bytes of one token in the KV cache, all layers together."""
+    """Bytes that one token takes in the KV cache, summed over all layers."""
 
 
 class Hashing(Struct, frozen=True):
-    """How the engines hash KV blocks; the gateway has to do the same."""
+    """How the engines hash KV blocks. The gateway computes the same hashes to look prompts up."""
 
     algorithm: HashAlgorithm = HashAlgorithm.SHA256
+    """Must equal the engines' `--prefix-caching-hash-algo`."""
     seed: str = ""
-    """PYTHONHASHSEED of the engines; empty: unset (vLLM >= 0.29 then uses a fixed seed)."""
+    """PYTHONHASHSEED of the engines. Empty: the variable is not set, and vLLM >= 0.29 uses a fixed seed."""
     extra_keys: ExtraKeys = ExtraKeys.TAGGED
+    """How vLLM adds LoRA, cache salt and multimodal keys to a block hash. tagged: as tagged tuples, which
+    vLLM does since 0.31. bare: as bare values, which earlier versions do."""
 
 
 class Engine(Struct, frozen=True):
-    """What a gateway must know of the engines."""
+    """What a gateway must know about the engines."""
 
     block_size: Positive = 16
-    """Tokens per KV block; must equal the engines' `--block-size`."""
+    """Tokens per KV block. Must equal the engines' `--block-size`."""
     hashing: Hashing = Hashing()
     kv_pool_tokens: Positive = 281_600
-    """Tokens that one endpoint's device KV pool holds."""
+    """Number of tokens that fit into the KV cache on one endpoint's GPUs."""
     prefill_scale: Annotated[float, Meta(gt=0)] = 1.0
-    """Seconds of prefill here / seconds on one H20 with a 30B-A3B model, as a first belief."""
+    """Prefill time of these engines divided by that of one H20 with a 30B-A3B model. It starts the
+    predictions, which the gateway then corrects by measurement. 1: as fast as that H20."""
     store: bool = False
-    """The engines share a KV store pool, so that a moved session's KV follows it."""
+    """Whether the engines share a KV store, from which an endpoint can load a moved session's KV."""
 
 
 class SessionKeys(Struct, frozen=True):
-    """How a request tells its session. Headers come first, so that it is the same without the body."""
+    """How the gateway finds the session of a request. Headers take precedence over the body, so that the
+    session is the same before and after the body arrives."""
 
     headers: tuple[Name, ...] = ()
-    """Headers that name the session, asked before the well-known ones (names.SESSION_HEADERS)."""
+    """Request headers that hold the session id. They take precedence over the well-known headers
+    names.SESSION_HEADERS, which always count."""
     cookie: str = ""
-    """Name of a cookie that holds the session id; empty: none is read."""
+    """Name of a cookie that holds the session id. Empty: cookies are not read."""
     body_user: bool = False
-    """Take the body's `user` as session id."""
+    """Whether the body's `user` is taken as the session id."""
     infer: bool = True
-    """A prompt that extends an earlier prompt continues its session."""
+    """Whether a prompt that extends an earlier prompt continues that prompt's session when nothing else names
+    one."""
     tenant_header: str = ""
-    """Names the tenant; empty: a hash of the Authorization value. A binding is found under both."""
+    """Request header that names the tenant; sessions of different tenants are never the same session. Empty:
+    a hash of the Authorization header names the tenant. A session is found by tenant and session id."""
     idle_seconds: Seconds = 1800.0
-    """A session that was silent for so many seconds is forgotten."""
+    """Seconds without a request after which the gateway forgets a session."""
     max_sessions: Positive = 100_000
-    """Sessions that a gateway remembers; the longest silent is forgotten first."""
+    """Maximum number of sessions that a gateway remembers. Above it, the gateway forgets the session that has
+    been idle longest."""
 
 
 class Limits(Struct, frozen=True):
-    """When a request is refused instead of routed."""
+    """When the gateway refuses a request instead of routing it."""
 
     max_body_bytes: Positive = 32 * 1024 * 1024
-    """A request with a larger body is refused, in bytes."""
+    """Maximum size of a request body in bytes. A larger one is refused with 413."""
     max_pending_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Refuse with 429 when every endpoint has more seconds of queued prefill than this; 0: never."""
+    """Refuses a request with 429 when every endpoint has more seconds of queued prefill than this. 0: no
+    limit."""
     ttft_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Refuse with 429 when no endpoint is predicted to give the first token in time; 0: none. A request may
-    set its own (names.SLO_TTFT_HEADER)."""
+    """Refuses a request with 429 when every endpoint's predicted time to the first token is longer than this,
+    in seconds. 0: no limit. A request may set its own limit with names.SLO_TTFT_HEADER."""
     tpot_slo_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """The same for the mean time per further token (names.SLO_TPOT_HEADER)."""
+    """Refuses a request with 429 when every endpoint's predicted mean time per output token is longer than
+    this, in seconds. 0: no limit. A request may set its own limit with names.SLO_TPOT_HEADER."""
     objectives: dict[str, Annotated[int, Meta(ge=-8, le=8)]] = msgspec.field(default_factory=dict)
-    """Priority level by the objective that a request names (names.OBJECTIVE_HEADERS): each level doubles the
-    backlog at which it is refused, each below 0 halves it."""
+    """Priority level of each objective; a request names its objective with names.OBJECTIVE_HEADERS. Each
+    level above 0 doubles the queue at which the gateway refuses the request, each level below 0 halves it."""
     decision_seconds: Seconds = 1.5
-    """A tokenizer that takes more seconds is given up for this request, which is then routed by estimate."""
+    """Maximum seconds that tokenizing a prompt may take. After that, the gateway routes the request by an
+    estimate of its length."""
 
 
 class MoveTrigger(StrEnum):
-    """What the migration planner acts on."""
+    """Situations in which the migration planner moves sessions or replicates prefixes."""
 
     DRAIN = "drain"
-    """An endpoint drains: its sessions leave it."""
+    """An endpoint drains: its sessions move to other endpoints."""
     HOT_HOST = "hot_host"
-    """Too much prefill is queued on an endpoint. Left out for policies that move sessions from hot hosts
-    themselves (ear, perilune): two judges of one question disagree."""
+    """An endpoint has too much queued prefill: sessions leave it. Has no effect with the policies ear and
+    perilune, which move sessions from hot endpoints themselves."""
     RACK_PRESSURE = "rack_pressure"
-    """A rack has far more queued than the others."""
+    """A rack has far more queued prefill than the others: sessions leave it."""
     REPLICATE = "replicate"
-    """Many new sessions begin with one prefix: more endpoints get it."""
+    """Many new sessions begin with one prefix: further endpoints get a copy of it."""
 
 
 class Migration(Struct, frozen=True):
-    """A planner that moves sessions and replicates prefixes ahead of their requests, beside any policy. The
-    next request concerned carries out what the planner offers."""
+    """A background planner, independent of the policy, that proposes to move a session or to replicate a
+    prefix. The next request of that session, or with that prefix, carries the proposal out."""
 
     triggers: tuple[MoveTrigger, ...] = (MoveTrigger.DRAIN,)
-    """What it acts on. Empty: it moves nothing, and sessions of a draining endpoint stay until their policy
-    or its end moves them."""
+    """Situations in which the planner acts. Empty: it proposes nothing, and the sessions of a draining
+    endpoint stay there until their policy moves them or the endpoint ends."""
     interval_seconds: Seconds = 1.0
-    """Seconds between two plans."""
+    """Seconds between two runs of the planner."""
     worth: Annotated[float, Meta(ge=1)] = 1.5
-    """A move must bring this many times its cost."""
+    """The expected gain of a move divided by its cost must be at least this."""
     cooldown_seconds: Weight = 30.0
-    """Seconds that must pass between two moves of one session."""
+    """Minimum seconds between two moves of one session."""
     moves_per_minute: Annotated[int, Meta(ge=0)] = 50
-    """Most moves per minute in the whole pool; 0: none."""
+    """Maximum number of moves per minute in the whole pool. 0: no moves."""
     hot_pending_seconds: Weight = 1.5
-    """hot_host, rack_pressure: seconds of queued prefill above which a host, or a rack on average, is hot."""
+    """For hot_host and rack_pressure: seconds of queued prefill above which an endpoint, or a rack on
+    average, is overloaded."""
     rack_pressure: Annotated[float, Meta(ge=1)] = 2.0
-    """rack_pressure: mean queue of a rack / of the fleet, above which sessions leave the rack."""
+    """For rack_pressure: mean queue of a rack divided by the mean queue of the fleet, above which sessions
+    leave the rack."""
     load_persistence: Share = 0.5
-    """Share of the difference between two queues that is left a turn later."""
+    """Share of the difference between two endpoints' queues that is expected to remain one turn later."""
     max_remaining_turns: Weight = 20.0
-    """Most turns that a session is expected to have left."""
+    """Upper bound of the number of turns that a session is expected to have left."""
     replicate_score: Weight = 0.3
-    """replicate: frequency score (uses / square root of the age in seconds) from which a prefix is hot."""
+    """For replicate: score (number of uses divided by the square root of the age in seconds) from which a
+    prefix is replicated."""
 
 
 class EnginePriority(Struct, frozen=True):
-    """In which order an engine serves the requests that wait there."""
+    """The order in which an engine serves its waiting requests."""
 
     ageing_weight: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Seconds of waiting that a second of uncached prefill weighs; 0: first come, first served. Above 0 the
-    engines run with `--scheduling-policy priority` and the gateway writes `priority` into every body, so it
-    has to read every body: no decision is taken from headers alone."""
+    """Ranks a request as if it had arrived this many seconds later for each second of uncached prefill that
+    it needs, so that short prompts overtake long ones. 0: first come, first served. Above 0, the engines run
+    with `--scheduling-policy priority` and the gateway writes `priority` into every request body, so it waits
+    for every body before it decides."""
 
 
 class Routing(Struct, frozen=True):
-    """Which endpoint gets a request: policy, sessions, migration, admission."""
+    """How the gateway chooses the endpoint of a request: policy, sessions, migration, admission."""
 
     policy: PolicyChoice = PolicyChoice()
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
     allow_policy_header: bool = False
-    """A request may choose its policy with x-perilune-policy."""
+    """Whether a request may choose its policy with the header names.POLICY_HEADER."""
     session: SessionKeys = SessionKeys()
     limits: Limits = Limits()
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
-    """Further endpoints that Envoy may try, in order, after the chosen one."""
+    """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
+    one fails."""
 
 
 class NodePlace(Struct, frozen=True):
-    """Where a node stands in the fabric, and what it brings."""
+    """Where a node stands in the fabric, and its hardware."""
 
     rack: str = ""
-    """Top-of-rack switch; empty: unknown."""
+    """Name of the rack, or of its top-of-rack switch. Empty: unknown."""
     spine: str = ""
-    """Group of racks under one spine; empty: unknown."""
+    """Name of the spine, a group of racks. Empty: unknown."""
     gpu: str = ""
-    """GPU product, as GPU feature discovery names it (NVIDIA-H20); empty: unknown."""
+    """GPU product as GPU feature discovery names it, such as NVIDIA-H20. Empty: unknown."""
     nics: Annotated[int, Meta(ge=0)] = 0
-    """Network cards that carry KV, for display; 0: unknown."""
+    """Number of network cards that carry KV transfers; shown only, never used in a prediction. 0: unknown."""
     nic_gbits: Weight = 0.0
-    """Speed of each, in Gbit/s; 0: unknown."""
+    """Speed of each of these network cards in Gbit/s. The predicted time of a KV transfer between two nodes
+    follows the slower node's cards. 0: unknown, predictions assume 200."""
 
 
 class Topology(Struct, frozen=True):
-    """The fabric: where the nodes stand."""
+    """The fabric: where each node stands."""
 
     nodes: dict[str, NodePlace] = msgspec.field(default_factory=dict)
-    """By name."""
+    """Place and hardware of each node, by the node's name."""
 
     def place(self, node: str) -> Place:
         where = self.nodes.get(node, NodePlace())
         return Place(node, where.rack, where.spine)
 
     def link(self, a: Place, b: Place, slowdown: float = 1.0) -> Link:
-        """Two nodes are joined as fast as the slower one's network cards, where they tell their speed."""
+        """Return the link between two places, as fast as the slower node's network cards."""
         level = distance(a, b)
         return Link(level, Bandwidth().at(level) * self._scale(level, a, b), slowdown)
 
     def _scale(self, level: Level, a: Place, b: Place) -> float:
+        """Return the speed of the slower node's network cards divided by NIC_GBITS."""
         if level is Level.NODE:
             return 1.0
-        told = (self.nodes.get(place.node, NodePlace()).nic_gbits for place in (a, b))
-        return min(gbits or NIC_GBITS for gbits in told) / NIC_GBITS
+        known = (self.nodes.get(place.node, NodePlace()).nic_gbits for place in (a, b))
+        return min(gbits or NIC_GBITS for gbits in known) / NIC_GBITS
 
 
 class EndpointSpec(Struct, frozen=True):
     """One vLLM server."""
 
     address: Address
-    """Where it serves HTTP: `ip:port`, IPv6 in brackets."""
+    """Address of its HTTP server: `ip:port`, with IPv6 in brackets."""
     node: str = ""
-    """Name of the node that it runs on, one of topology.nodes; empty: unknown, and far from everything."""
+    """Name of the node that it runs on, one of topology.nodes. Empty: unknown, so every transfer to or from
+    it is predicted at the speed of the widest level."""
     events: tuple[ZmqAddress, ...] = ()
-    """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`); none: approximate."""
+    """ZMQ addresses of its KV events, one per data-parallel rank (`tcp://ip:port`). Empty: the gateway
+    estimates what the endpoint caches from the requests that it routed there."""
     replay: tuple[ZmqAddress, ...] = ()
-    """ZMQ addresses that replay missed events, in the order of `events`."""
+    """ZMQ addresses that replay missed events, in the order of `events`. Empty: missed events are not
+    replayed."""
     draining: bool = False
-    """Known sessions finish here, new ones go elsewhere."""
+    """Whether the endpoint drains: it keeps its sessions' requests and gets no new sessions."""
     ready: bool = True
-    """False: what it holds stays known, and nobody is sent there."""
+    """Whether the endpoint may get requests. false: the gateway sends it none, but remembers what it
+    caches."""
 
 
 class Spec(Struct, frozen=True):
+    """The pool: its model, engines, routing, fabric and endpoints."""
+
     model: Model
     engine: Engine = Engine()
     routing: Routing = Routing()
     topology: Topology = Topology()
     endpoints: tuple[EndpointSpec, ...] = ()
+    """Static list of endpoints. On Kubernetes it is empty: the gateway watches the engine pods instead."""
 
 
 class Metadata(Struct, frozen=True):
+    """Names the pool."""
+
     name: Name
-    """Name of the pool, for logs and metrics."""
+    """Name of the pool in logs and metrics."""
     namespace: Name = "default"
-    """Namespace of the pool, likewise."""
+    """Namespace of the pool in logs and metrics."""
 
 
 class Pool(Struct, frozen=True):
+    """A whole pool document."""
+
     metadata: Metadata
     spec: Spec
     api_version: Literal["perilune.dev/v1alpha1"] = "perilune.dev/v1alpha1"
@@ -283,36 +319,53 @@ class Pool(Struct, frozen=True):
 
 
 def load(path: Path) -> Pool:
-    """Read and check a pool document. Raises SpecError with the field's path, OSError as the system does."""
+    """Read and check a pool document.
+
+    Raises SpecError with the field's path, and OSError when the file cannot be read.
+    """
     return parse(path.read_bytes())
 
 
 def parse(text: bytes | str) -> Pool:
-    """YAML or JSON → a checked pool. Raises SpecError."""
+    """Parse YAML or JSON into a checked pool. Raises SpecError."""
     try:
         pool = msgspec.yaml.decode(text, type=Pool)
-    except msgspec.DecodeError as error:  # ValidationError is one of them
-        raise SpecError(_moved(text) or str(error)) from None
+    except msgspec.DecodeError as error:  # the base class of ValidationError
+        raise SpecError(_explain(text) or str(error)) from None
     check(pool)
     return pool
 
 
-def _moved(text: bytes | str) -> str:
-    """Which fields of a refused document have moved; empty when none has."""
+_OBJECT_ONLY = ("gateway", "mooncake", "replicas", "rollout", "scaling")
+"""Fields of `spec` that an InferencePool on Kubernetes has and a pool document does not have."""
+
+
+def _explain(text: bytes | str) -> str:
+    """Return a better message for a refused document where there is one, else an empty string."""
     try:
         document = msgspec.yaml.decode(text)
     except msgspec.DecodeError:
         return ""
-    return moved_fields.explain(document.get("spec")) if isinstance(document, dict) else ""
+    spec = document.get("spec") if isinstance(document, dict) else None
+    if moved := moved_fields.explain(spec):
+        return moved
+    field = next((field for field in _OBJECT_ONLY if isinstance(spec, dict) and field in spec), "")
+    if not field:
+        return ""
+    return (
+        "This looks like the Kubernetes object InferencePool, which the operator reads. The gateway reads a "
+        "pool document: model, engine, routing, topology and a list of endpoints, such as examples/pool.yaml "
+        f"- at `$.spec.{field}`"
+    )
 
 
 def dump(pool: Pool) -> bytes:
-    """YAML that `parse` reads back to an equal pool."""
+    """Return YAML that `parse` reads back to an equal pool."""
     return msgspec.yaml.encode(pool)
 
 
 def _is_ip_port(address: str) -> bool:
-    """Whether the numbers of an `Address` are in range."""
+    """Return whether the numbers of an `Address` are in range."""
     host, _, port = address.rpartition(":")
     try:
         ip_address(host.strip("[]"))
@@ -322,22 +375,22 @@ def _is_ip_port(address: str) -> bool:
 
 
 def check(pool: Pool) -> None:
-    """What one field alone cannot know. Raises SpecError."""
+    """Check the rules that span several fields. Raises SpecError."""
     spec = pool.spec
     seen: set[str] = set()
     for i, endpoint in enumerate(spec.endpoints):
         at = f"at `$.spec.endpoints[{i}]"
         if not _is_ip_port(endpoint.address):
-            raise SpecError(f"There is no address {endpoint.address} - {at}.address`")
+            raise SpecError(f"{endpoint.address} is not a valid IP address and port - {at}.address`")
         if endpoint.address in seen:
             raise SpecError(f"Address {endpoint.address} is listed twice - {at}.address`")
         seen.add(endpoint.address)
         if endpoint.node and spec.topology.nodes and endpoint.node not in spec.topology.nodes:
             raise SpecError(
-                f"Unknown node {endpoint.node!r}, known are {sorted(spec.topology.nodes)} - {at}.node`"
+                f"Node {endpoint.node!r} is not one of {sorted(spec.topology.nodes)} - {at}.node`"
             )
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
-            raise SpecError(f"As many replay as event addresses are needed - {at}.replay`")
+            raise SpecError(f"replay must have as many addresses as events - {at}.replay`")
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
     for model in models:
         if models.count(model) > 1:

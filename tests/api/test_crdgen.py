@@ -68,7 +68,7 @@ def test_a_field_becomes_a_schema(path: str, facts: dict[str, Any]) -> None:
 
 
 def test_a_text_comes_from_the_string_under_the_attribute() -> None:
-    assert field("spec.engine.blockSize")["description"].startswith("Tokens per KV block; must equal")
+    assert field("spec.engine.blockSize")["description"].startswith("Tokens per KV block. Must equal")
 
 
 def fields_of(of: type, path: str = "") -> Iterator[str]:
@@ -131,7 +131,7 @@ def test_an_objects_items_explain_themselves() -> None:
 
 def test_values_of_an_enum_say_what_they_mean() -> None:
     text = field("spec.routing.policy.conductor.arm")["description"]
-    assert "no_scheduling: any endpoint, drawn." in text
+    assert "no_scheduling: a random endpoint." in text
 
 
 def test_every_rule_has_a_message_a_user_can_act_on() -> None:

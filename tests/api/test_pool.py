@@ -35,6 +35,14 @@ def test_the_smallest_document() -> None:
         pytest.param(document(engine={"blockSize": 0}), ">= 1 - at `$.spec.engine.blockSize`", id="range"),
         pytest.param(document(engine={"blockSiz": 1}), "unknown field `blockSiz`", id="typo"),
         pytest.param(document(engine={"blockSize": "x"}), "at `$.spec.engine.blockSize`", id="type"),
+        *(
+            pytest.param(
+                document(**{field: {}}),
+                f"a list of endpoints, such as examples/pool.yaml - at `$.spec.{field}`",
+                id=f"an InferencePool with {field}",
+            )
+            for field in ("gateway", "mooncake", "rollout", "scaling")
+        ),
         pytest.param(
             document(engine={"hashing": {"algorithm": "md5"}}),
             "at `$.spec.engine.hashing.algorithm`",
@@ -63,7 +71,7 @@ def test_the_smallest_document() -> None:
             document(
                 endpoints=[{"address": "127.0.0.1:1", "node": "x"}], topology={"nodes": {"a": {"rack": "r"}}}
             ),
-            "Unknown node 'x', known are ['a'] - at `$.spec.endpoints[0].node`",
+            "Node 'x' is not one of ['a'] - at `$.spec.endpoints[0].node`",
             id="unknown node",
         ),
         pytest.param(

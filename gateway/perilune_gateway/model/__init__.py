@@ -1,14 +1,15 @@
-"""The values that the gateway's parts exchange. This package imports no other part of the gateway.
+"""The values that the parts of the gateway exchange. This package imports no other part of the gateway.
 
     RequestHead ──▶ RequestView ──┐
                                   ├─▶ policy ─▶ Decision │ Refusal │ NeedBody ─▶ Routed
     Endpoint, Load, Overlap ─▶ Candidate ──┘
 
-All are immutable but for `RequestHead.identity`. Units are in the names: token counts are integers, names
-ending in `_s` are seconds, `kv_usage` is between 0 and 1. An endpoint is named by its address, `ip:port`.
+All values except `RequestHead.identity` are immutable. Names carry the unit: names ending in `_tokens` count
+tokens, names ending in `_s` are seconds, and `kv_usage` is between 0 and 1. An endpoint is identified by its
+address, `ip:port`.
 
-Values made for every request are msgspec structs or named tuples: a frozen dataclass costs five times as much
-to make.
+Values that are created for every request are msgspec structs or named tuples, because creating a frozen
+dataclass takes five times as long.
 """
 
 from perilune_gateway.model.decision import (

@@ -19,49 +19,49 @@ class Reason(StrEnum):
     LEAST_LOADED = "least_loaded"
     POWER_OF_TWO = "power_of_two"
     COLD = "cold"
-    """No host yet (or its host is gone): the endpoint with the fewest pending prefill tokens."""
+    """The session has no host, or its host is gone; the endpoint has the lowest cost."""
     HOST = "host"
-    """The session's host, which is not hot."""
+    """The session stays on its host, which is not hot."""
     MOVED = "moved"
-    """The host is hot, drains, or costs more by enough: the session moves with this request."""
+    """The session leaves its host, which is hot, drains, or costs enough more than the target."""
     HOT_COOLDOWN = "hot_cooldown"
-    """The session would move, but it moved too recently: it stays."""
+    """The host is hot, but the session moved too recently and stays."""
     HOT_NOWHERE = "hot_nowhere"
-    """The host is hot, but no endpoint with KV room has less pending: it stays."""
+    """The host is hot, but no endpoint with KV room has fewer pending tokens, so the session stays."""
     PASS_THROUGH = "pass_through"
-    """Not a request for the model: any ready endpoint."""
+    """The request is not for the model and goes to any ready endpoint."""
     FORCED = "forced"
-    """Named by the conformance header (only with --conformance)."""
+    """The conformance header names the endpoint (only with --conformance)."""
     LOWEST_COST = "lowest_cost"
-    """The policy's formula gives it the lowest cost."""
+    """The endpoint has the lowest cost by the policy's formula."""
     SAMPLED = "sampled"
-    """Drawn; the lower the cost, the likelier."""
+    """The policy chose randomly; endpoints with a lower cost are more probable."""
     CACHE_NODE = "cache_node"
-    """It holds the prefix, has KV room and a short queue: the shortest of such queues."""
+    """The endpoint caches the prefix, has KV room, and has the shortest queue of such endpoints."""
     NEAR_CACHE = "near_cache"
-    """No holder of the prefix will do; it is near one, by distance and queue."""
+    """No endpoint that caches the prefix is suitable; this one is near such an endpoint."""
     NO_CACHE = "no_cache"
-    """Nothing worth using is cached: the least loaded."""
+    """No useful prefix is cached; the endpoint is the least loaded."""
     CACHE_AWARE = "cache_aware"
-    """Lowest predicted TTFT with what it holds itself."""
+    """The endpoint has the lowest predicted TTFT with its own cached prefix."""
     CACHE_BALANCING = "cache_balancing"
-    """Lowest predicted TTFT with the best holder's prefix transferred to it."""
+    """The endpoint has the lowest predicted TTFT, with the longest cached prefix transferred to it."""
     NOT_WORTH = "not_worth"
     """Another endpoint is cheaper than the session's host, but not by enough to move the session."""
     SPLIT = "split"
-    """Prefill on one endpoint, decode on another."""
+    """Prefill runs on one endpoint, decode on another."""
     PLANNED = "planned"
     """The migration planner moves the session; `Decision.move` says why."""
     REPLICA = "replica"
-    """The migration planner wants a copy of the prompt's prefix there."""
+    """The migration planner copies the prompt's prefix to this endpoint."""
 
 
 MOVING = frozenset({Reason.MOVED, Reason.PLANNED})
-"""Reasons with which a session leaves its host."""
+"""Reasons for which a session leaves its host."""
 
 
 class RefuseReason(StrEnum):
-    """Why no endpoint was chosen: metric label, response header, error code."""
+    """Why a request was refused: metric label, response header, error code."""
 
     BAD_JSON = "bad_json"
     NO_MODEL = "no_model"
@@ -87,6 +87,7 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.OVERLOADED: 429,
     RefuseReason.INTERNAL: 500,
 }
+"""HTTP status of each refusal."""
 
 
 class Outcome(StrEnum):
@@ -94,13 +95,13 @@ class Outcome(StrEnum):
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
-    """The client or Envoy went away before the answer ended."""
+    """The client or Envoy closed the stream before the answer ended."""
     FAILED = "failed"
-    """The endpoint answered 5xx, or broke off."""
+    """The endpoint answered with 5xx, or its answer broke off."""
 
 
 class Step(StrEnum):
-    """Steps of one decision: keys of `DecisionRecord.timings_us`."""
+    """Steps of one decision; the keys of `DecisionRecord.timings_us`."""
 
     PARSE = "parse"
     TOKENIZE = "tokenize"
@@ -111,7 +112,7 @@ class Step(StrEnum):
 
 
 class Cost(NamedTuple):
-    """One candidate's cost; lower is better. `terms` are its named parts."""
+    """One candidate's cost; lower is better. `terms` are the named numbers behind it."""
 
     address: str
     total: float
@@ -119,37 +120,38 @@ class Cost(NamedTuple):
 
 
 class Decision(Struct, frozen=True, gc=False):
-    """What a policy chose, and the numbers it chose by."""
+    """The endpoint that a policy chose, and the numbers behind the choice."""
 
     target: str
     reason: Reason
     costs: Sequence[Cost] = ()
-    """Of every candidate, in the candidates' order."""
+    """Cost of every candidate, in the candidates' order."""
     moved_from: str = ""
-    """The host that the session leaves, if it moves."""
+    """Address of the host that the session leaves; empty if it does not move."""
     prefill: str = ""
-    """Where the prefill runs, if not on the target; the target then decodes."""
+    """Address where the prefill runs, if not on the target; the target then only decodes."""
     prefill_queued: bool = False
-    """The prefill goes into the pool's prefill queue: whichever prefill endpoint is free takes it."""
+    """Whether the prefill goes into the pool's prefill queue, from which the next free endpoint takes it."""
     replicate_from: str = ""
-    """Whom the prefilling endpoint pulls the prefix from, before or while it prefills the rest. A pull that
-    fails means recompute. Empty: it uses what it holds itself or the shared store."""
+    """Address that the prefilling endpoint pulls the prefix from; if that fails, it recomputes the prefix.
+    Empty: it uses its own caches and the shared store."""
     cached_tokens: int = 0
-    """Prompt tokens that the policy counts on not having to prefill; 0 where it does not look."""
+    """Number of prompt tokens that the policy expects to be cached; 0 if it does not predict that."""
     estimated_ttft_s: float = 0.0
-    """Queue, fetching and prefill as the policy reckoned; 0: it did not."""
+    """Predicted seconds of queue, fetch and prefill; 0 if the policy does not predict them."""
     estimated_tpot_s: float = 0.0
+    """Predicted seconds per output token; 0 if the policy does not predict them."""
     move: Move | None = None
-    """The planner's offer that is carried out, with its reason and numbers."""
+    """The planner's proposal that this decision carries out, with its reason and numbers."""
 
     @property
     def prefill_endpoint(self) -> str:
-        """Empty while the prefill is queued."""
+        """Address where the prefill runs; empty while it is queued."""
         return "" if self.prefill_queued else self.prefill or self.target
 
 
 class Refusal(Struct, frozen=True, gc=False):
-    """No endpoint; the client gets an error in OpenAI's form."""
+    """No endpoint was chosen; the client gets an error in OpenAI's format."""
 
     reason: RefuseReason
     message: str
@@ -161,7 +163,7 @@ class Refusal(Struct, frozen=True, gc=False):
 
 
 class NeedBody(Struct, frozen=True, gc=False):
-    """The headers do not suffice; decide when the body is there."""
+    """The headers do not suffice; the decision waits for the body."""
 
 
 NEED_BODY = NeedBody()
@@ -169,14 +171,14 @@ Verdict = Decision | Refusal | NeedBody
 
 
 class Routed(Struct, frozen=True, gc=False):
-    """A decision that has been recorded: what Envoy must be told, and the ticket of its load."""
+    """A recorded decision: the answer for Envoy, and the ticket of the request's load."""
 
     ticket: int
-    """Names the request until `router.finished(ticket)`, which must come exactly once."""
+    """Identifies the request until `router.finished(ticket)`, which must be called exactly once."""
     destinations: tuple[str, ...]
-    """The chosen endpoint, then fallbacks."""
+    """Address of the chosen endpoint, followed by the fallbacks."""
     request_id: str
     decision_header: str = ""
-    """Value of the response header x-perilune-decision, where asked for."""
+    """Value of the response header x-perilune-decision; empty if the client did not ask for it."""
     priority: int | None = None
-    """To be written into the body, for the engine; None: the body stays as it is."""
+    """Value of `priority` to write into the body for the engine; None: the body stays unchanged."""

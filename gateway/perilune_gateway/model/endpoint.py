@@ -1,7 +1,7 @@
-"""An endpoint: what it is, what it has to do, what it holds of a prompt, and all of it as a candidate.
+"""An endpoint, its load, its overlap with a prompt, and all of these together as a candidate.
 
-An endpoint is named by its address, `ip:port`, everywhere. Names that end in `_s` are seconds; `kv_usage` is
-between 0 and 1.
+An endpoint is identified by its address, `ip:port`. Names that end in `_s` are seconds; `kv_usage` is between
+0 and 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from perilune_gateway.model.engine_model import H20_30B, EngineModel
 
 
 class Tier(StrEnum):
-    """Where a block lies; `device` and `host` belong to an endpoint, `store` to the pool."""
+    """Where a block is cached. `device` and `host` memory belong to an endpoint, `store` to the pool."""
 
     DEVICE = "device"
     HOST = "host"
@@ -38,27 +38,32 @@ class Endpoint:
 
 
 class Load(NamedTuple):
-    """What an endpoint has to do."""
+    """The work that an endpoint has to do."""
 
     pending_prefill_tokens: int = 0
-    """Uncached prompt tokens waiting or running."""
+    """Number of uncached prompt tokens whose prefill waits or runs."""
     pending_prefill_s: float = 0.0
+    """Predicted seconds of that prefill."""
     in_flight: int = 0
-    """Requests that this gateway sent there and that have not ended."""
+    """Number of requests that this gateway sent to the endpoint and that have not ended."""
     running: int = 0
-    """As the engine's metrics say."""
+    """Number of running requests, by the engine's metrics."""
     waiting: int = 0
+    """Number of waiting requests, by the engine's metrics."""
     kv_usage: float = 0.0
+    """Used share of the device's KV pool, 0 to 1."""
     kv_free_tokens: int = 0
+    """Number of tokens that still fit into the device's KV pool."""
     sessions: int = 0
+    """Number of sessions bound to the endpoint."""
     metrics_age_s: float = inf
-    """Seconds since its metrics were read; inf: never."""
+    """Seconds since the engine's metrics were read; inf: never."""
     prefilling: int = 0
-    """Of the requests in flight, those whose prefill has not ended."""
+    """Number of requests in flight whose prefill has not ended."""
     active_kv_tokens: int = 0
-    """Context tokens of the requests in flight."""
+    """Number of context tokens of the requests in flight."""
     kv_pool_tokens: int = 0
-    """Tokens that its device KV pool holds; 0: unknown."""
+    """Number of tokens that fit into the device's KV pool; 0: unknown."""
 
     @property
     def decoding(self) -> int:
@@ -71,29 +76,30 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One server, its data-parallel ranks summed (`kv_usage`: their mean). Counters start with the engine."""
+    """Metrics of one server, summed over its data-parallel ranks (`kv_usage` is their mean)."""
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    """0 to 1."""
+    """Used share of the device's KV pool, 0 to 1."""
     prefix_queries_tokens: float = 0.0
-    """Prompt tokens that were looked up in its prefix cache, and those of them that were found."""
+    """Number of prompt tokens looked up in the prefix cache since the engine started."""
     prefix_hits_tokens: float = 0.0
+    """Number of those tokens that were cached."""
     block_size: int = 0
-    """0: not said."""
+    """Tokens per KV block; 0: not reported."""
     gpu_blocks: int = 0
-    """KV blocks on the device; 0: not said."""
+    """Number of KV blocks on the device; 0: not reported."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its device KV pool holds; 0: not said."""
+        """Number of tokens that fit into the device's KV pool; 0: not reported."""
         return self.block_size * self.gpu_blocks
 
 
 class Overlap(NamedTuple):
-    """Leading prompt tokens that are cached for an endpoint, counted cumulatively by tier:
-    `host_tokens` are those that device or host hold, `store_tokens` those that any tier holds."""
+    """Number of leading prompt tokens that are cached for an endpoint, cumulative by tier: `host_tokens`
+    counts those on device or host, `store_tokens` those on any tier."""
 
     device_tokens: int = 0
     host_tokens: int = 0
@@ -101,23 +107,23 @@ class Overlap(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """An endpoint that may be chosen, with every fact that a formula needs."""
+    """An endpoint that may be chosen, with every fact that a policy needs."""
 
     endpoint: Endpoint
     load: Load = Load()
     overlap: Overlap = Overlap()
     prefill_s: float = 0.0
-    """Predicted seconds of prefill of this prompt here, its overlap subtracted."""
+    """Predicted seconds of the prefill of this prompt, without its overlap."""
     seconds_since_move: float = inf
-    """Since a session last moved in or out."""
+    """Seconds since a session last moved to or from the endpoint."""
     links: Mapping[str, Link] = MappingProxyType({})
-    """To the endpoints that hold the prefix (at least to the prefix's locations), by address."""
+    """Links to other endpoints by address, at least to the locations of the prompt's prefix."""
     engine: EngineModel = H20_30B
-    """How fast it is, as believed and corrected by what was observed."""
+    """Speed of the engine, corrected by measurement."""
     decode_s: float = 0.0
-    """Seconds that a request decodes there, as observed; 0: unknown."""
+    """Mean measured seconds that a request decodes on the endpoint; 0: unknown."""
     ttft_ratio: float = 1.0
-    """Observed / predicted seconds to the first token there."""
+    """Measured divided by predicted seconds to the first token."""
 
     @property
     def address(self) -> str:

@@ -1,16 +1,15 @@
-"""Seconds that an engine needs: prefill, decode, request overhead, KV transfer.
+"""Predicts the seconds that an engine needs for prefill, decode, request overhead and KV transfer.
 
-One roofline model, a frozen value. Prefill is compute-bound (dense FLOPs per token plus attention, which
-grows with the context, so a prompt costs more than linearly); decode is bound by memory (weights of the
-experts that the batch touches, plus the KV of every context). The gateway counts queued work with it, in
-seconds, because on a GPU poor in compute tokens are a bad measure of work; the simulated engine
-takes its time from it.
+It is a roofline model. Prefill is bound by compute: dense FLOPs per token, plus attention, which grows with
+the context, so prefill time grows faster than linearly with the prompt. Decode is bound by memory: the
+weights of the experts that the batch uses, plus the KV of every context. The gateway measures queued work
+with it, because seconds describe work better than tokens do, and the simulated engine takes its timing from
+it.
 
 The numbers of `H20_30B` are fitted to measurements of Qwen3-Coder-30B-A3B in BF16 on one H20 (96 GB,
-4.0 TB/s, 148 TFLOPS BF16): prefill within 5 % at 1k … 128k tokens. Other hardware: `scaled(factor)`, a
-first belief.
-
-Cost: arithmetic only. Not modelled: tensor parallelism's communication, multimodal encoders.
+4.0 TB/s, 148 TFLOPS BF16); predicted prefill times are within 5 % for 1k to 128k tokens. `scaled(factor)`
+gives a first estimate for other hardware. The model leaves out the communication of tensor parallelism and
+multimodal encoders.
 """
 
 from collections.abc import Iterable
@@ -19,62 +18,69 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Hardware and model, reduced to what time depends on."""
+    """The properties of hardware and model that determine time."""
 
     flops_per_token: float = 6.06e9
     """Dense FLOPs of one token: 2 × 3.03 B active parameters."""
     attention_flops: float = 786_432.0
-    """FLOPs per (new token × token attended): 4 × 48 layers × 32 heads × 128."""
+    """FLOPs per pair of new token and attended token: 4 × 48 layers × 32 heads × 128."""
     flops_per_s: float = 0.90 * 148e12
     prefill_fixed_s: float = 0.030
-    """Once per prefill: of the step in which it begins."""
+    """Fixed seconds of a step in which a prefill begins."""
     step_fixed_s: float = 0.004
-    """Of a step with prefill in it in which none begins."""
+    """Fixed seconds of a step that only continues prefills."""
     mixed_dense_factor: float = 1.25
-    """Dense FLOPs of a prefill chunk take so much longer when sequences decode in the same step: fitted to
-    TPOT of 8 streams while a prefill runs (32 / 114 / 388 / 757 / 1419 ms at 2k / 8k / 32k / 64k / 128k)."""
+    """Factor by which dense FLOPs of a prefill chunk take longer when sequences decode in the same step.
+    Fitted to the TPOT of 8 streams during a prefill: 32 / 114 / 388 / 757 / 1419 ms at 2k / 8k / 32k / 64k /
+    128k."""
     decode_floor_s: float = 0.0058
-    """A decode step never takes less (launch overheads)."""
+    """Minimum seconds of a decode step, caused by launch overheads."""
     expert_bytes: float = 2 * 29.0e9
-    """Weights of all experts."""
+    """Bytes of the weights of all experts."""
     shared_bytes: float = 2 * 1.22e9
-    """Weights that every step reads."""
+    """Bytes of the weights that every step reads."""
     expert_share: float = 8 / 128
-    """Share of the experts that one token touches."""
+    """Share of the experts that one token uses."""
     memory_bytes_per_s: float = 3.4e12
     kv_bytes_per_token: int = 98_304
+    """Bytes of one token in the KV cache, summed over all layers."""
     overhead_fixed_s: float = 0.040
+    """Seconds of every request for HTTP and scheduling."""
     overhead_per_token_s: float = 1.1e-6
+    """Seconds per prompt token for tokenization."""
     tokens_per_step: int = 8192
     """Token budget of one step (chunked prefill)."""
     kv_pool_tokens: int = 281_600
+    """Number of tokens that fit into the device's KV pool."""
     transfer_fixed_s: float = 0.0025
+    """Fixed seconds of every KV transfer."""
     host_bytes_per_s: float = 54e9
-    """From the host's memory to the device."""
+    """Bandwidth from host memory to the device."""
     store_bytes_per_s: float = 3.0e9
-    """A shared KV store pool, as one engine reads it."""
+    """Bandwidth at which one engine reads the shared store."""
     scale: float = 1.0
-    """Multiplies every compute time; 1.0 = as fitted."""
+    """Multiplies every compute time; 1.0 leaves the fitted times unchanged."""
 
     def prefill_flops(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """FLOPs to process `new_tokens` that attend to `cached_tokens` and to each other."""
+        """Return the FLOPs to process `new_tokens` that attend to `cached_tokens` and to each other."""
         attended = new_tokens * (cached_tokens + new_tokens / 2)
         return self.flops_per_token * new_tokens + self.attention_flops * attended
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
-        """Seconds of a prefill alone on the engine; 0 when nothing is new."""
+        """Return the seconds of a prefill that runs alone on the engine; 0 without new tokens."""
         if new_tokens <= 0:
             return 0.0
         flops = self.prefill_flops(new_tokens, cached_tokens)
         return self.scale * (flops / self.flops_per_s + self.prefill_fixed_s)
 
     def request_overhead_s(self, prompt_tokens: int) -> float:
-        """Seconds of a request beside prefill and decode: HTTP, tokenization, scheduling."""
+        """Return the seconds that a request takes besides prefill and decode: HTTP, tokenization,
+        scheduling."""
         return self.scale * (self.overhead_fixed_s + self.overhead_per_token_s * prompt_tokens)
 
     def decode_step_s(self, sequences: int, context_tokens: int) -> float:
-        """Seconds of one step that makes one token for each of `sequences`, whose contexts add up
-        to `context_tokens`; 0 for no sequence."""
+        """Return the seconds of a step that generates one token for each of `sequences`, whose contexts have
+        `context_tokens` in total; 0 without sequences."""
         if sequences <= 0:
             return 0.0
         touched = 1.0 - (1.0 - self.expert_share) ** sequences
@@ -84,8 +90,9 @@ class EngineModel:
     def mixed_step_s(
         self, chunks: Iterable[tuple[int, int]], sequences: int = 0, context_tokens: int = 0, begins: int = 0
     ) -> float:
-        """Seconds of one step that prefills `chunks` of (new, cached) tokens and decodes beside them.
-        `begins`: prompts whose first chunk is among them. Without chunks it is a decode step."""
+        """Return the seconds of a step that prefills `chunks` of (new, cached) tokens and decodes
+        `sequences`. `begins` counts the prompts whose first chunk is among them. Without chunks it is a
+        decode step."""
         tokens, attended = 0, 0.0
         for new, cached in chunks:
             tokens, attended = tokens + new, attended + new * (cached + new / 2)
@@ -96,8 +103,8 @@ class EngineModel:
     def step_s(
         self, new_tokens: int, attended: float, sequences: int, context_tokens: int, begins: bool
     ) -> float:
-        """The same in sums: all chunks have `new_tokens`, which attend to `attended` pairs. However many
-        prompts begin in a step, their prefill's fixed cost is paid once."""
+        """Return what `mixed_step_s` returns, from sums over the chunks: `new_tokens`, and `attended` pairs
+        of new and attended tokens. The fixed cost of prefill is paid once, even if several prompts begin."""
         dense = self.flops_per_token * new_tokens
         fixed_s = self.prefill_fixed_s if begins else self.step_fixed_s
         if sequences:
@@ -110,23 +117,23 @@ class EngineModel:
         return tokens * self.kv_bytes_per_token
 
     def transfer_s(self, tokens: int, bandwidth_bytes_per_s: float) -> float:
-        """Seconds to pull the KV of `tokens` over an idle link; 0 for none."""
+        """Return the seconds to transfer the KV of `tokens` over an idle link; 0 without tokens."""
         if tokens <= 0:
             return 0.0
         return self.transfer_fixed_s + self.kv_bytes(tokens) / bandwidth_bytes_per_s
 
     def host_s(self, tokens: int) -> float:
-        """Seconds to load the KV of `tokens` from the host's memory."""
+        """Return the seconds to load the KV of `tokens` from host memory."""
         return self.transfer_s(tokens, self.host_bytes_per_s)
 
     def store_s(self, tokens: int) -> float:
-        """Seconds to load the KV of `tokens` from the shared store pool."""
+        """Return the seconds to load the KV of `tokens` from the shared store."""
         return self.transfer_s(tokens, self.store_bytes_per_s)
 
     def scaled(self, factor: float) -> "EngineModel":
-        """The same engine, `factor` times slower."""
+        """Return an engine that is `factor` times slower."""
         return replace(self, scale=self.scale * factor)
 
 
 H20_30B = EngineModel()
-"""Qwen3-Coder-30B-A3B, BF16, one H20."""
+"""Qwen3-Coder-30B-A3B in BF16 on one H20."""

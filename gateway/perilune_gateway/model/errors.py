@@ -1,5 +1,5 @@
-"""Errors that more than one part raises."""
+"""Errors that several parts of the gateway raise."""
 
 
 class ProtocolError(ValueError):
-    """The peer said something that its protocol does not allow here."""
+    """The peer sent a message that its protocol does not allow in this state."""

@@ -1,4 +1,4 @@
-"""KV events: blocks that an engine's cache gained or lost. feeds/kv_events.py reads them from the wire."""
+"""KV events: blocks that entered or left an engine's cache. feeds/kv_events.py decodes them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from typing import Any
 import msgspec
 
 BlockHash = int | bytes
-"""As announced: the digest's low 64 bits, or the digest."""
+"""A block hash as the engine announces it: the digest, or the low 64 bits of it."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored", gc=False):
-    """Full blocks of one request that entered a cache, in prompt order."""
+    """Full blocks of one request entered a cache, in prompt order."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None = None
-    """The block before the first; None: the prompt begins here."""
+    """Hash of the block before the first one; None: the first block begins the prompt."""
     token_ids: tuple[int, ...] = ()
-    """`block_size` for each block; some connectors leave them out."""
+    """Token ids of all blocks, `block_size` for each; some connectors leave them out."""
     block_size: int = 0
     lora_id: int | None = None
     medium: str | None = None
-    """`GPU`, `CPU`, …; None (old): the device. Lower-case `cpu`: the Mooncake store connector."""
+    """Where the blocks are: `GPU`, `CPU` (host memory) or `cpu` (Mooncake's shared store). Old engines send
+    None for the GPU."""
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
-    """Per block None, or what else its hash covers: LoRA name, multimodal keys, cache salt (first block)."""
+    """For each block None, or the other values that its hash covers: LoRA name, multimodal keys, and for the
+    first block the cache salt."""
     group_idx: int | None = None
     session_id: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved", gc=False):
-    """Blocks that left a cache."""
+    """Blocks left a cache."""
 
     block_hashes: tuple[BlockHash, ...]
     medium: str | None = None
@@ -40,7 +42,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemo
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared", gc=False):
-    """The cache is empty."""
+    """The cache was emptied."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -48,36 +50,39 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What an engine announced in one step."""
+    """The events that an engine published in one message."""
 
     published_s: float
-    """The engine's wall clock."""
+    """Time of publication by the engine's wall clock, in Unix seconds."""
     events: tuple[Event, ...]
     rank: int | None = None
+    """Data-parallel rank that published them."""
     unknown: int = 0
-    """Events of types that this module does not know."""
+    """Number of events whose type this module does not know."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventStats:
-    """One endpoint's KV event feed, its data-parallel ranks summed; lag is the slowest rank's."""
+    """Statistics of one endpoint's KV event feed, summed over its data-parallel ranks."""
 
     connected: bool = False
-    """All publishers have shaken hands and have not gone since."""
+    """Whether all publishers are connected."""
     lag_s: float = nan
-    """Of the last batch: received − published; NaN before the first."""
+    """Seconds between publication and arrival of the last batch, of the slowest rank; NaN before the
+    first."""
     batches: int = 0
+    """Number of batches received."""
     gaps: int = 0
-    """Times that batches were missing, whether or not a replay filled them."""
+    """Number of times that batches were missing, whether or not a replay filled the gap."""
     replayed: int = 0
-    """Batches that a replay brought."""
+    """Number of batches received from a replay."""
     rebuilds: int = 0
-    """Times that the endpoint's blocks were dropped because a gap could not be filled."""
+    """Number of times that the endpoint's blocks were dropped because a gap could not be filled."""
     restarts: int = 0
-    """Times that the engine began anew."""
+    """Number of times that the engine restarted."""
     malformed: int = 0
-    """Messages that could not be read."""
+    """Number of messages that could not be decoded."""
     old: int = 0
-    """Batches that had come before."""
+    """Number of batches that were received twice."""
     unknown: int = 0
-    """Events of types that this version does not know."""
+    """Number of events whose type this version does not know."""

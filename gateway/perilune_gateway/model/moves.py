@@ -1,4 +1,4 @@
-"""A planned move of a session, or a planned copy of a prefix, with the numbers it was weighed by."""
+"""A planned move of a session, or a planned copy of a prefix, with the numbers behind it."""
 
 from __future__ import annotations
 
@@ -8,55 +8,62 @@ from enum import StrEnum
 
 
 class MoveReason(StrEnum):
-    """Why something moves, or why not."""
+    """Why a session moves or a prefix is copied, or why not."""
 
     DRAIN = "drain"
     HOT_HOST = "hot_host"
     RACK_PRESSURE = "rack_pressure"
     REPLICATE = "replicate"
     COOLDOWN = "cooldown"
-    """It moved too recently."""
+    """The session moved too recently."""
     NOWHERE = "nowhere"
-    """No endpoint has KV room and less to do."""
+    """No endpoint has KV room and a shorter queue."""
     NOT_WORTH = "not_worth"
-    """Benefit is not above worth × cost."""
+    """The benefit is not above worth × cost."""
     RELIEVED = "relieved"
-    """The moves planned before it suffice for its host."""
+    """Other moves of the same plan relieve the host enough."""
     NOT_HOT = "not_hot"
     """The prefix is not used often enough."""
     BUDGET_MOVES = "budget_moves"
+    """The pool's moves per minute are used up."""
     BUDGET_BYTES = "budget_bytes"
+    """The transfer would exceed the bytes that may be on their way over the link."""
 
 
 Subject = Hashable
-"""Names a session or a prefix to the caller that asked about it."""
+"""Identifies the session or the prefix."""
 APPROVED = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
-"""Reasons for a move; the others are reasons against one."""
+"""Reasons for a move; all others are reasons against one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A decision about one session or prefix, and its numbers."""
+    """The planner's verdict about one session or prefix, with its numbers."""
 
     subject: Subject
     reason: MoveReason
     source: str
     target: str = ""
-    """Empty: none was found."""
+    """Address of the target; empty if none was found."""
     transfer_bytes: int = 0
-    """Pulled from the source; 0: from the store, or recomputed."""
+    """Bytes that the target pulls from the source; 0 if it reads the store or recomputes."""
     cost_s: float = 0.0
+    """Predicted seconds until the target has the KV."""
     benefit_s: float = 0.0
+    """Predicted seconds that the move saves."""
     worth: float = 1.0
-    """Benefit must be above worth × cost."""
+    """The benefit must be above worth × cost."""
     turns: float = 0.0
-    """Over how many the benefit was counted."""
+    """Number of turns over which the benefit was summed."""
     release: bool = False
+    """Whether the source's copy is no longer needed once the target has the KV."""
 
     @property
     def approved(self) -> bool:
+        """Whether the move should happen."""
         return self.reason in APPROVED
 
     @property
     def value_s(self) -> float:
+        """Seconds by which the benefit exceeds worth × cost."""
         return self.benefit_s - self.worth * self.cost_s

@@ -1,4 +1,4 @@
-"""One decision with everything that it was taken from, and how its request ended. Values only."""
+"""The record of a decision: its inputs, its result, and how the request ended."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ class Ending(Struct, frozen=True, gc=False):
 
     outcome: Outcome
     duration_s: float
-    """From the decision to the end of the answer."""
+    """Seconds from the decision to the end of the answer."""
     served: str = ""
-    """The endpoint that answered, as Envoy says; a fallback, if it is not the target."""
+    """Address of the endpoint that answered, as Envoy reports it; a fallback if it is not the target."""
     status: int = 0
-    """HTTP status of the answer; 0: none came."""
+    """HTTP status of the answer; 0: there was no answer."""
     cached_tokens: int | None = None
-    """Prompt tokens served from the prefix cache, as the engine says; None: it did not say."""
+    """Number of prompt tokens served from the prefix cache, as the engine reports it; None: not reported."""
 
 
 class DecisionRecord(Struct, frozen=True, gc=False):
-    """One decision with everything that it was taken from."""
+    """One decision with all of its inputs."""
 
     view: RequestView
     verdict: Decision | Refusal
     policy: str
-    """Name of the policy that decided; empty where none was asked (pass-through, early refusals)."""
+    """Name of the policy that decided; empty if no policy was called (pass-through, early refusals)."""
     candidates: Sequence[Candidate] = ()
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Endpoints that were no candidates: address → name of the check that failed."""
     destinations: tuple[str, ...] = ()
-    """What Envoy was told: the target, then fallbacks."""
+    """Addresses given to Envoy: the target, then the fallbacks."""
     cached_tokens: int = 0
-    """Prompt tokens predicted to be cached at the target."""
+    """Number of prompt tokens predicted to be cached at the target."""
     timings_us: Mapping[str, float] = field(default_factory=dict)
-    """Microseconds by step (metrics.Step)."""
+    """Microseconds of each `Step`."""
     time: float = 0.0
-    """Unix seconds."""
+    """Time of the decision in Unix seconds."""
     tenant: str = ""
-    """As `identity` knows it; what is rendered is `tenant_hash` of it."""
+    """Tenant as `Identity` has it; outputs show only its `tenant_hash`."""
     ending: Ending | None = None
     """None while the request runs."""
     seed: int = 0
-    """The policy's random draws follow from `random.Random(seed)`."""
+    """Seed of the random generator that the policy used: `random.Random(seed)`."""
 
     @property
     def request_id(self) -> str:
@@ -77,12 +77,12 @@ class DecisionRecord(Struct, frozen=True, gc=False):
 
     @property
     def target(self) -> str:
-        """Empty for a refusal."""
+        """Address of the chosen endpoint; empty for a refusal."""
         return self.verdict.target if isinstance(self.verdict, Decision) else ""
 
     @property
     def reason(self) -> str:
-        """Value of a Reason or a RefuseReason."""
+        """Value of the `Reason` or `RefuseReason`."""
         return self.verdict.reason.value
 
     @property
@@ -95,15 +95,15 @@ class DecisionRecord(Struct, frozen=True, gc=False):
 
     @property
     def chosen(self) -> Candidate | None:
-        """The target's row; None for a refusal, or a target that was no candidate."""
+        """The chosen candidate; None for a refusal, or if the target was no candidate."""
         return next((c for c in self.candidates if c.address == self.target), None)
 
     @property
     def hit_ratio(self) -> float:
-        """Predicted cached tokens / prompt tokens."""
+        """Predicted share of the prompt that is cached."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def tenant_hash(tenant: str) -> str:
-    """Tells tenants apart without naming them; empty for no tenant."""
+    """Return a short hash that identifies the tenant without revealing its name; empty for no tenant."""
     return xxh3_64_hexdigest(tenant.encode(errors="surrogatepass"))[:12] if tenant else ""

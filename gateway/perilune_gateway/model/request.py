@@ -1,4 +1,4 @@
-"""What is known of a request: its head, its identity, its prompt, and the view of it that policies get.
+"""A request: its headers, its identity, its prompt, and the view of it that policies get.
 
 Token counts are integers; names that end in `_s` are seconds.
 """
@@ -14,21 +14,22 @@ from msgspec import Struct
 
 
 class SessionKey(NamedTuple):
-    """What a binding is found under."""
+    """Identifies a session."""
 
     tenant: str
     session_id: str
 
 
 class Identity(NamedTuple):
-    """Empty strings: not told."""
+    """The tenant and the session of a request. An empty string means that the request does not name it."""
 
     tenant: str = ""
     session_id: str = ""
     parent_id: str = ""
     final: bool = False
+    """Whether this is the session's last request."""
     inferred: bool = False
-    """No client has named the session."""
+    """Whether the gateway inferred the session from the prompt instead of a name."""
 
     @property
     def key(self) -> SessionKey | None:
@@ -40,20 +41,20 @@ class Identity(NamedTuple):
 
 
 class RequestHead(Struct, gc=False):
-    """What request headers say. Header names are lower case. Frozen but for `identity`."""
+    """The headers of a request. Header names are lower case. Immutable except for `identity`."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     subset: frozenset[str] | None = None
-    """Endpoints to choose from; None: all; empty: none is allowed."""
+    """Addresses to choose from; None: all endpoints; empty: no endpoint is allowed."""
     has_body: bool = True
     identity: Identity | None = None
-    """Whose request that makes it; the router fills it in, by the keys that its pool then has."""
+    """Tenant and session by the headers; the router fills it in from the pool's session keys."""
 
     @property
     def content_length(self) -> int:
-        """Bytes of the body, 0 when the client did not say."""
+        """Bytes of the body; 0 without a valid content-length header."""
         value = self.headers.get("content-length", "")
         return int(value) if value.isascii() and value.isdigit() and len(value) < 16 else 0
 
@@ -64,22 +65,22 @@ class TokenSource(StrEnum):
     LOCAL = "local"
     ENGINE = "engine"
     ESTIMATE = "estimate"
-    """From bytes: no ids, so no exact overlap."""
+    """Estimated from the body's bytes, without token ids, so overlaps are approximate."""
     GIVEN = "given"
-    """The request itself carries token ids."""
+    """The request itself contains token ids."""
 
 
 class Tokens(Struct, frozen=True, gc=False):
-    """A prompt as tokens."""
+    """A tokenized prompt."""
 
     count: int
     source: TokenSource
     ids: Sequence[int] | None = None
-    """None with TokenSource.ESTIMATE."""
+    """Token ids; None with TokenSource.ESTIMATE."""
 
 
 class Phase(StrEnum):
-    """When a decision was taken: the body unseen, or seen."""
+    """Whether a decision is taken before or after the body has arrived."""
 
     HEADERS = "headers"
     BODY = "body"
@@ -90,34 +91,35 @@ class SessionView(Struct, frozen=True, gc=False):
 
     session_id: str
     host: str = ""
-    """Address it is bound to; empty: not bound."""
+    """Address of the endpoint that the session is bound to; empty if it is not bound."""
     seconds_since_move: float = inf
     context_tokens: int = 0
-    """Tokens of its last prompt and answer, as far as known."""
+    """Number of tokens of its last prompt and answer, as far as known."""
     turns: int = 0
+    """Number of requests so far."""
     parent_host: str = ""
-    """Host of the session that started this one, else of the last with its `prompt_cache_key`: they share a
-    prefix, probably."""
+    """Host of the parent session, or else of the last request with the same `prompt_cache_key`. It probably
+    caches this session's prefix."""
 
 
 class Location(NamedTuple):
-    """An endpoint that holds leading prompt tokens."""
+    """An endpoint that caches leading prompt tokens, and how many."""
 
     address: str
     tokens: int
 
 
 class Prefix(Struct, frozen=True, gc=False):
-    """What is known of the longest prefix of a prompt that any endpoint itself holds."""
+    """The longest prefix of a prompt that any endpoint caches on its device or in host memory."""
 
     locations: tuple[Location, ...] = ()
-    """Who holds most of it on device or host, most first: a few, not all. They need not be candidates."""
+    """A few of the endpoints that cache the most of it, in descending order. They need not be candidates."""
     hits: int = 0
-    """Times that a match ended here."""
+    """Number of look-ups that matched exactly this prefix."""
     frequency_score: float = 0.0
-    """hits / sqrt(seconds since it was first known): Conductor's hotness."""
+    """hits / sqrt(age in seconds), Conductor's measure of a hot prefix."""
     pullable: bool = False
-    """An endpoint can pull KV from another."""
+    """Whether endpoints can pull KV from each other."""
 
     @property
     def tokens(self) -> int:
@@ -132,23 +134,24 @@ class RequestView(Struct, frozen=True, gc=False):
 
     request_id: str
     ordinal: int
-    """Counts the pool's requests from 0."""
+    """Number of the request in the pool, from 0."""
     prompt_tokens: int
     phase: Phase = Phase.BODY
     session: SessionView | None = None
     model: str = ""
     output_tokens: int = 0
-    """Upper bound from the request, 0: unknown."""
+    """Maximum number of output tokens that the request allows; 0: unknown."""
     token_source: TokenSource = TokenSource.LOCAL
     priority: int = 0
-    """Of the body, for the engine: lower is served first."""
+    """The body's `priority` for the engine; lower is served first."""
     level: int = 0
-    """For admission: below 0 is refused earlier, above 0 later."""
+    """Priority level for admission: below 0 the request is refused earlier, above 0 later."""
     slo_ttft_s: float = 0.0
-    """The request's or else the pool's; 0: none."""
+    """Maximum seconds to the first token that the request, or else the pool, asks for; 0: no limit."""
     slo_tpot_s: float = 0.0
+    """Maximum seconds per output token that the request, or else the pool, asks for; 0: no limit."""
     prefix: Prefix = NO_PREFIX
     block_size: int = 16
-    """Tokens per KV block, for formulas that count blocks."""
+    """Tokens per KV block."""
     prefill_queue: int = 0
-    """Requests in the pool's prefill queue, where it has one."""
+    """Number of requests in the pool's prefill queue; 0 if it has none."""

@@ -1,7 +1,7 @@
-"""Moves that were begun: how much of the pool's budget is used.
+"""Counts started moves against the pool's budget.
 
-`started` … `finished` (exactly once, else KeyError) bracket one transfer; a minute's moves are counted from
-their start. Time is an argument; reading changes nothing.
+A transfer lasts from `started` to `finished`, which raises KeyError if it is called twice. The moves of the
+last minute count from their start. Time is an argument.
 """
 
 from collections import deque
@@ -15,17 +15,17 @@ LINK_BYTES = 16_000_000_000
 
 
 class Moves:
-    """A pool's moves."""
+    """The moves of a pool."""
 
     def __init__(self, link_bytes: int = LINK_BYTES) -> None:
-        """`link_bytes`: most bytes on their way between two endpoints."""
+        """`link_bytes`: maximum bytes on their way between two endpoints."""
         self._link_bytes = link_bytes
         self._begun: deque[float] = deque()
         self._running: dict[int, Move] = {}
         self._next = 0
 
     def started(self, move: Move, now: float) -> int:
-        """Returns the ticket for `finished`."""
+        """Record the start of a move. Returns the ticket for `finished`."""
         while self._begun and self._begun[0] <= now - WINDOW_S:
             self._begun.popleft()
         self._begun.append(now)
@@ -34,10 +34,11 @@ class Moves:
         return self._next - 1
 
     def finished(self, ticket: int) -> Move:
-        """The transfer ended, one way or the other. Raises KeyError when it already had."""
+        """Record the end of a transfer, successful or not. Raises KeyError if it has already ended."""
         return self._running.pop(ticket)
 
     def budget(self, now: float, migration: Migration) -> Budget:
+        """Return what may still be moved now."""
         recent = sum(at > now - WINDOW_S for at in self._begun)
         in_flight: dict[tuple[str, str], int] = {}
         for move in self._running.values():

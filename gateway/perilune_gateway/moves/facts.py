@@ -1,6 +1,6 @@
-"""The facts that the planner weighs, read from the pool's state: endpoints, sessions, hot prefixes.
+"""Reads the planner's facts from the pool's state: endpoints, sessions and hot prefixes.
 
-Changes nothing. Costs O(endpoints) per call of `endpoints`, and O(sessions returned) per call of `sessions`.
+Changes nothing. `endpoints` costs O(endpoints), `sessions` costs O(sessions returned).
 """
 
 from collections.abc import Collection, Sequence
@@ -11,16 +11,17 @@ from perilune_gateway.state.pool_state import PoolState
 
 
 class LiveFacts:
-    """planner.Facts of a live pool. Sessions are named by their keys, prefixes by their last block."""
+    """The `planner.Facts` of a live pool. A session's key identifies it, a prefix is identified by its last
+    block."""
 
     pullable = False
-    """Engines are not asked to pull KV from each other: what moves is read from the store, or recomputed."""
+    """Engines do not pull KV from each other; the target reads the store or recomputes."""
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
-        """All endpoints of the pool. Their links are empty, since none of them can pull KV."""
+        """Return all endpoints of the pool. They have no links, because they cannot pull KV."""
         state = self._state
         return [
             Candidate(
@@ -33,7 +34,7 @@ class LiveFacts:
         ]
 
     def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
-        """At most `limit` sessions bound to `host`, the latest active first."""
+        """Return at most `limit` sessions bound to `host`, the most recently used first."""
         state = self._state
         return [
             SessionFacts(
@@ -50,7 +51,8 @@ class LiveFacts:
         ]
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
-        """What is known of the prefix that ends with the block `name`; None if no endpoint holds it."""
+        """Return the facts of the prefix that ends with the block `name`, or None if no endpoint caches
+        it."""
         assert isinstance(name, int), "a prefix is named by its last block"
         index = self._state.index
         matches = index.find_block(name, now)

@@ -1,30 +1,27 @@
-"""Which sessions and prefixes should move now: one pure function over facts.
+"""Plans which sessions should move and which prefixes should be copied: a pure function.
 
     sessions, endpoints, hot prefixes, budget ──plan_migration──▶ Plan: moves, and what stays with the reason
 
-1. *Trigger*, by a session's host: it drains; it is hot (`hot_pending_seconds` of prefill queued); its rack is
-   (mean queue hot and `rack_pressure` times the fleet's). Sessions of other hosts are not looked at
-   (`pressed` says whose will be).
-2. *Target*: ready, not draining, KV room for the context, for a hot host strictly less
-   queued, for a rack another rack; of the `TARGETS` least queued the best benefit − worth × cost.
-   None: stay, migration is opportunistic.
-3. *Cost*: the context's KV by the cheapest way: pulled over the link with its learned slowdown, from the
-   store, or recomputed. *Benefit*: the difference of the queues over the turns that the session is expected
-   to meet it. A move needs benefit > `worth` × cost and a session that did not move within
-   `cooldown_seconds`. From a draining host every session must go: only room and budget count.
-4. *Budget*: moves per minute of the pool, bytes on their way per link. A plan never exceeds it.
-5. Each planned move shifts the session's share of the host's queue, so one target is not flooded and a host
-   stops being hot when enough have left (hysteresis within one plan; the cooldown is that between plans).
-6. *Replication* of hot prefixes under the same budget: to the least loaded endpoint without it, if what its
-   share of the next minute's requests would spend there without a copy (recomputing, or reading the store) is
-   worth making one. (Conductor's published rule, in policy/others/near_cache.py, collapses to a threshold on
-   the frequency; this one weighs what a copy saves.)
+1. *Trigger*: the session's host drains, is hot (more than `hot_pending_seconds` of queued prefill), or is in
+   a hot rack (its mean queue is hot and `rack_pressure` times the fleet's). `pressed` lists these hosts.
+2. *Target*: an endpoint that is ready, does not drain and has KV room for the context. For a hot host its
+   queue must be shorter, for a hot rack it must be in another rack. Of the `TARGETS` shortest queues the best
+   benefit − worth × cost wins. Without a target the session stays.
+3. *Cost*: the seconds to get the context's KV, by the fastest way: pulled over the link, read from the store,
+   or recomputed. *Benefit*: the difference of the queues, over the turns for which it is expected to last.
+   The benefit must be above `worth` × cost, and the session must not have moved within `cooldown_seconds`.
+   From a draining host every session moves; only KV room and budget limit that.
+4. *Budget*: moves per minute in the pool, and bytes on their way per link. A plan never exceeds it.
+5. Each planned move shifts the session's share of the queue from its host to the target, so that one target
+   does not get all sessions, and a host stops being hot when enough sessions have left.
+6. *Replication*: a hot prefix is copied to the least loaded endpoint without it if the copy saves enough of
+   the time that the requests of the next minute would need there. The same budget applies. (Conductor's rule,
+   in policy/others/near_cache.py, reduces to a threshold on the frequency.)
 
-A plan only offers: a binding switches with the session's next request, the target pulls, a pull that fails is
-a recompute. `release` says that the source's copy may go when the target has it; a replica keeps it.
+A plan only makes proposals; planner.py lets the session's next request carry them out. `release` says that
+the source's copy is not needed once the target has the KV.
 
-Cost: O(endpoints + sessions × TARGETS); 32 sessions of hot hosts take 5 ms among 64 endpoints, 15 ms among
-1,000, and nothing presses most of the time. Who drives it: planner.py.
+Costs O(endpoints + sessions × TARGETS): 32 sessions take 5 ms among 64 endpoints and 15 ms among 1,000.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,8 +33,8 @@ from perilune_gateway.model import Candidate, Location, Move, MoveReason, Subjec
 from perilune_gateway.policy.cost import lasting_turns
 
 SHORTLIST, TARGETS = 64, 8
-"""Endpoints that a plan may move something to, and those that one session is weighed against: the shortest
-queues."""
+"""Number of endpoints with the shortest queues that a plan considers as targets, and that it compares for one
+session."""
 ALL_TRIGGERS = frozenset(MoveTrigger)
 
 
@@ -49,13 +46,13 @@ class SessionFacts:
     host: str
     context_tokens: int
     cached_tokens: int = 0
-    """Of its context, what the host holds and others could pull."""
+    """Number of context tokens that the host caches and others could pull."""
     stored_tokens: int = 0
-    """Of its context, what the shared store holds."""
+    """Number of context tokens that the shared store holds."""
     turns: int = 1
     seconds_since_move: float = float("inf")
     idle_s: float = 0.0
-    """Since its last request."""
+    """Seconds since its last request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +64,26 @@ class PrefixFacts:
     frequency_score: float
     """hits / sqrt(age in seconds)."""
     locations: tuple[Location, ...]
-    """All holders, at least one."""
+    """All endpoints that cache it, at least one."""
     stored_tokens: int = 0
-    """Of it, what the shared store holds."""
+    """Number of its tokens that the shared store holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may still be moved."""
+    """Limits of a plan."""
 
     moves: int
+    """Number of moves that are still allowed."""
     link_bytes: int
-    """Most bytes on their way over one link."""
+    """Maximum bytes on their way over one link."""
     in_flight: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Bytes on their way, by (source, target)."""
+    """Bytes that are on their way, by (source, target)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What moves, most valuable first, and what was looked at and stays."""
+    """The moves, the most valuable first, and the considered sessions and prefixes that stay."""
 
     moves: tuple[Move, ...] = ()
     stays: tuple[Move, ...] = ()
@@ -101,8 +99,8 @@ def plan_migration(
     pullable: bool = True,
     triggers: Collection[MoveTrigger] = ALL_TRIGGERS,
 ) -> Plan:
-    """`endpoints`: all of the pool, each with its links to hosts and holders. `pullable`: engines can pull
-    from each other."""
+    """Return a plan. `endpoints` are all endpoints of the pool, with links to the sessions' hosts and the
+    prefixes' locations. `pullable`: whether engines can pull KV from each other."""
     draft = _Draft(endpoints, budget, params, pullable, triggers)
     offers = [(draft.offer(session), session) for session in sessions if draft.trigger(session.host)]
     offers.sort(key=lambda offer: (offer[0].reason is not MoveReason.DRAIN, -offer[0].value_s))
@@ -115,7 +113,7 @@ def plan_migration(
 def pressed(
     endpoints: Sequence[Candidate], params: Migration, triggers: Collection[MoveTrigger] = ALL_TRIGGERS
 ) -> list[str]:
-    """The endpoints whose sessions a plan looks at: draining ones first, then the longest queues."""
+    """Return the endpoints that sessions should leave: draining ones first, then the longest queues."""
     draft = _Draft(endpoints, Budget(0, 0), params, pullable=False, triggers=triggers)
     found = [c for c in endpoints if draft.trigger(c.address)]
     found.sort(key=lambda c: (not c.draining, -c.load.pending_prefill_s))
@@ -123,7 +121,7 @@ def pressed(
 
 
 class _Draft:
-    """One plan in the making: loads and budget as they will be after the moves so far."""
+    """A plan under construction: loads and budget as they will be after the moves so far."""
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class _Draft:
         self._queue_s = {c.address: c.load.pending_prefill_s for c in endpoints}
         self._room = {c.address: c.load.kv_free_tokens for c in endpoints}
         self._racks: dict[str, list[float]] = {}
-        """Per rack: how many endpoints, and seconds queued there in all."""
+        """Rack → [number of endpoints, sum of their queued seconds]."""
         for c in endpoints:
             rack = self._racks.setdefault(c.endpoint.place.rack, [0.0, 0.0])
             rack[0] += 1.0
@@ -150,7 +148,7 @@ class _Draft:
         self._shortlist = nsmallest(SHORTLIST, taking, key=lambda c: self._queue_s[c.address])
 
     def trigger(self, host: str) -> MoveReason | None:
-        """Why the host's sessions should go; None: they need not, or the host is unknown."""
+        """Return why sessions should leave the host; None if they need not, or the host is unknown."""
         there, on = self._endpoints.get(host), self._triggers
         if there is None:
             return None
@@ -163,7 +161,7 @@ class _Draft:
         return None
 
     def settle(self, session: SessionFacts) -> Move:
-        """The session's best offer after the moves so far, within the budget; takes it from the budget."""
+        """Return the session's best move after the moves so far, and take it from the budget."""
         move = self.offer(session)
         if not move.approved or not (move := self._afford(move)).approved:
             return move
@@ -176,9 +174,9 @@ class _Draft:
         return move
 
     def offer(self, session: SessionFacts) -> Move:
-        """Steps 1 to 3."""
+        """Return the session's best move by steps 1 to 3."""
         trigger = self.trigger(session.host)
-        if trigger is None:  # enough others have left
+        if trigger is None:  # enough other sessions have left
             return Move(session.session, MoveReason.RELIEVED, session.host)
         if trigger is not MoveReason.DRAIN and session.seconds_since_move <= self._params.cooldown_seconds:
             return Move(session.session, MoveReason.COOLDOWN, session.host)
@@ -191,7 +189,7 @@ class _Draft:
         return best
 
     def replicate(self, prefix: PrefixFacts) -> Move:
-        """Step 6."""
+        """Return the copy of the prefix by step 6."""
         source = prefix.locations[0].address
         if prefix.frequency_score < self._params.replicate_score:
             return Move(prefix.name, MoveReason.NOT_HOT, source)
@@ -248,7 +246,7 @@ class _Draft:
         )
         turns = lasting_turns(session.turns, self._params)
         benefit_s = (self._queue_s[session.host] - self._queue_s[target.address]) * turns
-        if trigger is MoveReason.DRAIN:  # it would recompute all of it once the host is gone
+        if trigger is MoveReason.DRAIN:  # once the host is gone, everything would be recomputed
             benefit_s = target.engine.prefill_s(session.context_tokens) - self._queue_s[target.address]
         return Move(
             session.session,
@@ -266,7 +264,7 @@ class _Draft:
     def _bring(
         self, target: Candidate, source: str, tokens: int, cached_tokens: int, stored_tokens: int
     ) -> tuple[float, int]:
-        """Seconds until the target has `tokens`, and how many of them it pulls from the source."""
+        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source."""
         engine = target.engine
 
         def with_rest(seconds: float, there: int) -> float:
@@ -282,7 +280,7 @@ class _Draft:
         return min(ways)
 
     def _afford(self, move: Move) -> Move:
-        """Takes it from the budget, or says which budget is used up."""
+        """Take the move from the budget, or return it with the reason which budget is used up."""
         link = (move.source, move.target)
         on_link = self._in_flight.get(link, 0) + move.transfer_bytes
         if self._moves_left <= 0:
@@ -304,5 +302,5 @@ class _Draft:
 
 
 def _because(move: Move, reason: MoveReason) -> Move:
-    """The same numbers, and another verdict."""
+    """Return the move with another reason."""
     return replace(move, reason=reason, release=False)

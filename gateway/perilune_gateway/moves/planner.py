@@ -1,24 +1,22 @@
-"""Drives migration: facts → plan → offers; each offer is carried out by the next request that it concerns.
+"""Plans moves in the background, and lets the next request of a session or prefix carry each one out.
 
     facts ─▶ plan(now), every second ─▶ offers ─┐
     a request's decision ──────────▶ apply ─────┴─▶ the decision, moved ─▶ started ─▶ finished
                                         └─▶ as it was, and the offer lapses with its reason
 
-1. *plan*: which endpoints press, which of their sessions asked for something lately, which prefixes many new
-   sessions began with, what is left of the budget → `migration.plan_migration`. Each plan replaces the one
-   before, as desired state is written whole: what nobody took up is weighed anew, or withdrawn.
-2. *apply*: the policy has decided; an offer for this session, or for the prefix of a new one, takes the
-   decision's place, if the target may still be chosen, is no busier than the host, has KV room, and the link
-   has budget. A policy that moves the session itself wins.
-3. *started … finished* bracket a move: from the request's decision until its first block is stored, its
-   answer begins or it ends; the target then has the KV. In between its bytes count as on their way.
+1. `plan` gathers the endpoints that sessions should leave, their recently active sessions, hot prefixes and
+the budget, and calls `plan.plan_migration`. Each plan replaces the offers of the plan before. 2. `apply` runs
+after the policy has decided. An offer for the request's session, or for the prefix of a new session, replaces
+the decision if the target may still be chosen, is no busier than the host, has KV room, and the budget allows
+it. If the policy itself moves the session, the offer lapses. 3. A move lasts from `started`, the request's
+decision, to `finished`, when its prefill ends, its answer begins or it ends. In between, its bytes count as
+on their way.
 
-The same class runs in the gateway and in the simulator; they differ in where facts come from (`Facts`). Time
-is an argument; reading changes nothing. Cost: a dict look-up per request; per plan see migration.
+The gateway and the simulator use the same class with different `Facts`. Time is an argument. A request costs
+one dict look-up; plan.py states the cost of a plan.
 
-Moves that a policy makes by itself are not in the budget: the policy has weighed each of them. The old copy
-(`Move.release`): an engine's LRU frees it, since nobody asks for it again; engines cannot be told. The
-simulator's free it at once.
+Moves that a policy makes itself do not count against the budget. A moved session's old copy (`Move.release`)
+stays on the engine until its LRU evicts it, because engines cannot be told to free it.
 """
 
 from __future__ import annotations
@@ -39,27 +37,27 @@ from perilune_gateway.policy import MOVES_SESSIONS
 from perilune_gateway.policy.cost import cheapest_fetch, has_kv_room
 
 LOOKED_AT = 32
-"""Sessions that one plan weighs, those that asked for something last."""
+"""Maximum number of sessions that one plan considers, the most recently used ones."""
 ACTIVE_S = 60.0
-"""A session that was silent for longer may never come back: it is offered a move only from an endpoint that
-drains. (Of an agent's turns 90 % follow within 44 s.)"""
+"""Seconds of idleness after which a session may move only from a draining endpoint, because it may never
+continue. (90 % of an agent's turns follow within 44 s.)"""
 PREFIXES = 64
-"""Hot prefixes that are remembered, those that new sessions began with last."""
+"""Maximum number of prefixes that the planner remembers, those that new sessions used last."""
 KEPT = 256
-"""Ended moves that are remembered."""
+"""Maximum number of ended moves that the planner remembers."""
 
 
 class Lapse(StrEnum):
-    """Why an offer came to nothing."""
+    """Why an offer was not carried out."""
 
     WITHDRAWN = "withdrawn"
-    """The next plan no longer makes it."""
+    """The next plan no longer contains it."""
     POLICY = "policy"
-    """The session's host is another by now, or the policy moved it."""
+    """The session has another host by now, or the policy moved it."""
     EXCLUDED = "excluded"
     """The target may not be chosen."""
     BUSY = "busy"
-    """The target has no less to do than the host (for a copy: is hot)."""
+    """The target's queue is not shorter than the host's or, for a copy, the target is hot."""
     NO_ROOM = "no_room"
     """The prompt does not fit into the target's KV pool."""
     BUDGET = "budget"
@@ -67,60 +65,60 @@ class Lapse(StrEnum):
 
 
 class State(StrEnum):
-    """What became of a planned move."""
+    """State of a planned move."""
 
     PLANNED = "planned"
     STARTED = "started"
     COMPLETED = "completed"
     FAILED = "failed"
-    """Its request ended before the target had anything."""
+    """The request ended before the target had the KV."""
     LAPSED = "lapsed"
 
 
 class Facts(Protocol):
-    """Where a plan's facts come from."""
+    """The source of a plan's facts."""
 
     @property
     def pullable(self) -> bool:
-        """Engines can pull KV from each other."""
+        """Whether engines can pull KV from each other."""
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
-        """All of the pool, each with its links to those of `near`."""
+        """Return all endpoints of the pool, each with its links to the addresses `near`."""
 
     def sessions(self, host: str, limit: int, now: float) -> Sequence[SessionFacts]:
-        """Bound to `host`, at most `limit`, the latest active first."""
+        """Return at most `limit` sessions bound to `host`, the most recently used first."""
 
     def prefix(self, name: Subject, tokens: int, now: float) -> PrefixFacts | None:
-        """None: nobody holds it any more."""
+        """Return the facts of a prefix, or None if no endpoint caches it any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A move or an offer that is over."""
+    """A move or an offer that has ended."""
 
     move: Move
     state: State
     at: float
     lapse: Lapse | None = None
     seconds: float = 0.0
-    """From its request's decision to the end."""
+    """Seconds from the request's decision to the end of the move."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerStats:
-    """The planner in numbers."""
+    """Statistics of the planner."""
 
     triggers: Sequence[MoveTrigger]
     planned_at: float
     moves_left: int
-    """Of the pool's budget per minute."""
+    """Number of moves left in the pool's budget of this minute."""
     link_bytes: int
     in_flight: Mapping[tuple[str, str], int]
     """Bytes on their way, by (source, target)."""
     moves: Mapping[tuple[MoveReason, State], int]
     lapses: Mapping[Lapse, int]
     stays: Mapping[MoveReason, int]
-    """Verdicts not to move, one per session and reason as long as it lasts."""
+    """Number of verdicts not to move; repeated verdicts for one session and reason count once."""
 
 
 class Planner:
@@ -144,7 +142,7 @@ class Planner:
         self.ended: deque[Ended] = deque(maxlen=KEPT)
 
     def configure(self, migration: Migration, policy: str) -> None:
-        """What it acts on; sessions on hot hosts are left to a policy that moves them itself."""
+        """Take over the pool's settings. Policies that move sessions from hot hosts disable that trigger."""
         left_out = {MoveTrigger.HOT_HOST} if policy in MOVES_SESSIONS else set()
         self.triggers = tuple(t for t in migration.triggers if t not in left_out)
         self._params = migration
@@ -152,7 +150,7 @@ class Planner:
     # -- plan --------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
-        """Replaces all offers."""
+        """Make a new plan; its moves replace all offers."""
         facts, params, on = self._facts, self._params, self.triggers
         hosts = pressed(facts.endpoints(now), params, on)[:LOOKED_AT] if on else []
         prefixes = self._hot_prefixes(now)
@@ -218,7 +216,7 @@ class Planner:
         return (*self._sessions.values(), *self._copies.values())
 
     def saw(self, prefix: Subject, tokens: int) -> None:
-        """A new session began with a prefix that is known, `tokens` of it."""
+        """Record that a new session began with a cached prefix of `tokens` tokens."""
         if MoveTrigger.REPLICATE not in self.triggers:
             return
         self._prefixes[prefix] = tokens
@@ -227,7 +225,7 @@ class Planner:
             self._prefixes.popitem(last=False)
 
     def offer(self, session: Subject | None, prefix: Subject | None) -> Move | None:
-        """For a request of this (bound) session, or of a new one whose prompt begins with this prefix."""
+        """Return the offer for a bound session, or for a new session whose prompt begins with `prefix`."""
         return self._sessions.get(session) if session is not None else self._copies.get(prefix)
 
     def apply(
@@ -238,7 +236,7 @@ class Planner:
         candidates: Sequence[Candidate],
         now: float,
     ) -> Decision:
-        """The decision with the offer carried out; or as it was, and the offer lapses."""
+        """Return the decision with the offer carried out, or the unchanged decision if the offer lapses."""
         budget = self._moves.budget(now, self._params)
         moved = redirect(offer, decision, request, candidates, self._params)
         if isinstance(moved, Decision):
@@ -253,7 +251,7 @@ class Planner:
         return decision
 
     def started(self, move: Move, now: float) -> int:
-        """A request carries it out. Returns the ticket for `finished`."""
+        """Record that a request carries the move out. Returns the ticket for `finished`."""
         self._drop(move)
         self._counts[move.reason, State.STARTED] += 1
         ticket = self._moves.started(move, now)
@@ -261,7 +259,8 @@ class Planner:
         return ticket
 
     def finished(self, ticket: int, now: float, *, arrived: bool = True) -> Move:
-        """The target has the KV, or the request ended before it had. Raises KeyError when that was known."""
+        """Record the end of a move. `arrived`: whether the target has the KV. Raises KeyError if the move has
+        already ended."""
         move = self._moves.finished(ticket)
         begun = self._begun.pop(ticket)
         self._over(move, State.COMPLETED if arrived else State.FAILED, now, seconds=now - begun)
@@ -302,7 +301,7 @@ def redirect(
     candidates: Sequence[Candidate],
     params: Migration,
 ) -> Decision | Lapse:
-    """The decision, to the offer's target; or why not any more."""
+    """Return the decision redirected to the offer's target, or why the offer lapses."""
     by_address = {c.address: c for c in candidates}
     copies = offer.reason is MoveReason.REPLICATE
     host = request.session.host if request.session else ""

@@ -1,13 +1,13 @@
-"""Routing policies: one file each, one function each, chosen by name. Those of other
-systems are in `others/`.
+"""Routing policies: one file and one function for each. Policies of other systems are in `others/`.
 
-A policy is pure and synchronous: `(request, candidates, its parameters, rng) -> Decision | Refusal |
-NeedBody`; one without parameters takes none. Candidates are the endpoints that passed every check, at least
-one, in the pool's order. Lower cost is better. A policy answers NEED_BODY where the headers alone
-(`request.phase`) do not suffice. It never records: that is the router's part.
+A policy is a pure function: `(request, candidates, parameters, rng) -> Decision | Refusal | NeedBody`. A
+policy without parameters leaves them out. The candidates are the endpoints that passed every admission check;
+there is at least one, and they come in the pool's order. A lower cost is better. A policy returns NEED_BODY
+when the headers alone (`request.phase`) do not suffice. The router records decisions; a policy never does.
 
-To add one: a function, a line in POLICIES, a member of `PolicyName` (perilune_api/policies.py) and, where it
-has parameters, a struct and a field of `PolicyParams` there, and a table of cases in the tests.
+To add a policy, write the function, a line in POLICIES, a member of `PolicyName`
+(perilune_api/policies.py), a table of cases in the tests, and, if it has parameters, a struct and a field of
+`PolicyParams`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +33,9 @@ from perilune_gateway.policy.round_robin import round_robin
 from perilune_gateway.policy.sticky import sticky
 
 Policy = Callable[[RequestView, Sequence[Candidate], PolicyParams, Random], Verdict]
-"""A policy as others call it: with the blocks of all policies, of which it gets its own."""
+"""A policy as the router calls it, with the parameters of all policies."""
 Plain = Callable[[RequestView, Sequence[Candidate], Random], Verdict]
+"""A policy without parameters."""
 _Block = TypeVar("_Block")
 
 
@@ -42,7 +43,7 @@ def with_block(
     policy: Callable[[RequestView, Sequence[Candidate], _Block, Random], Verdict],
     block: Callable[[PolicyParams], _Block],
 ) -> Policy:
-    """The policy, given its block of the parameters."""
+    """Return the policy, called with its own block of the parameters."""
 
     def decide(
         request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
@@ -53,7 +54,7 @@ def with_block(
 
 
 def without_block(policy: Plain) -> Policy:
-    """The policy, which has no parameters."""
+    """Return the policy, called without parameters."""
 
     def decide(
         request: RequestView, candidates: Sequence[Candidate], params: PolicyParams, rng: Random
@@ -80,7 +81,7 @@ POLICIES: Mapping[str, Policy] = {
     PolicyName.ROUND_ROBIN: without_block(round_robin),
     PolicyName.STICKY: without_block(sticky),
 }
-"""Every policy that a pool may name."""
+"""All policies by name."""
 
 MOVES_SESSIONS = frozenset({PolicyName.EAR, PolicyName.PERILUNE})
-"""Policies that move sessions from hot hosts in their own decisions."""
+"""Policies that move sessions away from hot endpoints themselves."""

@@ -1,17 +1,20 @@
-"""ear: elastic affinity routing, for sessions whose turns follow each other without a human between.
+"""ear: elastic affinity routing, which keeps a session on its host until the host is overloaded.
 
-1. Cold (no host, or its host is gone): the endpoint with the fewest pending prefill tokens; among equals
-   the host of the session that started this one, since they share a prefix.
-2. Warm: always the host, unless it is *hot*: more than T_hot (`hot_pending_tokens`) uncached prompt
-   tokens wait or run there.
-3. Hot host, and the session last moved more than T_cool (`cooldown_seconds`) ago: of the endpoints
-   with KV room for the prompt and strictly fewer pending tokens than the host, the one with the fewest.
-   None: stay. The session moves with this request; its KV follows where endpoints share a store, or pull.
+    cost = pending prefill tokens
 
-Ranked by observed load, never by predicted transfer time (published predictors are off by 10–21×).
-Decides from the headers alone while it stays with a host that is not hot: KV room needs the prompt's
-length. Thrash is bounded: one session moves at most lifetime / T_cool times. It does not help where one
-session alone makes any endpoint hot, nor knows endpoints of unequal hardware.
+1. Cold session (no host, or the host is gone): choose the lowest cost. Among equals prefer the host of the
+   parent session, because parent and child share a prefix.
+2. Warm session: choose the host unless it is hot, that is, its cost is above T_hot (`hot_pending_tokens`).
+3. Hot host, and the session last moved more than T_cool (`cooldown_seconds`) ago: of the endpoints with KV
+   room for the prompt and a lower cost than the host, choose the lowest cost. If there is none, stay. The
+   session moves with this request; the new host loads its KV from the shared store or recomputes it.
+
+Source: Perilune. Costs are observed loads and never predicted transfer times, because published predictors
+are off by a factor of 10 to 21. A session moves at most (lifetime / T_cool) times. While the host is not
+hot, the headers suffice; the KV room of another endpoint can only be checked with the prompt's length.
+
+Prefer it for agents, whose turns follow each other quickly. It does not help where one session alone makes
+an endpoint hot, and it assumes that all endpoints have equal hardware.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ from perilune_gateway.policy.cost import has_kv_room, host_of, least_pending, ne
 def ear(
     request: RequestView, candidates: Sequence[Candidate], params: EarParams, rng: Random
 ) -> Decision | NeedBody:
-    """Affinity, and a move when the host is hot."""
+    """Keep the session on its host, or move it if the host is hot."""
     costs = pending_costs(candidates)
     host = host_of(request, candidates)
     if host and host.load.pending_prefill_tokens <= params.hot_pending_tokens:

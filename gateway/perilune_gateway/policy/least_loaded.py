@@ -1,6 +1,9 @@
-"""least_loaded: the endpoint with the fewest pending prefill tokens, then the fewest requests in flight.
+"""least_loaded: the endpoint with the fewest pending prefill tokens.
 
-Sees load only: a session's turns are spread, and each endpoint computes the same prefix again.
+    cost = pending prefill tokens; among equals the fewest requests in flight, then the fewest sessions
+
+Prefer it for short prompts that share no prefix. It ignores caches, so it spreads the turns of a session, and
+every endpoint computes the same prefix again.
 """
 
 from collections.abc import Sequence
@@ -11,5 +14,6 @@ from perilune_gateway.policy.cost import least_pending, pending_costs
 
 
 def least_loaded(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """Ties by requests in flight, bound sessions, then by draw."""
+    """Choose the fewest pending prefill tokens; among endpoints that are equal in all three, choose
+    randomly."""
     return Decision(least_pending(candidates, rng).address, Reason.LEAST_LOADED, pending_costs(candidates))

@@ -1,21 +1,23 @@
-"""perilune: the lowest cost in seconds over all tiers, with affinity by hysteresis.
+"""perilune: the lowest predicted cost in seconds; a session leaves its host only if that saves enough.
 
-1. Every endpoint's cost in seconds (cost.py): queue, fetching from the cheapest tier at learned speeds,
-   prefill of the rest, what it takes from those in flight there, company while decoding.
-2. No host (or it is gone): the lowest cost; of those that no prediction tells apart (cost.py, `nearly`) the
-   fewest sessions. A host that drains: the lowest cost of the others.
-3. A host: the session leaves it for the lowest cost if that saves more than `least_gain_seconds` and its
-   fetch once more. Less is noise: most queues are gone before the next turn, and nothing is known as badly
-   as the time of a fetch (the link may be an outlier). A session that moved just now may move again: having
-   it wait instead costs more than it saves, at every load (docs/evaluation/notes.md).
-4. Headers alone suffice while the session stays and its host is known to hold its context (its tail tells);
-   what other endpoints hold is then taken as nothing. A host that has lost the tail, or a prompt that was
-   rewritten, means a long prefill: against that the body costs little, and it tells where what is left lies.
+    cost = queue + fetch + prefill + interference_weight × requests in flight × prefill + slower decoding
 
-What a prefill takes from others is its seconds, times those in flight (`interference_weight`): they are
-delayed, and hold their KV for longer, for which idle sessions' KV is evicted, which is prefilled again when
-they come back. So long prefills end up where few others are. Where links are slow a move costs more and
-happens less: nothing else has to be switched off.
+1. Compute every endpoint's cost in seconds (the terms are in cost.py).
+2. The session has no host, or the host is gone: choose the lowest cost. Among costs that differ by less than
+   the predictions' precision (`nearly` in cost.py), choose the endpoint with the fewest sessions.
+3. The host drains: choose the lowest cost of the other endpoints.
+4. Otherwise the session moves to the lowest cost only if it saves more than `least_gain_seconds` plus the
+   fetch time. A smaller saving is within the error of the predictions: most queues are gone before the next
+   turn, and fetch times are the least certain term. There is no cooldown, which would cost more than it saves
+   at every load (docs/evaluation/notes.md).
+5. The headers suffice while the session stays and its host is known to cache its context; other endpoints
+   then count as caching nothing. Otherwise a long prefill follows, so waiting for the body costs little.
+
+The interference term charges a prefill for the delay of the other requests on the endpoint, which also keep
+their KV for longer. It places long prefills where few requests run.
+
+Source: Perilune. Prefer it where endpoints differ in hardware or cache tiers, or where a shared store makes
+moves cheap. It depends on predictions, which the gateway corrects by measurement (state/calibration.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +40,7 @@ from perilune_gateway.policy.cost import Seconds, cheapest, host_of, nearly_chea
 def perilune(
     request: RequestView, candidates: Sequence[Candidate], params: PeriluneParams, rng: Random
 ) -> Decision | NeedBody:
-    """Lowest cost, or the host unless leaving it pays."""
+    """Choose the host, or the lowest cost if leaving the host saves enough."""
     here = {c.address: seconds(c, request, params) for c in candidates}
     costs = [there.cost(address) for address, there in here.items()]
     host, by_headers = host_of(request, candidates), request.phase is Phase.HEADERS

@@ -1,6 +1,10 @@
-"""power_of_two: draw two endpoints, take the less loaded (Mitzenmacher 2001).
+"""power_of_two: the less loaded of two random endpoints.
 
-Nearly as even as least_loaded, and many gateways deciding at once do not all run to the same endpoint.
+    cost = pending prefill tokens, compared for two endpoints only
+
+Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001). Prefer it to
+least_loaded when many gateways decide at once: they do not all choose the same endpoint, and the load is
+nearly as even. Like least_loaded it ignores caches.
 """
 
 from collections.abc import Sequence
@@ -11,6 +15,6 @@ from perilune_gateway.policy.cost import least_pending, pending_costs
 
 
 def power_of_two(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """With one endpoint, that one."""
+    """Choose between two random endpoints, or take the only one."""
     two = rng.sample(candidates, k=min(2, len(candidates)))
     return Decision(least_pending(two, rng).address, Reason.POWER_OF_TWO, pending_costs(candidates))

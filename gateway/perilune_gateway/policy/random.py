@@ -1,4 +1,9 @@
-"""random: any endpoint, each equally likely."""
+"""random: a random endpoint, each with the same probability.
+
+    P(endpoint) = 1 / number of candidates
+
+Prefer it only as a baseline: it ignores caches and load.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -8,5 +13,5 @@ from perilune_gateway.policy.cost import pending_costs
 
 
 def random(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """One draw per request."""
+    """Choose a random endpoint."""
     return Decision(rng.choice(candidates).address, Reason.RANDOM, pending_costs(candidates))

@@ -1,4 +1,9 @@
-"""round_robin: the next endpoint. Knows nothing of caches or load; the floor of every comparison."""
+"""round_robin: each endpoint in turn.
+
+    chosen = candidates[ordinal mod number of candidates], where the ordinal counts the pool's requests
+
+Prefer it only as a baseline: it ignores caches and load.
+"""
 
 from collections.abc import Sequence
 from random import Random
@@ -8,6 +13,6 @@ from perilune_gateway.policy.cost import pending_costs
 
 
 def round_robin(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """Endpoint number `ordinal mod n`."""
+    """Choose the next endpoint."""
     chosen = candidates[request.ordinal % len(candidates)]
     return Decision(chosen.address, Reason.ROUND_ROBIN, pending_costs(candidates))

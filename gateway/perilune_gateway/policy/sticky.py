@@ -1,6 +1,9 @@
-"""sticky: a session stays on its first endpoint for ever; that one is chosen least loaded.
+"""sticky: a session stays on its first endpoint.
 
-Best reuse inside a session, no escape from a hot endpoint. Requests without a session: least loaded.
+    host, if the session has one and it may be chosen; else the fewest pending prefill tokens
+
+Prefer it where sessions are short or the load is far below capacity. It reuses the most KV within a session,
+but a session never leaves an overloaded endpoint.
 """
 
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from perilune_gateway.policy.cost import host_of, least_pending, near, pending_c
 
 
 def sticky(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:
-    """The session's host if it may be chosen, else the endpoint with the fewest pending tokens."""
+    """Choose the session's host if possible, else the endpoint with the fewest pending prefill tokens."""
     costs = pending_costs(candidates)
     if host := host_of(request, candidates):
         return Decision(host.address, Reason.HOST, costs)

@@ -1,10 +1,10 @@
 """Admission: which endpoints a request may go to, and whether it may go at all.
 
 `exclusion` says of one endpoint whether it may be chosen. `fits_context`, `not_overloaded` and `meets_slo`
-may refuse the request as a whole. `meets_slo` goes by prediction, before any GPU work, and refuses only if
-waiting would help, so never on an idle fleet.
+may refuse the request as a whole. `meets_slo` uses predictions and refuses only if waiting would help, so
+never on an idle fleet.
 
-Priority levels: each level above 0 doubles the backlog that a request may find, each below halves it.
+Each priority level above 0 doubles the queue at which a request is refused, each level below 0 halves it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from perilune_gateway.state.fleet import EndpointView
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What of a request decides where it may go."""
+    """The properties of a request that determine where it may go."""
 
     subset: frozenset[str] | None = None
+    """Addresses in the proxy's subset hint; None: there is no hint."""
     host: str = ""
-    """Its session's host: it may stay there while that endpoint drains."""
+    """Address of its session's host, which it may use even while that endpoint drains."""
 
 
 def exclusion(view: EndpointView, wanted: Wanted) -> str:
-    """Why the endpoint may not be chosen; empty if it may.
+    """Return why the endpoint may not be chosen; empty if it may.
 
-    `subset`: the proxy's subset hint does not name it. `not_ready`: it is listed as not ready, or was found
-    dead. `draining`: it drains, and is not the session's host.
+    `subset`: the proxy's subset hint does not name it. `not_ready`: it is listed as not ready, or is
+    suspected dead. `draining`: it drains and is not the session's host.
     """
     endpoint = view.endpoint
     if wanted.subset is not None and endpoint.address not in wanted.subset:
@@ -53,7 +54,7 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
 
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
-    """The endpoints that may be chosen, and the others by address with the name of the check they failed."""
+    """Return the endpoints that may be chosen, and for each other address the check that it failed."""
     eligible: list[EndpointView] = []
     excluded: dict[str, str] = {}
     for view in views:
@@ -65,32 +66,32 @@ def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointV
 
 
 def no_endpoint(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
-    """Why no endpoint is left (503)."""
+    """Return the refusal (503) that says why no endpoint is left."""
     if wanted.subset is not None and all(why == "subset" for why in excluded.values()):
         return Refusal(
             RefuseReason.SUBSET_EMPTY, "None of the endpoints in the subset hint belongs to the pool"
         )
     if not excluded:
         return Refusal(RefuseReason.NO_ENDPOINT, "The pool has no endpoints", 1.0)
-    counts = Counter(excluded.values())  # the addresses are the operator's business
+    counts = Counter(excluded.values())  # clients do not see addresses
     why = ", ".join(f"{check}: {count}" for check, count in sorted(counts.items()))
     return Refusal(RefuseReason.NO_ENDPOINT, f"No endpoint of the pool may take this request ({why})", 1.0)
 
 
 def fits_context(tokens: Tokens, context_tokens: int) -> Refusal | None:
-    """An exactly counted prompt that leaves no room for an answer (400); estimates pass."""
+    """Refuse an exactly counted prompt that leaves no room for an answer (400). Estimates pass."""
     if tokens.source is TokenSource.ESTIMATE or tokens.count < context_tokens:
         return None
     return Refusal(
         RefuseReason.TOO_LONG,
-        f"The prompt has {tokens.count} tokens; this model's context holds {context_tokens}"
-        " with the answer. Shorten the prompt",
+        f"The prompt has {tokens.count} tokens, and this model allows {context_tokens} for prompt and answer"
+        " together. Shorten the prompt",
     )
 
 
 def not_overloaded(candidates: Sequence[Candidate], limits: Limits, level: int = 0) -> Refusal | None:
-    """Every endpoint has more queued prefill than the pool allows (429): come back when the shortest queue
-    has shrunk to the limit."""
+    """Refuse if every endpoint has more queued prefill than the pool allows (429). The client may retry when
+    the shortest queue has shrunk to the limit."""
     if not limits.max_pending_seconds:
         return None
     allowed_s = limits.max_pending_seconds * 2.0**level
@@ -99,14 +100,14 @@ def not_overloaded(candidates: Sequence[Candidate], limits: Limits, level: int =
         return None
     return Refusal(
         RefuseReason.OVERLOADED,
-        f"Every endpoint has more than {allowed_s:g} s of prefill queued",
+        f"Every endpoint has more than {allowed_s:g} s of queued prefill",
         shortest_s - allowed_s,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a request can expect of one endpoint, now and if nobody else were there."""
+    """Predicted latencies of a request on one endpoint, with its present load and without any."""
 
     ttft_s: float
     alone_ttft_s: float
@@ -117,7 +118,7 @@ class Prediction:
 
 
 def predict(candidate: Candidate, request: RequestView) -> Prediction:
-    """TTFT = queue + fetching + prefill + overhead, corrected by what was observed there."""
+    """Predict TTFT = queue + fetch + prefill + overhead, corrected by measurement, and TPOT."""
     *_, fetch_s, prefill_s = cheapest_fetch(candidate, request)
     engine, ratio = candidate.engine, candidate.ttft_ratio
     alone_s = (fetch_s + prefill_s + engine.request_overhead_s(request.prompt_tokens)) * ratio
@@ -132,8 +133,9 @@ def predict(candidate: Candidate, request: RequestView) -> Prediction:
 
 
 def meets_slo(request: RequestView, candidates: Sequence[Candidate]) -> Refusal | None:
-    """No endpoint is predicted to keep the request's SLOs (429): come back when the backlog at the one that
-    comes nearest has gone. An SLO that even an idle endpoint misses asks for that endpoint's best instead."""
+    """Refuse if every endpoint is predicted to miss the request's SLOs (429). The client may retry when the
+    queue of the best endpoint has shrunk enough. An SLO that even an idle endpoint would miss counts as the
+    best that an idle endpoint can do."""
     if not (request.slo_ttft_s or request.slo_tpot_s):
         return None
     predictions = [predict(c, request) for c in candidates]
@@ -144,15 +146,15 @@ def meets_slo(request: RequestView, candidates: Sequence[Candidate]) -> Refusal 
     best = min(predictions, key=lambda p: p.ttft_s)
     return Refusal(
         RefuseReason.OVERLOADED,
-        f"First token predicted after {best.ttft_s:.2f} s, then {best.tpot_s * 1000:.0f} ms per token:"
-        " later than asked for",
+        f"The best endpoint would need {best.ttft_s:.2f} s to the first token and"
+        f" {best.tpot_s * 1000:.0f} ms per token, which is more than the SLO allows",
         min(waits_s),
     )
 
 
 def _wait_s(p: Prediction, alone_ttft_s: float, request: RequestView) -> float:
-    """Seconds until the endpoint's backlog lets it keep both SLOs; 0: it does now. A queue goes by one second
-    a second; of what decodes, as large a share has ended as of the mean decode time has passed."""
+    """Return the seconds until the endpoint can meet both SLOs; 0 if it can now. A queue shrinks by one
+    second per second, and running decodes end evenly over the mean decode time."""
     late_s = p.ttft_s - _budget_s(request.slo_ttft_s, alone_ttft_s, request.level)
     if p.tpot_s <= (allowed_s := _budget_s(request.slo_tpot_s, p.alone_tpot_s, request.level)):
         return max(0.0, late_s)
@@ -160,15 +162,17 @@ def _wait_s(p: Prediction, alone_ttft_s: float, request: RequestView) -> float:
 
 
 def _budget_s(slo_s: float, alone_s: float, level: int) -> float:
-    """What is allowed: what it takes alone, and the rest of the SLO by priority level; without an SLO all."""
+    """Return the allowed seconds: the time on an idle endpoint, plus the rest of the SLO scaled by priority
+    level; infinite without an SLO."""
     return alone_s + max(0.0, slo_s - alone_s) * 2.0**level if slo_s else inf
 
 
 def engine_priority(now: float, prefill_s: float, ageing_weight: float) -> int:
-    """vLLM's `priority` (lower is served first) for shortest-uncached-first with ageing: the arrival in
-    hundredths of a second, put back by `ageing_weight` for each of its own prefill. Later arrivals start
-    higher, so nobody starves: a request is overtaken only by those that arrive within weight × its prefill.
-    `now`: of a clock that all gateways of a pool share, as Unix time is. The number has 31 bits; every 248
-    days it begins anew, and who waits then is overtaken once.
-    A body field, so a pool that uses it reads and rewrites every body: the header-only path is lost."""
+    """Return vLLM's `priority` (lower is served first) for shortest-uncached-first with ageing.
+
+    It is the arrival time in hundredths of a second, plus `ageing_weight` for each hundredth of the request's
+    own prefill. Later arrivals get higher numbers, so a request is overtaken only by those that arrive within
+    weight × its prefill. `now` must be Unix time, which all gateways of a pool share. The number has 31 bits
+    and wraps every 248 days; requests that wait then are overtaken once.
+    """
     return round(100.0 * (now + ageing_weight * prefill_s)) % 2**31

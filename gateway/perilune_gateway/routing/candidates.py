@@ -33,7 +33,7 @@ from perilune_gateway.state.prefix_index import Matches
 from perilune_gateway.state.sessions import Session
 
 MAX_LOCATIONS = 4
-"""A policy is told at most this many holders of the longest prefix."""
+"""Maximum number of endpoints in a prefix's locations."""
 NOTHING_HELD = Overlap()
 
 

@@ -1,8 +1,8 @@
-"""The decision itself, a pure function: the policy chooses, then admission may still refuse.
+"""The decision as a pure function: the policy chooses, then admission may still refuse.
 
-    request, candidates, policy, routing, dice ─▶ Decision | Refusal | NeedBody
+    request, candidates, policy, routing, rng ─▶ Decision | Refusal | NeedBody
 
-The router calls it on live values, `perilune whatif` on recorded ones: one code for both.
+The router calls it with live values, `perilune whatif` with recorded ones.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from perilune_gateway.routing import admission
 def decide(
     request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, rng: Random
 ) -> Verdict:
-    """`policy`: a name in POLICIES, not always the one that `routing` names."""
+    """Return the verdict of `policy`, a name in POLICIES that may differ from the one in `routing`."""
     verdict = POLICIES[policy](request, candidates, routing.policy, rng)
     if not isinstance(verdict, Decision):
         return verdict
@@ -25,5 +25,5 @@ def decide(
         return refusal
     late = admission.meets_slo(request, candidates)
     if late and request.phase is Phase.HEADERS:
-        return NEED_BODY  # what others hold of the prompt may tell otherwise
+        return NEED_BODY  # another endpoint's cached prefix may change the prediction
     return late or verdict

@@ -61,7 +61,7 @@ from perilune_gateway.routing.lifecycle import Lifecycle, Observer
 from perilune_gateway.state.pool_state import PoolState
 
 SEED_BITS = 53
-"""Size of a decision's random seed: JSON readers keep no larger whole number exactly."""
+"""Number of bits of a decision's random seed; JSON readers lose precision above it."""
 
 
 class TokenizesNow(Protocol):
@@ -148,7 +148,7 @@ class Router:
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
             if self._routing.engine_priority.ageing_weight:
-                return NEED_BODY  # every body is rewritten to tell the engine its priority
+                return NEED_BODY  # the priority for the engine is written into every body
         context = RequestContext(head, now, timer, identity, session)
         self._candidates.find_eligible(context)
         if not context.eligible:
@@ -171,7 +171,7 @@ class Router:
             return self.lifecycle.refused(head, request, timer)
         if request.model not in self._models:
             models = ", ".join(sorted(self._models))
-            message = f"The model `{request.model[:200]}` does not exist here; known are: {models}"
+            message = f"The model `{request.model[:200]}` does not exist. This pool serves: {models}"
             return self.lifecycle.refused(head, Refusal(RefuseReason.UNKNOWN_MODEL, message), timer)
         timer.lap(Step.PARSE)
         tokens = self._tokenizer.now(request)
@@ -414,8 +414,7 @@ def new_router(
 
 
 def _wrong_slo(headers: Mapping[str, str]) -> str:
-    """Why a request's SLO cannot be read; empty if it can, or if there is none. A typing error must not pass
-    for a promise."""
+    """Return why a request's SLO cannot be read; empty if it can, or if there is none."""
     for name in (names.SLO_TTFT_HEADER, names.SLO_TPOT_HEADER):
         if text := headers.get(name):
             try:

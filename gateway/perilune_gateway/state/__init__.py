@@ -1,1 +1,1 @@
-"""What the gateway knows: plain classes, one event loop, no locks; time is an argument."""
+"""The gateway's state: plain classes that one event loop uses without locks. Time is an argument."""

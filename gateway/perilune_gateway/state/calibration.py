@@ -1,22 +1,21 @@
-"""How fast things really are: observed / predicted seconds, learned online.
+"""Corrects predictions by measurement: averages of observed / predicted seconds.
 
     observe(observed, predicted, now)  →  ratio(now): 1.0 = as predicted, 3.0 = three times slower
 
-One `Ratio` per endpoint for prefill, for the time to the first token and for loading from the shared store,
-one per link for transfers. An endpoint's prior, what is assumed before anything is observed, is the pool's
-ratio, so one that was never used is believed to be like those that were, neither slower nor faster. A link of
-which nothing is known is as slow as its source's transfers are on the whole (they queue at its NIC), a source
-without any as the pool's. Every other prior is 1.0, as predicted.
+There is one `Ratio` per endpoint for prefill, for the time to the first token and for loading from the shared
+store, and one per link for transfers. Each ratio has a prior, the value assumed before any observation. The
+prior of an endpoint's ratio is that of the whole pool. A link without observations uses the transfers of its
+source, which queue at the source's network card, or else those of the pool. Every other prior is 1.0.
 
-1. An observation is bounded to LOW … HIGH: one outlier moves an average by a bounded step.
-2. Averages are exponential with gain `GAIN`; the first observations weigh more, and the prior counts as one,
-   so a single observation never decides and a ratio is shrunk to its prior by how few it has.
-3. Without observations a link's ratio drifts back to its prior, half of the way every HALF_LIFE_S, and so
-   do its source's and the pool's: what was slow and is therefore not used gets another chance.
-4. What was predicted to take less than LEAST_S says more of overheads than of speed and is ignored.
+1. An observation is limited to the range LOW to HIGH, so that one outlier changes an average little.
+2. Averages are exponential with the gain `GAIN`. The first observations weigh more, and the prior counts as
+   one observation, so a single observation never decides.
+3. Without new observations, ratios of transfers and of the store return to their prior, by half every
+   HALF_LIFE_S seconds. A link that was slow, and is therefore not used, gets another chance.
+4. Predictions below LEAST_S seconds are ignored, because they measure overheads and not speed.
 
-Also the seconds that a request decodes on an endpoint, an average of the same gain. Time is an argument;
-reading changes nothing. Cost: O(1) each.
+The calibration also averages the seconds that a request decodes on an endpoint, with the same gain. Time is
+an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
 """
 
 from collections.abc import Mapping
@@ -31,53 +30,53 @@ GAIN = 0.1
 HALF_LIFE_S = 600.0
 LEAST_S = 0.05
 SPEED_S = 10.0
-"""What was learned of the store fades by a hundredth in this time, so a speed is read anew after it."""
+"""Seconds for which a computed speed is reused. What was learned fades by about 1 % in this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatioStats:
-    """Observed / predicted seconds of something, averaged."""
+    """Averaged observed / predicted seconds."""
 
     ratio: float = 1.0
     observations: int = 0
     age_s: float = 0.0
-    """Since the last observation."""
+    """Seconds since the last observation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointCalibration:
-    """What was learned of one endpoint."""
+    """Measurements of one endpoint."""
 
     prefill: RatioStats = RatioStats()
     ttft: RatioStats = RatioStats()
     decode_s: float = 0.0
-    """Seconds that a request decodes; 0: unknown."""
+    """Mean seconds that a request decodes; 0: unknown."""
     sends: RatioStats = RatioStats()
-    """Transfers that others pulled from it."""
+    """Transfers that other endpoints pulled from it."""
     store: RatioStats = RatioStats()
-    """What it loaded from the shared store."""
+    """Its loads from the shared store."""
 
 
 @dataclass(slots=True)
 class Ratio:
-    """An average of observed / predicted and of a prior, which is given when it is read."""
+    """An average of observed / predicted seconds and a prior. The prior is an argument of each reading."""
 
     half_life_s: float = inf
-    """Of what was learned, while nothing is observed."""
+    """Seconds without observations after which half of the learned value has faded."""
     _learned: float = 0.0
     """Sum of observations × their weights."""
     _weight: float = 0.0
-    """Of the observations; what is missing to 1 is the prior's."""
+    """Sum of the observations' weights; the prior has the rest, 1 − _weight."""
     _at: float = 0.0
     count: int = 0
 
     def at(self, now: float, prior: float = 1.0) -> float:
-        """The ratio, drifted towards the prior since the last observation."""
+        """Return the ratio, which returns to the prior after the last observation."""
         left = self._left(now)
         return self._learned * left + prior * (1.0 - self._weight * left)
 
     def observe(self, observed_s: float, predicted_s: float, now: float) -> None:
-        """`predicted_s` is the uncorrected prediction."""
+        """Add an observation. `predicted_s` is the prediction without correction."""
         if predicted_s < LEAST_S:
             return
         seen = min(HIGH, max(LOW, observed_s / predicted_s))
@@ -89,7 +88,7 @@ class Ratio:
         self._at = now
 
     def _left(self, now: float) -> float:
-        """Share of what was learned that has not faded."""
+        """Return the share of the learned value that has not faded."""
         left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
         return left
 
@@ -99,7 +98,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class _Endpoint:
-    """Ratios of an endpoint, or of all."""
+    """Ratios of one endpoint, or of all endpoints together."""
 
     prefill: Ratio = field(default_factory=Ratio)
     ttft: Ratio = field(default_factory=Ratio)
@@ -109,52 +108,52 @@ class _Endpoint:
     decodes: int = 0
 
 
-_NEW = _Endpoint()
-"""Of an endpoint of which nothing was observed; never written."""
+_UNKNOWN = _Endpoint()
+"""Stands for an endpoint without observations; never written."""
 
 
 class Speed(NamedTuple):
-    """How fast an endpoint is believed to be now."""
+    """Speed of an endpoint, corrected by measurement."""
 
     engine: EngineModel
-    """The pool's engine, slowed down or sped up by what was observed there."""
+    """The pool's engine model, scaled by the endpoint's ratios."""
     decode_s: float
-    """Mean seconds that a request decodes there; 0: unknown."""
+    """Mean seconds that a request decodes; 0: unknown."""
     ttft_ratio: float
     """Observed / predicted seconds to the first token."""
 
 
 class Calibration:
-    """Ratios of a pool."""
+    """The ratios of a pool."""
 
     def __init__(self, engine: EngineModel = H20_30B) -> None:
-        """`engine`: the pool's engines as believed before anything is observed."""
+        """`engine` is the assumed speed of the pool's engines before any observation."""
         self.engine = engine
         self.transfers = 0
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
-        """By address: how fast it is believed to be, and until when that holds."""
+        """Address → (time until which the speed is reused, speed)."""
         self._pool = _Endpoint()
-        """All observations of the pool's endpoints, also of those that left."""
+        """Ratios over all endpoints, including those that left the pool."""
         self._endpoints: dict[str, _Endpoint] = {}
         self._links: dict[tuple[str, str], Ratio] = {}
 
     # -- observations ------------------------------------------------------------------------------
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
-        """A prefill took `observed_s` alone on the endpoint."""
+        """Record a prefill that ran alone on the endpoint."""
         self._speeds.clear()
         self._pool.prefill.observe(observed_s, predicted_s, now)
         self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
-        """From a decision to the end of its prefill, queue included."""
+        """Record the time from a decision to the end of its prefill, including the queue."""
         self._speeds.clear()
         self._pool.ttft.observe(observed_s, predicted_s, now)
         self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
 
     def decoded(self, address: str, seconds: float) -> None:
-        """A request decoded for so long, first token to last."""
+        """Record the seconds from a request's first to its last token."""
         endpoint = self._endpoint(address)
         endpoint.decodes += 1
         gain = max(GAIN, 1.0 / endpoint.decodes)
@@ -162,20 +161,20 @@ class Calibration:
         self._speeds.pop(address, None)
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
-        """`target` pulled from `source`."""
+        """Record a KV transfer that `target` pulled from `source`."""
         self.transfers += 1
         self._pool.sends.observe(observed_s, predicted_s, now)
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
 
     def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
-        """The endpoint loaded KV from the shared store."""
+        """Record that the endpoint loaded KV from the shared store."""
         self._speeds.clear()
         self._pool.store.observe(observed_s, predicted_s, now)
         self._endpoint(address).store.observe(observed_s, predicted_s, now)
 
     def forget(self, address: str) -> None:
-        """It left the pool: whoever comes back under its address starts anew."""
+        """Forget an endpoint that left the pool; another one may get its address."""
         self._speeds.clear()
         self._endpoints.pop(address, None)
         for link in [link for link in self._links if address in link]:
@@ -196,7 +195,7 @@ class Calibration:
         return self._known(address).decode_s
 
     def speed(self, address: str, now: float) -> Speed:
-        """How fast the endpoint is believed to be. Kept for SPEED_S, or until something is observed."""
+        """Return the endpoint's speed. It is reused for SPEED_S seconds, or until the next observation."""
         until, speed = self._speeds.get(address, (-inf, None))
         if speed is None or now >= until:
             speed = self._speed(address, now)
@@ -214,7 +213,7 @@ class Calibration:
         return Speed(engine, self.decode_s(address), self.ttft_ratio(address, now))
 
     def slowdown(self, source: str, target: str, now: float) -> float:
-        """Of a transfer from `source` to `target`."""
+        """Return observed / predicted seconds of a transfer from `source` to `target`."""
         link, sends = self._links.get((source, target)), self._known(source).sends
         known = link if link is not None and link.count else sends if sends.count else self._pool.sends
         return known.at(now)
@@ -230,11 +229,11 @@ class Calibration:
         )
 
     def links(self, now: float) -> Mapping[tuple[str, str], RatioStats]:
-        """Every link that was used: (source, target) → ratio."""
+        """Return the ratio of every link that was used, by (source, target)."""
         return {link: ratio.stats(now) for link, ratio in self._links.items()}
 
     def _known(self, address: str) -> _Endpoint:
-        return self._endpoints.get(address, _NEW)
+        return self._endpoints.get(address, _UNKNOWN)
 
     def _endpoint(self, address: str) -> _Endpoint:
         return self._endpoints.setdefault(address, _Endpoint())

@@ -1,21 +1,22 @@
-"""Engines' block hashes → ours, and their events into the prefix index.
+"""Translates engines' block hashes to ours and applies KV events to the prefix index.
 
-An engine's hash depends on its algorithm and seed, so it is only a name here; events carry the token ids,
-from which our own chain is computed:
+An engine's hash depends on its algorithm and seed, so the gateway uses it only as a name. It computes its own
+hashes from the token ids in the events:
 
-1. *stored on the device*: parent's name → our hash of the parent (no parent: the root of its LoRA and cache
-   salt) → chain over the tokens → index; the names are remembered. Multimodal keys enter our hash too.
-2. *stored elsewhere* (`CPU`: the host's memory; `cpu`: Mooncake's shared store): mapped by name, because
-   these events may lack tokens, parent and extra keys. The device had announced the same hash before.
-3. *removed*, *cleared*: by name. A name outlives its block: its children may still be announced, a store's
-   copy too.
+1. *Stored on the device*: look up our hash of the parent by its name (without a parent, take the root for the
+   LoRA adapter and the cache salt), compute the chain over the tokens and multimodal keys, add the blocks to
+   the index, and remember their names.
+2. *Stored elsewhere* (`CPU` is host memory, `cpu` is Mooncake's shared store): look the blocks up by name,
+   because these events may lack tokens, parent and extra keys. The device has announced the names before.
+   Such events have no parents; their blocks are assumed to follow each other.
+3. *Removed* and *cleared*: look the blocks up by name. A name outlives its block, because the engine may
+   still announce children of the block, or a copy in the store.
 
-A name is bound to the same block everywhere in the pool, whichever engine said it; names of blocks that
-nobody holds are forgotten when there are more than `max_names` (see `block_names`). What cannot be used is
-counted by `Unused` and dropped: the index then knows less than the engine, not more. (Rows in the host's
-memory or the store come without parents. They are taken for blocks that follow each other.)
+A name means the same block in the whole pool. When there are more than `max_names`, names of blocks that no
+endpoint caches are forgotten (see `block_names`). Events that cannot be used are counted by `Unused` and
+dropped, so the index never claims more than an engine caches.
 
-Costs: about 1.3 µs per stored block of 16 tokens, 1 µs per removed one. Raises nothing.
+Costs about 1.3 µs per stored block of 16 tokens and 1 µs per removed block. Raises no errors.
 """
 
 from __future__ import annotations
@@ -36,56 +37,58 @@ from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
 from perilune_gateway.state.prefix_index.block_names import Names
 
 STORE_MEDIUM = "cpu"
-"""vLLM's MooncakeStoreConnector, lower case; it never announces a removal."""
+"""Medium that vLLM's MooncakeStoreConnector sends, in lower case. It never announces removals."""
 _TIERS = {"": Tier.DEVICE, "gpu": Tier.DEVICE, "CPU": Tier.HOST, STORE_MEDIUM: Tier.STORE}
 _64_BITS = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Unused(StrEnum):
-    """Why an announced block did not enter the index, or a removal did not touch it."""
+    """Why an announced block or removal did not change the index."""
 
     UNKNOWN_PARENT = "unknown_parent"
     UNKNOWN_BLOCK = "unknown_block"
-    """Mapped by name, but nobody has announced that name on a device."""
+    """The block's name was not announced for any device before."""
     BLOCK_SIZE = "block_size"
-    """Not the pool's."""
+    """The block size is not the pool's."""
     MALFORMED = "malformed"
-    """Token ids do not fit the number of blocks, or are no token ids."""
+    """The token ids are invalid or do not match the number of blocks."""
     GROUP = "group"
-    """Of another KV cache group than the first (hybrid models)."""
+    """The block belongs to another KV cache group than the first (hybrid models)."""
     MEDIUM = "medium"
-    """A medium that is no tier here (disk, or a store that the pool does not have)."""
+    """The medium is not a tier of this pool (disk, or a store that the pool does not have)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one event changed."""
+    """The changes that one event made."""
 
     endpoint: str
     tier: Tier = Tier.DEVICE
     parent: int = 0
-    """Our hash of the block before the first stored one, or the chain's root. Device tier only."""
+    """Our hash of the block before the first stored one, or the root of the chain. Only for the device."""
     stored: tuple[int, ...] = ()
-    """Our hashes, in prompt order."""
+    """Our hashes of the stored blocks, in prompt order."""
     removed: int = 0
-    """Blocks."""
+    """Number of removed blocks."""
     cleared: bool = False
+    """Whether the cache was emptied."""
     session_id: str = ""
-    """As the engine was told by the client, empty mostly."""
+    """Session id that the client sent to the engine; mostly empty."""
     rank: int = 0
+    """Data-parallel rank of the engine."""
     unused: int = 0
-    """Blocks that the event named and that changed nothing, see `EngineBlocks.unused`."""
+    """Number of blocks in the event that changed nothing, see `EngineBlocks.unused`."""
 
 
 class EngineBlocks:
-    """The names of one pool's blocks."""
+    """Applies one pool's KV events and keeps the names of its blocks."""
 
     def __init__(
         self, index: PrefixIndex, block_size: int, *, store: bool, max_names: int = 2_000_000
     ) -> None:
-        """`store`: the pool shares a KV store. `max_names`: at least twice the index's `max_blocks`, so that
-        the names of what is held stay."""
+        """`store`: whether the pool shares a KV store. `max_names` should be at least twice the index's
+        `max_blocks`, so that the names of cached blocks are kept."""
         self._index = index
         self._block_size = block_size
         self._store = store
@@ -96,15 +99,15 @@ class EngineBlocks:
         return len(self._names)
 
     def widen(self, max_names: int) -> None:
-        """Hold at least so many from now on: the pool has grown."""
+        """Raise the limit to at least `max_names`, because the pool has grown."""
         self._names.widen(max_names)
 
     def ours(self, name: BlockHash) -> int | None:
-        """Our hash of an engine's block."""
+        """Return our hash of an engine's block, or None if the name is unknown."""
         return self._names.get(_key(name))
 
     def apply(self, endpoint: str, event: Event, now: float, rank: int = 0) -> Applied:
-        """Bring one event into the index."""
+        """Apply one event to the index."""
         if isinstance(event, AllBlocksCleared):
             self._index.cleared(endpoint, rank)
             return Applied(endpoint, cleared=True, rank=rank)
@@ -120,7 +123,7 @@ class EngineBlocks:
         return self._elsewhere(endpoint, tier, event, now, rank)
 
     def reset(self, endpoint: str, rank: int) -> Applied:
-        """This rank's feed begins anew: forget what it holds."""
+        """Forget what this rank caches, because its feed starts again."""
         self._index.cleared(endpoint, rank)
         return Applied(endpoint, cleared=True, rank=rank)
 
@@ -161,7 +164,7 @@ class EngineBlocks:
 
     def _removed(self, endpoint: str, tier: Tier, event: BlockRemoved, rank: int) -> Applied:
         ours, unused = self._by_name(event.block_hashes)
-        if tier is not Tier.STORE:  # a store belongs to nobody, so nobody can empty it
+        if tier is not Tier.STORE:  # the store is shared, so an engine's removal does not empty it
             self._index.removed(endpoint, tier, ours, rank)
         return Applied(endpoint, tier, removed=len(ours), rank=rank, unused=unused)
 
@@ -179,24 +182,28 @@ class EngineBlocks:
 
 
 def lora_of(event: BlockStored) -> str:
-    """The LoRA's name; engines too old to say it give an id."""
+    """Return the LoRA adapter's name, or `#id` for old engines that send only an id; empty without LoRA."""
     if event.lora_name:
         return event.lora_name
     return "" if event.lora_id is None else f"#{event.lora_id}"
 
 
 def salt_of(event: BlockStored) -> str:
-    """The cache salt of a prompt's first block."""
+    """Return the cache salt of a prompt's first block; empty if there is none."""
     return _split(event)[0]
 
 
 def mm_of(event: BlockStored) -> list[tuple[Any, ...]]:
-    """Per block its multimodal keys (identifier, offset), as far as the event shows them."""
+    """Return the multimodal keys (identifier, offset) of each block, as far as the event has them."""
     return _split(event)[1]
 
 
 def _split(event: BlockStored) -> tuple[str, list[tuple[Any, ...]]]:
-    """Events show LoRA name and salt as bare strings in their order: LoRA, multimodal, salt (first block)."""
+    """Return (cache salt, the multimodal keys of each block).
+
+    The keys of a block come in this order: LoRA name, multimodal keys, and the salt in the first block. LoRA
+    name and salt are bare strings.
+    """
     salt = ""
     rest: list[tuple[Any, ...]] = []
     for i, keys in enumerate(event.extra_keys or ()):
@@ -210,7 +217,7 @@ def _split(event: BlockStored) -> tuple[str, list[tuple[Any, ...]]]:
 
 
 def _bare(key: Any) -> Any:
-    """Tagged keys without their tag, should an engine show them."""
+    """Return the key without its tag, for engines that send tagged keys."""
     if isinstance(key, list | tuple) and key:
         if key[0] in ("lora", "cache_salt") and len(key) > 1:
             return key[1]
@@ -221,7 +228,7 @@ def _bare(key: Any) -> Any:
 
 
 def _extra(event: BlockStored) -> tuple[str, list[bytes | None] | None]:
-    """(salt, bytes that each block's hash must cover besides its tokens)."""
+    """Return (cache salt, the bytes that each block's hash must cover in addition to its tokens)."""
     if not event.extra_keys or not any(event.extra_keys):
         return "", None
     salt, rest = _split(event)
@@ -231,19 +238,19 @@ def _extra(event: BlockStored) -> tuple[str, list[bytes | None] | None]:
 
 
 def _key(name: BlockHash) -> int:
-    """A digest and its low 64 bits are one name; so is a number below 0 (old engines) and its 64 bits."""
+    """Return the low 64 bits of a digest or a number as its name. Old engines send negative numbers."""
     return name & _64_BITS if isinstance(name, int) else blocks.low64(name)
 
 
 def _keys(names: Sequence[BlockHash]) -> Sequence[int]:
     try:
-        return array("Q", names)  # type: ignore[arg-type]  # which is what it finds out
+        return array("Q", names)  # type: ignore[arg-type]  # digests raise TypeError
     except (TypeError, OverflowError):
         return [_key(name) for name in names]
 
 
 def _medium(medium: str | None) -> str:
-    """`GPU` in any case; `CPU` and `cpu` are two things."""
+    """Return the medium, with `GPU` in lower case. `CPU` and `cpu` are different media."""
     if medium is None:
         return ""
     return "gpu" if medium.lower() == "gpu" else medium

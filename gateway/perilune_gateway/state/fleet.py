@@ -1,16 +1,17 @@
-"""The endpoints and what each has to do.
+"""The endpoints and their load.
 
-Load is what this gateway sent and has not seen end (`start` … `finish`), corrected by what engines
-report. Pending prefill is counted in tokens and seconds, and released by the first of: KV events that
-cover the prompt's last block (`blocks_stored`), step by step where only a session's growth is seen
-(`progress`), the head of a whole answer (`prefill_done`), the end (`finish`, exactly once, else KeyError).
+The load of an endpoint is made of the requests that this gateway sent to it and that have not ended (`start`
+to `finish`), corrected by the engine's metrics. Pending prefill is counted in tokens and seconds. It ends
+with the first of these: a KV event with the prompt's last block (`blocks_stored`), the head of an answer that
+is not streamed (`prefill_done`), or the end of the request (`finish`, which raises KeyError if called twice).
+`progress` releases it in steps where KV events only show a session's growth.
 
-Readiness: an endpoint is ready until somebody finds it dead (`suspect`: Envoy served elsewhere, a
-connection failed, two scrapes in a row failed) and then again from its next good scrape on; without
-scrapes, after SUSPECT_S. Where nobody is left, those that are merely silent are tried (`with_silent`):
-engines that are all too busy to tell their metrics still serve.
+An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
+or two scrapes in a row failed. It is ready again after its next good scrape, or after SUSPECT_S seconds if
+its metrics are not scraped. If no endpoint is left, `with_silent` admits those whose metrics alone fail,
+because engines that are too busy to answer scrapes may still serve.
 
-Reading (`view`, `recent`) changes nothing and costs O(endpoints), for `recent` of what has changed.
+`view` and `recent` change no endpoint and cost O(endpoints); `recent` reuses what has not changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,13 +27,13 @@ from perilune_api.topology import Link
 from perilune_gateway.model import Endpoint, EngineMetrics, Load
 
 SUSPECT_S = 5.0
-"""Without a metrics feed, an endpoint found dead is tried again after this."""
+"""Seconds after which a suspected endpoint without metrics is ready again."""
 DEAD_SCRAPES = 2
-"""Failed scrapes in a row that make an endpoint suspect: one alone may be a busy moment."""
+"""Number of failed scrapes in a row after which an endpoint is suspected; one may fail in a busy moment."""
 RECENT_S = 1.0
-"""Ages in a recent view are at most this much too low."""
+"""Maximum age in seconds of the entries that `recent` returns."""
 FRESH_S = 15.0
-"""Engine metrics older than this say nothing about KV room."""
+"""Maximum age in seconds of engine metrics that are used."""
 
 
 class EndpointView(NamedTuple):
@@ -47,12 +48,12 @@ class EndpointView(NamedTuple):
 class _InFlight(Struct, gc=False):
     address: str
     tokens: int
-    """Pending prefill tokens left."""
+    """Number of prefill tokens that are still pending."""
     total_tokens: int
     total_s: float
     context_tokens: int
     awaited: int
-    """The block whose store ends the prefill; 0: none is known, or it has ended."""
+    """Block whose KV event ends the prefill; 0: unknown, or the prefill has ended."""
 
 
 @dataclass(slots=True)
@@ -67,38 +68,40 @@ class _State:
     moved_at: float = -inf
     suspect_at: float = -inf
     unreached_at: float = -inf
-    """When somebody failed to reach it; a scrape that fails is none."""
+    """Time of the last failed connection; failed scrapes do not count."""
     metrics: EngineMetrics | None = None
     metrics_at: float = -inf
     failed_scrapes: int = 0
-    """In a row."""
+    """Number of scrapes that failed in a row."""
     position: int = 0
-    """In the pool's order."""
+    """Position in the pool's order."""
 
 
 class Fleet:
-    """All endpoints of a pool, and every request in flight."""
+    """The endpoints of a pool and their requests in flight."""
 
     def __init__(self, kv_pool_tokens: int) -> None:
         self.kv_pool_tokens = kv_pool_tokens
         self._states: dict[str, _State] = {}
         self._requests: dict[int, _InFlight] = {}
         self._awaited: dict[tuple[str, int], list[int]] = {}
-        """By address and last block of a prompt: the requests whose prefill that block's event ends."""
+        """(address, last block of a prompt) → tickets of the requests whose prefill that block's event
+        ends."""
         self._recent: list[EndpointView] = []
-        """What `recent` last gave; never changed, but replaced."""
+        """Last result of `recent`; replaced, never changed in place."""
         self._recent_until = -inf
+        """Time from which `recent` computes every entry again."""
         self._changed: set[str] = set()
-        """Endpoints of which something has changed since."""
+        """Addresses of endpoints that have changed since the last result of `recent`."""
 
     def sessions_changed(self, address: str) -> None:
-        """The number of sessions bound to the endpoint has changed."""
+        """Note that the number of sessions bound to the endpoint has changed."""
         self._changed.add(address)
 
     # -- endpoints ---------------------------------------------------------------------------------
 
     def set_endpoints(self, endpoints: Iterable[Endpoint], topology: Topology) -> list[str]:
-        """Replace the list; load of those that stay is kept. Returns the addresses that left."""
+        """Replace the endpoints; those that stay keep their load. Returns the addresses that left."""
         old, self._states = self._states, {}
         wanted = {e.address: e for e in endpoints}
         for position, (address, endpoint) in enumerate(wanted.items()):
@@ -121,12 +124,13 @@ class Fleet:
         return state.endpoint if state else None
 
     def view(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
-        """Every endpoint with its load, in the pool's order; `sessions`: bound there, by address."""
+        """Return every endpoint with its load, in the pool's order. `sessions` maps addresses to the number
+        of sessions bound there."""
         return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
 
     def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
-        """`view` for decisions: of endpoints of which nothing has changed, as seen less than RECENT_S ago. Of
-        `sessions` the fleet has to be told (`changed`)."""
+        """Return what `view` returns, with entries of unchanged endpoints up to RECENT_S old. The caller must
+        report changes of `sessions` with `sessions_changed`."""
         if now >= self._recent_until:
             self._recent_until = now + RECENT_S
             self._recent = [
@@ -142,7 +146,8 @@ class Fleet:
         return self._recent
 
     def silent(self, now: float) -> set[str]:
-        """Endpoints that are not ready for one reason: their metrics, which were read before, fail."""
+        """Return the endpoints that are not ready only because their metrics, which were read before,
+        fail."""
         return {
             address
             for address, state in self._states.items()
@@ -153,7 +158,7 @@ class Fleet:
         }
 
     def with_silent(self, views: Sequence[EndpointView], now: float) -> list[EndpointView]:
-        """`views`, the silent ones ready."""
+        """Return `views` with the silent endpoints marked as ready."""
         silent = self.silent(now)
         return [
             view._replace(endpoint=replace(view.endpoint, ready=True))
@@ -211,8 +216,8 @@ class Fleet:
         context_tokens: int,
         last_block: int = 0,
     ) -> None:
-        """A request goes to `address`. `last_block`: our hash of its prompt's last full block, if known
-        and not cached there already."""
+        """Add a request to the load of `address`. `last_block` is our hash of the prompt's last full block,
+        or 0 if it is unknown or already cached there."""
         request = _InFlight(address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, last_block)
         self._requests[ticket] = request
         if last_block:
@@ -227,7 +232,7 @@ class Fleet:
                 state.pending_s += prefill_s
 
     def blocks_stored(self, address: str, blocks: Sequence[int]) -> list[int]:
-        """KV event: a prefill whose last block is among them is done. Returns the tickets of those."""
+        """Record a KV event: it ends the prefills whose last block is in `blocks`. Returns their tickets."""
         if not self._awaited:
             return []
         awaited = self._awaited
@@ -237,14 +242,14 @@ class Fleet:
         return done
 
     def progress(self, ticket: int, tokens: int) -> None:
-        """`tokens` more of the request's prompt are cached; an ended request is ignored, and so is the load
-        of an endpoint that was out of the pool meanwhile."""
+        """Record that `tokens` more tokens of the request's prompt are cached. Ignores ended requests, and
+        endpoints that left the pool in between."""
         request = self._requests.get(ticket)
         if request is not None:
             self._progress(ticket, request, min(tokens, request.tokens))
 
     def _progress(self, ticket: int, request: _InFlight, done: int) -> None:
-        """`done`: of its tokens that are left."""
+        """Release `done` of the request's pending tokens."""
         if not done:
             return
         request.tokens -= done
@@ -255,10 +260,10 @@ class Fleet:
             if state.prefilling:
                 state.pending_s -= request.total_s * done / request.total_tokens
             else:
-                state.pending_s = 0.0  # and not what rounding leaves
+                state.pending_s = 0.0  # removes rounding errors
 
     def prefill_done(self, ticket: int) -> None:
-        """Nothing of the request's prefill is pending any more; an ended request is ignored."""
+        """Release the request's whole pending prefill. Ignores ended requests."""
         request = self._requests.get(ticket)
         if request is not None:
             self._prefilled(ticket, request)
@@ -273,7 +278,7 @@ class Fleet:
         request.awaited = 0
 
     def served_by(self, ticket: int, address: str) -> None:
-        """Envoy took another endpoint than the first: the load goes there."""
+        """Move the request's load to the endpoint that Envoy used instead of the first one."""
         request = self._requests[ticket]
         tokens = request.tokens
         self.finish(ticket)
@@ -286,7 +291,7 @@ class Fleet:
         )
 
     def finish(self, ticket: int) -> None:
-        """The request ended. Raises KeyError when it already had."""
+        """End the request. Raises KeyError if it has already ended."""
         request = self._requests.pop(ticket)
         if request.tokens or request.awaited:
             self._prefilled(ticket, request)
@@ -300,18 +305,18 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have started and not ended."""
+        """Number of requests that have started and not ended."""
         return len(self._requests)
 
     def engine_metrics(self, address: str) -> EngineMetrics | None:
-        """Its last good scrape."""
+        """Return the result of the endpoint's last good scrape, or None."""
         state = self._states.get(address)
         return state.metrics if state else None
 
     # -- observations ------------------------------------------------------------------------------
 
     def metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """A scrape: good (`metrics`) or failed (None)."""
+        """Record a scrape: its result, or None if it failed."""
         state = self._states.get(address)
         if state is None:
             return
@@ -326,13 +331,13 @@ class Fleet:
             state.failed_scrapes = 0
 
     def suspect(self, address: str, now: float) -> None:
-        """Somebody failed to reach it."""
+        """Record that the endpoint could not be reached."""
         if state := self._states.get(address):
             state.suspect_at = state.unreached_at = now
             self._changed.add(address)
 
     def moved(self, source: str, target: str, now: float) -> None:
-        """A session moved."""
+        """Record that a session moved from `source` to `target`."""
         for address in (source, target):
             if state := self._states.get(address):
                 state.moved_at = now
@@ -340,6 +345,6 @@ class Fleet:
 
     @staticmethod
     def _is_suspect(state: _State, now: float) -> bool:
-        if state.metrics_at > -inf:  # scraped: the next good scrape clears it
+        if state.metrics_at > -inf:  # the next good scrape resets it
             return state.suspect_at > -inf
         return now - state.suspect_at < SUSPECT_S

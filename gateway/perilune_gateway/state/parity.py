@@ -1,22 +1,20 @@
-"""Do our block hashes equal what engines announce? If not, why, and what cures it.
+"""Checks that our block hashes equal those that engines announce, and finds the cause if they differ.
 
-Routing does not need the answer (events are mapped, `state.engine_blocks`), but a disagreement says that
-gateway and engine see different prompts: another block size, adapter, salt, seed or algorithm, or another
-chat template. Store keys and engines that share a pool depend on all of them.
+Routing works without equal hashes, because `state.engine_blocks` translates them. But a difference shows that
+gateway and engine disagree about prompts: about block size, adapter, salt, seed, algorithm or chat template.
+The shared store, and engines that share a pool, depend on all of these.
 
-1. `observe` recomputes vLLM's hashes from an event's own tokens and compares: the first `first` stores of an
-   endpoint, then one in `one_in`. A chain can be followed only from a block whose full digest is known: its
-   root, or a block that was recomputed before (the newest `max_digests` are kept).
-2. Where they differ, the likely cause is what makes them agree: the same computation with other extra keys,
-   seeds, algorithms, in this order, one change before two.
-3. `request_blocks_seen` is the router's side: hashes may agree while a prompt's own blocks never show up in
-   the engine's stores. Then the prompt was tokenized differently here: the template. Where events come late
-   (`heard`: a gateway that has just started, an engine that has too much to do) it says nothing.
-4. `report` gives an endpoint's state from its last results, with a sentence for people; `news` only where it
-   has changed.
+1. `observe` recomputes vLLM's hashes from an event's own tokens and compares them, for the first `first`
+   stores of an endpoint and then for one in `one_in`. A chain can be followed only from its root or from a
+   block whose full digest was recomputed before; the newest `max_digests` digests are kept.
+2. If they differ, it repeats the computation with other extra keys, seeds and algorithms, in this order and
+   with one change before two. The first settings that agree are the probable cause.
+3. `request_blocks_seen` compares a routed prompt with the engine's events. If hashes agree but the prompt's
+   blocks never appear, the gateway tokenized the prompt differently, so the chat template differs. Misses are
+   ignored while events arrive late (`heard`).
+4. `report` returns an endpoint's state from its last results; `news` returns it only when it has changed.
 
-Costs: about 3 µs per compared block, nothing for a store that is not sampled; the search for a cause is done
-only on a disagreement, and for at most one block.
+Costs about 3 µs per compared block. The search for a cause looks at one block and runs only on a difference.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import mm_of, salt_of
 
 _RECENT = 32
-"""Results that a report is about."""
+"""Number of last results that a report uses."""
 _ENOUGH_REQUESTS, _FEW_SEEN = 8, 0.25
-"""Of so many prompts at least, less than this share showed up: the template differs."""
+"""The template differs if, of at least this many prompts, less than this share appeared in events."""
 LATE_S = 1.0
-"""Events that lag more may be missing when `request_blocks_seen` is asked, which is so long after an end."""
+"""Lag in seconds above which events are late. `request_blocks_seen` is called this long after a request."""
 
 
 class Parity(StrEnum):
     """How an endpoint's announced block hashes relate to ours."""
 
     UNKNOWN = "unknown"
-    """Nothing could be compared yet."""
+    """No event could be compared yet."""
     OK = "ok"
     SEED = "seed"
     ALGORITHM = "algorithm"
@@ -60,24 +58,25 @@ class Report:
 
     parity: Parity = Parity.UNKNOWN
     cause: str = ""
-    """Where they differ, in a sentence."""
+    """What differs, in words; empty if nothing does."""
     cure: str = ""
+    """What the user can do about it; empty if nothing differs."""
 
 
 @dataclass(slots=True)
 class _Endpoint:
     seen: int = 0
-    """Stores, compared or not."""
+    """Number of stores, compared or not."""
     digests: dict[int, bytes] = field(default_factory=dict)
-    """Whole ones, by their low 64 bits: chains go on from there."""
+    """Low 64 bits → full digest of blocks from which a chain can be followed."""
     recent: deque[tuple[Parity, str]] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """How the last comparisons ended, with the cause."""
+    """Results of the last comparisons, with the cause."""
     recent_requests: deque[bool] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    """Whether the last prompts' blocks showed up."""
+    """Whether the blocks of the last prompts appeared in events."""
     late: bool = True
-    """Its last batch was, or none has come yet."""
-    told: Parity = Parity.UNKNOWN
-    """As `news` said last."""
+    """Whether the last batch of events was late, or none has arrived yet."""
+    reported: Parity = Parity.UNKNOWN
+    """Parity that `news` returned last."""
 
 
 class ParityCheck:
@@ -93,7 +92,7 @@ class ParityCheck:
         one_in: int = 50,
         max_digests: int = 4096,
     ) -> None:
-        """`lora_paths`: adapter name → path, which is part of vLLM's hash."""
+        """`lora_paths` maps an adapter's name to its path, which vLLM's hashes include."""
         self._hashing = hashing
         self._block_size = block_size
         self._lora_paths = lora_paths or {}
@@ -103,7 +102,7 @@ class ParityCheck:
         self._endpoints: dict[str, _Endpoint] = {}
 
     def observe(self, endpoint: str, event: BlockStored) -> Parity | None:
-        """Compare one event, if it is due and can be; None: it was not compared."""
+        """Compare one event if it is sampled and can be compared. Returns None if it was not compared."""
         if (event.medium or "GPU").upper() != "GPU" or event.group_idx:
             return None
         state = self._endpoints.setdefault(endpoint, _Endpoint())
@@ -119,34 +118,34 @@ class ParityCheck:
         return None
 
     def heard(self, endpoint: str, lag_s: float) -> None:
-        """A batch of events came, so long after it was published; NaN: out of a replay."""
+        """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one."""
         state = self._endpoints.get(endpoint)
         if state is None:
             state = self._endpoints[endpoint] = _Endpoint()
         state.late = not lag_s <= LATE_S
 
     def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
-        """A prompt that was routed there has ended: did its last full block show up in the engine's stores?
-        Only for prompts tokenized here, with at least one full block that was not cached before."""
+        """Record whether the last full block of a routed prompt appeared in the endpoint's events. Call it
+        only for prompts that the gateway tokenized and that had a full block that was not cached before."""
         state = self._endpoints.get(endpoint)
         if state is None or (state.late and not seen):
             return
         state.recent_requests.append(seen)
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint is gone, or a new process answers under its address."""
+        """Forget an endpoint that is gone or was restarted."""
         self._endpoints.pop(endpoint, None)
 
     def news(self, endpoint: str) -> Report | None:
-        """Its report, if its parity is another than the last time that it was asked for here."""
+        """Return the endpoint's report if its parity has changed since the last call, else None."""
         state, found = self._endpoints.get(endpoint), self.report(endpoint)
-        if state is None or found.parity is state.told:
+        if state is None or found.parity is state.reported:
             return None
-        state.told = found.parity
+        state.reported = found.parity
         return found
 
     def report(self, endpoint: str) -> Report:
-        """The most frequent disagreement of the last results; OK if there is none."""
+        """Return the most frequent difference of the last results; OK if there is none."""
         state = self._endpoints.get(endpoint)
         if state is None:
             return Report()
@@ -222,7 +221,7 @@ class ParityCheck:
         return Parity.UNEXPLAINED, "no known algorithm gives its hashes"
 
     def _continues(self, event: BlockStored) -> bool:
-        """Does its second block follow from its first? Only to be seen where whole digests are announced."""
+        """Return whether the second block's hash follows from the first. Needs full digests."""
         if len(event.block_hashes) < 2 or not isinstance(event.block_hashes[0], bytes):
             return False
         tokens = event.token_ids[self._block_size : 2 * self._block_size]
@@ -232,7 +231,7 @@ class ParityCheck:
     def _hash(
         self, event: BlockStored, hashing: Hashing, parent: bytes | None, blocks_wanted: int | None = None
     ) -> list[bytes] | None:
-        """None: nobody can compute it."""
+        """Return vLLM's hashes of the event's tokens, or None if they cannot be computed."""
         tokens = (
             event.token_ids if blocks_wanted is None else event.token_ids[: blocks_wanted * self._block_size]
         )
@@ -268,7 +267,7 @@ CURES: Mapping[Parity, str] = {
 
 
 def _alternatives(pool: Hashing, at_root: bool) -> Iterator[Hashing]:
-    """Other settings, those with fewest changes first; a seed only matters to a chain's first block."""
+    """Yield other settings, those with the fewest changes first. The seed only affects the first block."""
     seeds = [pool.seed, *({"", "0"} - {pool.seed})] if at_root else [pool.seed]
     every = [
         Hashing(algorithm, seed, keys) for algorithm in HashAlgorithm for seed in seeds for keys in ExtraKeys

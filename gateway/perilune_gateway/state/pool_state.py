@@ -1,4 +1,4 @@
-"""Everything that a gateway knows of its pool, in one value that its parts share.
+"""The whole state of a pool in one value that the gateway's parts share.
 
 Each object has one writer: the router and the feeds call it from one event loop, so there are no locks.
 """
@@ -16,10 +16,12 @@ from perilune_gateway.state.prefix_index import PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
 SPECULATIVE_TTL_S = 30.0
-"""A prompt that was just routed counts as cached for this long if the engine does not announce its blocks."""
+"""Seconds for which a routed prompt counts as cached if the engine does not announce its blocks."""
 INDEX_BLOCKS_PER_ENDPOINT = 4
-"""The index holds at most this many times the pool's KV blocks: device, host, and blocks on their way."""
+"""Maximum size of the index divided by the pool's KV blocks, for blocks on the device, in host memory, and of
+prompts that were just routed."""
 MIN_INDEX_BLOCKS = 1_000_000
+"""The maximum size of the index is at least this many blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class PoolState:
 
     @classmethod
     def of(cls, pool: Pool, engine: EngineModel = EngineModel()) -> PoolState:  # noqa: B008
-        """Empty state for a pool. `engine`: how fast an engine is believed to be, before the pool's
+        """Return an empty state for a pool. `engine` is the assumed speed of an engine, before the pool's
         `prefillScale`."""
         spec = pool.spec
         fleet = Fleet(spec.engine.kv_pool_tokens)
@@ -55,15 +57,15 @@ class PoolState:
         )
 
     def held_tokens(self, session: Session, now: float) -> int:
-        """Tokens of the session's context that its host still holds: all up to its last known block, or
-        none if that block was evicted."""
+        """Return how many tokens of the session's context its host still caches: all up to its last known
+        block, or none if that block was evicted."""
         endpoint = self.fleet.get(session.host)
         if not (endpoint and endpoint.events):
             return session.tail_tokens
         return session.tail_tokens if self.index.holds(session.host, session.tail, now) else 0
 
     def forget(self, address: str) -> None:
-        """The endpoint has left the pool. The fleet has dropped it already."""
+        """Forget an endpoint that left the pool. The fleet has dropped it already."""
         self.index.remove_endpoint(address)
         self.sessions.forget_host(address)
         self.calibration.forget(address)
@@ -71,10 +73,10 @@ class PoolState:
 
 
 def index_blocks(pool: Pool) -> int:
-    """The most blocks that the prefix index of this pool may hold."""
+    """Return the maximum number of blocks in the prefix index of this pool."""
     return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * len(pool.spec.endpoints))
 
 
 def _kv_blocks(pool: Pool) -> int:
-    """KV blocks of one endpoint's device."""
+    """Return the number of KV blocks on one endpoint's device."""
     return pool.spec.engine.kv_pool_tokens // pool.spec.engine.block_size

@@ -1,19 +1,19 @@
-"""Sessions: which endpoint each one is bound to, and what is known of its context.
+"""Sessions: which endpoint each session is bound to, and what is known about its context.
 
-A session is kept under (tenant, id). Bounded (the least recently used goes first) and expiring (idle
-time). Three things are learned on the way:
+A session is identified by tenant and id. The number of sessions is bounded (the least recently used one is
+forgotten first), and an idle session expires. The gateway learns three things about a session:
 
-- *bytes per token* of its bodies, so that a turn whose body is not read can be estimated from its length;
-- its *tail*: the last block of its chain that its host holds. KV events move it forward
-  (`blocks_stored`), also through turns that were never read, so the estimate corrects itself; and its *fork*,
-  the end of its last prompt: templates may write an answer otherwise into the next prompt (without its
-  reasoning), which then goes on from there;
-- its *prompt tail*: the last full block of its last read prompt. A later prompt without a session id that
-  contains this block and goes beyond continues the session (`infer`); one that ends with it takes its place,
-  since only the latest can be continued (`superseded`).
+- *Bytes per token* of its bodies. They give an estimate for a turn whose body is not read.
+- The *tail*, the last block of its chain that its host caches. KV events move it forward (`blocks_stored`),
+  also during turns that were not read, which corrects the estimate. The *fork* is the end of its last prompt:
+  a chat template may render an answer differently in the next prompt (without its reasoning), so the chain
+  can continue there too.
+- The *prompt tail*, the last full block of the last prompt that was read. A later prompt without a session id
+  that contains this block and is longer continues the session (`infer`). A prompt that ends with this block
+  replaces it, because only the latest can be continued (`superseded`).
 
-Reading (`find`, `view`, `infer`) changes nothing. Costs: O(1) each; `infer` one dict lookup per
-length that the tenant's prompts have, at most one per block of the prompt.
+`find`, `view` and `infer` change nothing. Every method costs O(1), except `infer`, which does one dict lookup
+per distinct length of the tenant's prompts, at most one per block of the prompt.
 """
 
 from collections import Counter, OrderedDict
@@ -26,7 +26,7 @@ from msgspec import Struct
 from perilune_gateway.model import Identity, SessionKey, SessionView
 
 _SORTING = 4
-"""Going over a length costs as much as going over so many blocks."""
+"""Cost of sorting one length, in units of the cost of looking up one block."""
 
 
 class Session(Struct, gc=False):
@@ -40,32 +40,38 @@ class Session(Struct, gc=False):
     moved_at: float = -inf
     moves: int = 0
     context_tokens: int = 0
-    """Tokens of its context: the last prompt as counted or estimated, then what events say."""
+    """Number of tokens of its context: the last prompt as counted or estimated, then as KV events report."""
     body_bytes: int = 0
-    """Of its last body, read or not."""
+    """Bytes of its last body, whether read or not."""
     bytes_per_token: float = 0.0
-    """Of its last read body; 0: none was read."""
+    """Bytes per token of the last body that was read; 0: none was read."""
     tail: int = 0
-    """Block hash; 0: unknown."""
+    """Block hash of the tail; 0: unknown."""
     tail_tokens: int = 0
-    """Tokens up to the tail's end."""
+    """Number of tokens from the start to the end of the tail."""
     fork: int = 0
-    """Block hash; 0: unknown."""
+    """Block hash of the fork; 0: unknown."""
     fork_tokens: int = 0
+    """Number of tokens from the start to the end of the fork."""
     unconfirmed: bool = False
-    """Its last turn was not read, and no KV event has continued its chain since."""
+    """Whether the last turn was not read and no KV event has continued the chain since."""
     prompt_tail: int = 0
+    """Block hash of the prompt tail; 0: unknown."""
     prompt_blocks: int = 0
-    """Of the prompt that ends in `prompt_tail`."""
+    """Number of full blocks of the prompt that ends in `prompt_tail`."""
     prompt_tokens: int = 0
+    """Number of tokens of that prompt."""
     ticket: int = -1
-    """Its latest request."""
+    """Ticket of the latest request; -1: none."""
     inferred: bool = False
-    """No client has named it; requests of several may be its own, if their prompts are equal."""
+    """Whether the gateway inferred the session. Clients with equal prompts then share it."""
 
     def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
-        """Tokens of an unread body: the known context, and its growth at the session's own ratio. A body
-        that shrank is a rewritten one; one without a length is taken to be as long as the context."""
+        """Return the estimated number of tokens of an unread body.
+
+        The estimate is the known context plus the growth of the body at the session's bytes per token. A body
+        that shrank was rewritten, so its whole length counts. A body without a length counts as the context.
+        """
         ratio = self.bytes_per_token or default_bytes_per_token
         if not body_bytes:
             return self.context_tokens
@@ -75,15 +81,15 @@ class Session(Struct, gc=False):
 
 
 class _Prompts:
-    """The last read prompts of a tenant's sessions."""
+    """The last prompts of a tenant's sessions."""
 
     __slots__ = ("by_tail", "lengths")
 
     def __init__(self) -> None:
         self.by_tail: dict[int, Session] = {}
-        """By the last block; of sessions with equal prompts the latest."""
+        """Last block of a prompt → its session; for equal prompts the latest session."""
         self.lengths: Counter[int] = Counter()
-        """How many of them have so many blocks."""
+        """Number of blocks → how many prompts have that length."""
 
     def add(self, session: Session) -> None:
         if session.prompt_tail not in self.by_tail:
@@ -91,7 +97,7 @@ class _Prompts:
         self.by_tail[session.prompt_tail] = session
 
     def drop(self, session: Session) -> bool:
-        """False: it is not there."""
+        """Remove the session's prompt. Returns whether it was present."""
         if self.by_tail.get(session.prompt_tail) is not session:
             return False
         del self.by_tail[session.prompt_tail]
@@ -101,60 +107,62 @@ class _Prompts:
         return True
 
     def within(self, blocks: Sequence[int]) -> Iterator[Session]:
-        """Those whose prompt is a prefix of these blocks, the longest first."""
+        """Return the sessions whose last prompt is a prefix of these blocks, the longest first."""
         if _SORTING * len(self.lengths) < len(blocks):
             lengths = sorted(self.lengths, reverse=True)
             ends = [blocks[length - 1] for length in lengths if length <= len(blocks)]
         else:
             ends = list(reversed(blocks))
-        return map(self.by_tail.__getitem__, filter(self.by_tail.__contains__, ends))
+        return (self.by_tail[end] for end in ends if end in self.by_tail)
 
 
 class Sessions:
-    """All sessions of a pool."""
+    """The sessions of a pool."""
 
     def __init__(
         self, max_sessions: int, idle_s: float, on_rebound: Callable[[str], object] = lambda host: None
     ) -> None:
-        """`idle_s`: a session that was silent for longer is forgotten. `on_rebound` is called with every host
-        whose number of sessions changes."""
+        """A session that was idle for more than `idle_s` seconds is forgotten. `on_rebound` is called with
+        every host whose number of sessions changes."""
         self.max_sessions = max_sessions
         self.idle_s = idle_s
         self.evicted = 0
-        """Idle for too long, or for want of room."""
+        """Number of sessions forgotten because they were idle too long or there were too many."""
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
-        """Least recently used first."""
+        """All sessions, the least recently used first."""
         self._oldest_at = -inf
-        """No session was last used before that."""
+        """No session was last used before this time."""
         self._by_tail: dict[int, Session] = {}
+        """Block hash of a tail or fork → its session."""
         self._prompts: dict[str, _Prompts] = {}
-        """By tenant."""
+        """Tenant → the last prompts of its sessions."""
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """(tenant, hint) → host of the last request with that hint, see `hint`."""
         self.bound: Counter[str] = Counter()
-        """Sessions by host."""
+        """Host → number of sessions bound to it."""
         self._on_rebound = on_rebound
         self._at: dict[str, dict[SessionKey, Session]] = {}
-        """By host, least recently used first."""
+        """Host → the sessions bound to it, the least recently used first."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def find(self, key: SessionKey | None, now: float) -> Session | None:
-        """The live session, or None."""
+        """Return the session, or None if it is unknown or expired."""
         session = self._sessions.get(key) if key else None
         return session if session and now - session.seen_at <= self.idle_s else None
 
     def at(self, host: str, limit: int, now: float) -> list[Session]:
-        """Live sessions that are bound to `host`, at most `limit`, the most recently used first."""
+        """Return at most `limit` live sessions that are bound to `host`, the most recently used first."""
         latest = islice(reversed(self._at.get(host, {}).values()), limit)
         return [session for session in latest if now - session.seen_at <= self.idle_s]
 
     def matching(self, session_id: str) -> list[Session]:
-        """Every tenant's session of that id; O(sessions), for people."""
+        """Return the sessions with this id of all tenants. Costs O(sessions); for the admin interface."""
         return [s for s in self._sessions.values() if s.key.session_id == session_id]
 
     def view(self, session: Session, now: float) -> SessionView:
-        """The session as a policy sees it."""
+        """Return the session as a policy sees it."""
         parent = self.find(session.parent, now) if session.parent else None
         return SessionView(
             session.key.session_id,
@@ -166,14 +174,15 @@ class Sessions:
         )
 
     def near_host(self, identity: Identity, hint: str, now: float) -> str:
-        """Where a new session's prefix probably lies: its parent's host, else where the last request with
-        this `hint` (a prompt_cache_key, which many sessions may share) went."""
+        """Return the address that probably caches a new session's prefix: its parent's host, else the host of
+        the last request with this `hint` (a prompt_cache_key, which many sessions may share). Empty if
+        unknown."""
         parent = self.find(identity.parent_key, now)
         return parent.host if parent else self._hints.get((identity.tenant, hint), "")
 
     def infer(self, tenant: str, blocks: Sequence[int], tokens: int, now: float) -> Session | None:
-        """The session that a prompt of `tokens` goes on from: the deepest one whose last prompt is a prefix
-        of it, in whole blocks, and shorter."""
+        """Return the session that a prompt of `tokens` tokens continues: the one with the longest last prompt
+        that is shorter and, in whole blocks, a prefix of it. None if there is none."""
         prompts = self._prompts.get(tenant)
         for session in prompts.within(blocks) if prompts else ():
             if session.prompt_tokens < tokens:
@@ -181,17 +190,17 @@ class Sessions:
         return None
 
     def superseded(self, tenant: str, last_block: int) -> str:
-        """The id of the inferred session whose last prompt ends there too; empty: there is none. Once another
-        prompt does, nothing can go on from it."""
+        """Return the id of the inferred session whose last prompt also ends with this block, or an empty
+        string. A new prompt that ends there replaces it, because nothing can continue it any more."""
         prompts = self._prompts.get(tenant)
         session = prompts.by_tail.get(last_block) if prompts else None
         return session.key.session_id if session and session.inferred else ""
 
     def touch(self, key: SessionKey, now: float, parent: SessionKey | None = None) -> Session:
-        """The session, made if needed, as the most recently used."""
+        """Return the session, created if needed, and mark it as the most recently used."""
         session = self.find(key, now)
         if session is None:
-            self.free(key)  # an idle one
+            self.free(key)  # it may be there, but expired
             session = self._sessions[key] = Session(key, parent=parent)
         self.use(session, now)
         return session
@@ -199,7 +208,7 @@ class Sessions:
     def begin(
         self, key: SessionKey, now: float, parent: SessionKey | None = None, inferred: bool = False
     ) -> Session:
-        """A session begins: a new one, or a superseded one anew, bound to nobody."""
+        """Begin a session: a new one, or a superseded one again, which is then not bound."""
         session = self.touch(key, now, parent)
         session.inferred = inferred
         if session.host:
@@ -209,7 +218,7 @@ class Sessions:
         return session
 
     def use(self, session: Session, now: float) -> None:
-        """A session that was just found, as the most recently used."""
+        """Mark the session as the most recently used."""
         session.seen_at = now
         self._sessions.move_to_end(session.key)
         if session.host:
@@ -219,7 +228,7 @@ class Sessions:
             self._expire(now)
 
     def bind(self, session: Session, host: str, now: float) -> None:
-        """Bind to `host`; leaving another one is a move, and what that one held is forgotten."""
+        """Bind the session to `host`. Leaving another host counts as a move and resets the tail."""
         if session.host and session.host != host:
             session.moved_at = now
             session.moves += 1
@@ -230,7 +239,7 @@ class Sessions:
             self._arrive(session)
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
-        """A turn's body was read: `blocks` are its prompt's full blocks (none: only estimated)."""
+        """Record a turn whose body was read. `blocks` are the prompt's full blocks, empty if estimated."""
         self.unread(session, tokens, body_bytes)
         if tokens and body_bytes:
             session.bytes_per_token = body_bytes / tokens
@@ -245,12 +254,13 @@ class Sessions:
         self._prompts.setdefault(session.key.tenant, prompts or _Prompts()).add(session)
 
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
-        """A turn's body was not read; `tokens` is an estimate."""
+        """Record a turn whose body was not read; `tokens` is an estimate."""
         session.context_tokens, session.body_bytes = tokens, body_bytes
         session.unconfirmed = True
 
     def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
-        """The host holds the session's prompt up to block `tail`, `tail_tokens` from the start."""
+        """Record that the host caches the session's prompt up to block `tail`, `tail_tokens` from the
+        start."""
         if tail and tail == session.tail == session.fork and self._by_tail.get(tail) is session:
             session.tail_tokens = session.fork_tokens = tail_tokens
         else:
@@ -260,39 +270,39 @@ class Sessions:
     def blocks_stored(
         self, host: str, parent: int, blocks: Sequence[int], block_size: int
     ) -> tuple[Session, int] | None:
-        """KV event: `host` stored `blocks` after `parent`. If that continues a session there, its tail
-        moves on; returns the session and the tokens by which it grew."""
+        """Record a KV event: `host` stored `blocks` after `parent`. If they continue a session on that host,
+        its tail moves forward. Returns that session and the tokens by which it grew, else None."""
         session = self._by_tail.get(parent)
         if session is None or session.host != host or not blocks:
             return None
         grown = len(blocks) * block_size
         reached = (session.tail_tokens if parent == session.tail else session.fork_tokens) + grown
-        # a prompt's blocks come first and mostly many at once, an answer's one by one
+        # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
         self._set_tail(session, blocks[-1], reached, fork=session.unconfirmed or len(blocks) > 1)
         session.unconfirmed = False
         session.context_tokens = reached
         return session, grown
 
     def hint(self, tenant: str, hint: str, host: str) -> None:
-        """Remember where a request with this hint went."""
+        """Remember the host of a request with this hint (its prompt_cache_key)."""
         self._hints[tenant, hint] = host
         self._hints.move_to_end((tenant, hint))
         if len(self._hints) > self.max_sessions:
             self._hints.popitem(last=False)
 
     def forget_host(self, host: str) -> None:
-        """The host is gone, or lost its cache: bindings stay, but nothing is held there."""
+        """Reset the tails of the host's sessions, because it is gone or lost its cache. Bindings stay."""
         for session in self._sessions.values():
             if session.host == host:
                 self._set_tail(session, 0, 0, fork=True)
 
     def free(self, key: SessionKey) -> None:
-        """End a session; unknown keys are fine."""
+        """End a session. Unknown keys are ignored."""
         if session := self._sessions.pop(key, None):
             self._set_tail(session, 0, 0, fork=True)
             self._drop_prompt(session)
             self._leave(session)
-            session.ticket = -1  # whatever of it is still in flight binds it no more
+            session.ticket = -1  # requests that are still in flight no longer bind it
 
     def _arrive(self, session: Session) -> None:
         if not session.host:
@@ -314,7 +324,7 @@ class Sessions:
             del self.bound[session.host], self._at[session.host]
 
     def _set_tail(self, session: Session, tail: int, tokens: int, *, fork: bool) -> None:
-        """`fork`: a prompt ends there."""
+        """Set the tail. `fork`: whether a prompt ends there, so that the fork is set too."""
         if session.tail or session.fork:
             for block in (session.tail, session.fork) if fork else (session.tail,):
                 if self._by_tail.get(block) is session and (fork or block != session.fork):

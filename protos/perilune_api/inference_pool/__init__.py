@@ -1,18 +1,16 @@
-"""`InferencePool` as users write it: everything that turns a model's name into served requests.
+"""The Kubernetes object `InferencePool` as users write it.
 
-A superset of the pool document (`perilune_api.pool`): the gateway's parts are its structs, extended. The
-operator resolves one into the other (`document.py`). The smallest useful pool is ten lines,
-`examples/smallest.yaml`.
+Its structs extend those of the pool document (`perilune_api.pool`), and `document.py` derives the document
+from the object. The smallest useful pool has ten lines: `examples/smallest.yaml`.
 
-    spec.py      what a pool should be, of: engine, mooncake, topology, gateway, and the pool document's
-                 routing
-    status.py    what it is, written by the operator
-    types.py     kinds of fields that several parts have
-    checks.py    an object's spec ─▶ checked structs; arguments.py: which flags of programs are refused
-    document.py  spec and fabric ─▶ the pool document that the gateway reads
+    spec.py      the desired state; its parts are in engine.py, mooncake.py, topology.py and gateway.py
+    status.py    the observed state, which the operator writes
+    types.py     field types that several parts use
+    checks.py    converts and checks an object's spec; arguments.py checks command-line flags
+    document.py  derives the gateway's pool document
 
-Who refuses what: types, ranges, enums and the rules of `perilune_api.crd` (CEL) are the API server's, before
-anything is stored; what those cannot know (`checks.py`) the operator shows as condition Accepted=False with
-the field's path. `perilune_api.crdgen` makes the CustomResourceDefinition of these structs: their docstrings
-are what `kubectl explain ipool.spec` prints.
+The API server refuses wrong types, ranges, enum values and broken CEL rules (`perilune_api.crd`) before it
+stores an object. The operator reports everything else that is wrong (`checks.py`) as the condition
+Accepted=False with the field's path. `perilune_api.crdgen` generates the CustomResourceDefinition from these
+structs; `kubectl explain ipool.spec` prints their docstrings.
 """

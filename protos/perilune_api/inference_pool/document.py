@@ -1,7 +1,7 @@
-"""An `InferencePool` and what the operator found out of its fabric → the pool document of its gateway.
+"""Derives the gateway's pool document from an `InferencePool` and the fabric that the operator observed.
 
-The one place that knows how the two are alike: a struct of the spec has every field of the document's struct
-that it extends, but for the few that are given here.
+A struct of the spec extends the document's struct and has all of its fields, so most fields are copied. The
+few that are computed are named here.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from perilune_api.inference_pool.spec import InferencePoolSpec
 
 
 def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: pool.Topology) -> pool.Pool:
-    """What the gateway of this pool must know, but for endpoints, which it sees as pods."""
+    """Return the pool document without endpoints; the gateway finds those by watching pods."""
     engine = {**_fields(spec.engine, pool.Engine), "store": spec.mooncake.store.enabled}
     return pool.Pool(
         pool.Metadata(name, namespace),

@@ -1,4 +1,4 @@
-"""`spec.model`, `spec.engine`: what an endpoint runs, and on what hardware."""
+"""`spec.model` and `spec.engine`: the program that each endpoint runs, and its hardware."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -23,7 +23,7 @@ class ModelSpec(pool.Model, frozen=True, kw_only=True):
     """The model that the pool serves."""
 
     source: Annotated[str, Meta(max_length=512)] = ""
-    """What the engine loads: a Hugging Face id or a path inside the pod; empty: `name`."""
+    """Model that the engine loads: a Hugging Face id, or a path inside the pod. Empty: `name`."""
 
 
 class EngineKind(StrEnum):
@@ -32,37 +32,39 @@ class EngineKind(StrEnum):
 
 
 class EngineSpec(pool.Engine, frozen=True, kw_only=True):
-    """The inference servers: which program, on what hardware, and what the gateway must know of them."""
+    """The inference servers: their program, their hardware, and what the gateway must know about them."""
 
     kind: EngineKind = EngineKind.VLLM
-    """vllm, or simulated: the lab's engine, timed like an NVIDIA H20, needs no GPU and no model."""
+    """Program that each endpoint runs. vllm: vLLM. simulated: an engine without GPU and model that answers
+    with the timing of an NVIDIA H20."""
     image: Image = ""
-    """Container image; empty: the operator's default for the kind."""
+    """Container image of the engine. Empty: the operator's default for this kind."""
     image_pull_policy: PullPolicy = "IfNotPresent"
-    """When the image is pulled, as in a container."""
+    """When the image is pulled, as in a Kubernetes container."""
     args: Arguments = ()
-    """Further arguments of the engine. Those that the operator sets itself are refused."""
+    """Further command-line arguments of the engine. Arguments that the operator sets are refused."""
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128)] = ()
-    """Further environment variables."""
+    """Further environment variables of the engine."""
     resources: Resources = Resources()
-    """What the engine itself needs. GPUs are added by the operator (see tensorParallel, pipelineParallel and
-    gpuResource), and the memory that it gives to mooncake.store or mooncake.offloadSize."""
+    """Resources that the engine's container requests. The operator adds the GPUs (see tensorParallel,
+    pipelineParallel and gpuResource), and the memory of mooncake.store or mooncake.offloadSize."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
-    """GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
+    """Number of GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Groups of layers, each on GPUs of its own (vLLM --pipeline-parallel-size)."""
+    """Number of pipeline stages, each on its own GPUs (vLLM --pipeline-parallel-size)."""
     gpus_per_node: Annotated[int, Meta(ge=1, le=64)] = 8
-    """An endpoint that needs more than these spans several nodes: a LeaderWorkerSet then runs it. Each node
-    gets as many stages of the pipeline as every other: pipelineParallel 3 takes three, 4 may take two."""
+    """Number of GPUs that a node has. An endpoint that needs more (tensorParallel x pipelineParallel) spans
+    several nodes and runs as a LeaderWorkerSet. Every one of these nodes runs the same number of pipeline
+    stages, so 3 stages need three nodes, while 4 stages can share two."""
     gpu_resource: LabelKey = "nvidia.com/gpu"
-    """Resource name under which nodes offer GPUs."""
+    """Resource name of the nodes' GPUs."""
     rdma_resource: OptionalKey = ""
-    """Resource name under which nodes offer RDMA devices, such as rdma/hca; empty: none is asked for. Nodes
-    have to let others than root pin memory (LimitMEMLOCK=infinity of containerd), or podTemplate asks for
-    root."""
+    """Resource name of the nodes' RDMA devices, such as rdma/hca. Empty: pods request none. The nodes must
+    allow users other than root to pin memory (LimitMEMLOCK=infinity in containerd's unit), or podTemplate
+    must run the engine as root."""
     startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 1800
-    """How long loading the model may take before the engine is restarted, in seconds."""
+    """Maximum seconds that the engine may take to load the model before it is restarted."""
     pod_template: Raw = msgspec.field(default_factory=dict)
-    """Merged over the pod template that the operator renders: metadata and spec; containers by name (the
-    engine's is called engine), volumes and variables replaced by name, mounts by path, any other list as a
-    whole."""
+    """Metadata and spec that are merged over the engine's pod template. Containers are merged by name (the
+    engine's is called engine), volumes and environment variables are replaced by name, mounts by path, and
+    any other list as a whole."""

@@ -1,4 +1,4 @@
-"""`spec.gateway`: the external processor that decides, and how requests come to it."""
+"""`spec.gateway`: the pool's gateway, and how Envoy reaches it."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -22,7 +22,7 @@ from perilune_api.inference_pool.types import (
 
 
 class GatewayMode(StrEnum):
-    """How Envoy is told to ask our gateway."""
+    """Which objects make Envoy ask the gateway about each request."""
 
     AUTO = "auto"
     ENVOY_GATEWAY = "envoyGateway"
@@ -31,44 +31,51 @@ class GatewayMode(StrEnum):
 
 
 class ParentRef(Struct, frozen=True):
-    """The Gateway (gateway.networking.k8s.io) that takes the clients' requests."""
+    """The Gateway (gateway.networking.k8s.io) that receives the clients' requests."""
 
     name: GatewayName
     """Name of the Gateway."""
     namespace: OptionalNamespace = ""
-    """Namespace of the Gateway; empty: the pool's."""
+    """Namespace of the Gateway. Empty: the pool's namespace."""
     section_name: OptionalSection = ""
-    """One listener of the Gateway; empty: all."""
+    """Name of one listener of the Gateway. Empty: all listeners."""
 
 
 class GatewaySpec(Struct, frozen=True):
-    """The external processor that decides, and how requests come to it."""
+    """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
     mode: GatewayMode = GatewayMode.AUTO
-    """auto: what the cluster has: Envoy Gateway's objects where its CRDs are, else an InferencePool of the
-    Gateway API inference extension where those are, else neither. none: only the gateway itself."""
+    """Which objects make Envoy ask the gateway. envoyGateway: those of Envoy Gateway. inferenceExtension: an
+    InferencePool of the Gateway API inference extension. none: no objects, only the gateway itself runs.
+    auto: envoyGateway if the cluster has its CRDs, else inferenceExtension if it has those, else none."""
     parent: ParentRef | None = None
-    """Gateway that the pool's route is attached to; without one the gateway runs and no route is made."""
+    """Gateway that the pool's route is attached to. Without it, the gateway runs and no route is created."""
     hostnames: Annotated[tuple[Host, ...], Meta(max_length=16)] = ()
-    """Hosts whose requests belong to this pool; needed where two pools share a Gateway."""
+    """Host names whose requests belong to this pool. Empty: all hosts. Two pools that share a Gateway need
+    different host names."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
-    """Gateway pods; each knows the sessions that it routed itself. 0: nobody decides, and failOpen counts."""
+    """Number of gateway pods. Each pod knows only the sessions that it routed itself. 0: no gateway runs, and
+    failOpen says what happens to requests."""
     fail_open: bool = True
-    """true: without a gateway, requests go to any ready endpoint. false: they get 503."""
+    """What happens to requests while no gateway runs. true: they go to any ready endpoint. false: they are
+    refused with 503."""
     image: Image = ""
-    """Container image of the gateway; empty: the operator's own."""
+    """Container image of the gateway. Empty: the operator's default."""
     image_pull_policy: PullPolicy = "IfNotPresent"
-    """When the image is pulled, as in a container."""
+    """When the image is pulled, as in a Kubernetes container."""
     log_level: LogLevels = "info"
-    """Log level, and levels of single modules: level[,module=level…]."""
+    """Log level, optionally followed by levels of single modules: level[,module=level…]."""
     args: Arguments = ()
-    """Further arguments of perilune-gateway (see its --help), such as --transport=grpc or
-    --decision-log=/data/$(POD_NAME).jsonl. Those that the operator sets itself are refused."""
+    """Further command-line arguments of perilune-gateway (see its --help), such as --transport=grpc or
+    --decision-log=/data/$(POD_NAME).jsonl. Arguments that the operator sets are refused."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "1Gi"}, limits={"memory": "4Gi"})
+    """Resources that the gateway's container requests."""
     pod_template: Raw = msgspec.field(default_factory=dict)
-    """Merged over the gateway's pod template like engine.podTemplate; its container is called gateway. For a
-    volume with model.tokenizer's folder or for the decision log, imagePullSecrets, a nodeSelector."""
+    """Merged over the gateway's pod template like engine.podTemplate; the container is called gateway. Use it
+    to mount a volume for model.tokenizer or for the decision log, and for imagePullSecrets or a
+    nodeSelector."""
     min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
-    """With maxReplicas: fewest gateways."""
+    """Minimum number of gateway pods when a HorizontalPodAutoscaler scales them. Requires maxReplicas."""
     max_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
-    """With minReplicas: a HorizontalPodAutoscaler by CPU sets the number of gateways."""
+    """Maximum number of gateway pods. Together with minReplicas it creates a HorizontalPodAutoscaler, which
+    scales the gateway by CPU."""

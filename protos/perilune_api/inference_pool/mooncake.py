@@ -1,4 +1,4 @@
-"""`spec.mooncake`: how KV moves between engines, and the store that they share."""
+"""`spec.mooncake`: KV offloading, KV transfer between engines, and the shared KV store."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -11,24 +11,26 @@ from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Res
 
 
 class Transfer(StrEnum):
-    """Where KV goes that leaves the device."""
+    """What happens to KV that no longer fits on the GPU."""
 
     NONE = "none"
     OFFLOAD = "offload"
 
 
 class Store(Struct, frozen=True):
-    """Mooncake Store: a KV pool in the hosts' memory that all engines share."""
+    """Mooncake Store: a KV store in host memory that all engines share."""
 
     enabled: bool = False
-    """true: a master runs, and every engine gives memory to the pool."""
+    """Whether the store exists. true: a Mooncake master runs, and every engine contributes memory."""
     segment_size: Memory = "80Gi"
-    """Host memory that each GPU's engine process gives to the pool. The scheduler is asked for it: it is
-    added to the engine's requests, and to its limit if it has one."""
+    """Host memory that each GPU's engine process contributes to the store. The operator adds it to the
+    engine's memory request, and to its memory limit if there is one."""
     local_buffer_size: Memory = "4Gi"
-    """Host memory for transfers, of each GPU's engine process; asked for likewise."""
+    """Host memory that each GPU's engine process uses for transfers. The operator adds it to request and
+    limit likewise."""
     save_decode_cache: bool = True
-    """Store the KV of answers too: an agent's next turn repeats them."""
+    """Whether the KV of answers is stored too. An agent's next turn repeats the answer, so it is usually
+    needed again."""
 
 
 class Allocation(StrEnum):
@@ -40,37 +42,39 @@ class Allocation(StrEnum):
 
 
 class Master(Struct, frozen=True):
-    """mooncake_master: knows where the store's blocks lie."""
+    """The process mooncake_master, which keeps track of the blocks in the store."""
 
     image: Image = ""
-    """Container image with mooncake_master; empty: the operator's default."""
+    """Container image with mooncake_master. Empty: the operator's default."""
     command: Arguments = ("mooncake_master",)
-    """The master's program in that image."""
+    """Command that starts the master in that image."""
     args: Arguments = ()
-    """Further arguments of it."""
+    """Further command-line arguments of the master."""
     allocation: Allocation = Allocation.LOCAL_FIRST
-    """local_first keeps a session's blocks on its host, which is what routing by place needs."""
+    """Where the master places new blocks (--allocation_strategy). local_first places a block on the host that
+    writes it, so a session's blocks stay near its endpoint."""
     eviction_high_watermark: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of the pool in use from which blocks are evicted."""
+    """Share of the store's memory in use above which the master evicts blocks."""
     lease_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
-    """A block that was just read is not evicted for so long, in seconds."""
+    """Seconds after a read during which the master does not evict the block."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
+    """Resources that the master's container requests."""
     pod_template: Raw = msgspec.field(default_factory=dict)
-    """Merged over the master's pod template like engine.podTemplate; its container is called master."""
+    """Merged over the master's pod template like engine.podTemplate; the container is called master."""
 
 
 class Mooncake(Struct, frozen=True):
-    """How KV moves between engines."""
+    """KV offloading, KV transfer between engines, and the shared KV store."""
 
     transfer: Transfer = Transfer.NONE
-    """offload: KV that leaves the device goes to a tier in the host's memory, from which its engine loads it
-    again (OffloadingConnector). none: there is no such tier."""
+    """What happens to KV that no longer fits on the GPU. offload: the engine keeps it in host memory and
+    loads it from there (vLLM's OffloadingConnector). none: it is evicted."""
     protocol: Literal["rdma", "tcp"] = "tcp"
-    """What carries KV between hosts: rdma needs RDMA devices, tcp works everywhere."""
+    """Network protocol of KV transfers. rdma needs RDMA devices; tcp works everywhere."""
     devices: str = ""
-    """RDMA devices, comma-separated (mlx5_0,mlx5_1); empty: Mooncake looks for them itself."""
+    """RDMA devices, separated by commas (mlx5_0,mlx5_1). Empty: Mooncake detects them."""
     offload_size: Memory = "64Gi"
-    """Host memory of each engine's tier, with transfer: offload. The scheduler is asked for it: it is added
-    to the engine's requests, and to its limit if it has one."""
+    """Host memory of each engine that transfer: offload uses. The operator adds it to the engine's memory
+    request, and to its memory limit if there is one."""
     store: Store = Store()
     master: Master = Master()

@@ -1,4 +1,4 @@
-"""`spec`: what a pool should be, all of it; and how a change of it reaches engines that run."""
+"""`spec`: the desired state of a pool, and how the operator applies a change to running engines."""
 
 from typing import Annotated
 
@@ -14,39 +14,42 @@ from perilune_api.pool import Routing
 
 
 class Rollout(Struct, frozen=True):
-    """How a change reaches running engines."""
+    """How the operator replaces and removes running engines."""
 
     max_unavailable: Share = 0
-    """Engines that may be missing while new ones start: a number, or a percentage of replicas."""
+    """Maximum number of engines that may be missing while new ones start, as a number or as a percentage of
+    replicas."""
     max_surge: Share = 1
-    """Engines that may be there in excess meanwhile, likewise; 0 where there are no spare GPUs."""
+    """Maximum number of engines that may exist beyond replicas during a change, as a number or as a
+    percentage of replicas. Use 0 where there are no spare GPUs."""
     session_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 30
-    """How long an engine that is to go (scale-down, for example) keeps its sessions, in seconds; it gets no
-    new ones, and goes earlier once all have left."""
+    """Maximum seconds for which an engine that will be removed, by a scale-down for example, keeps its
+    sessions. It gets no new sessions, and is removed earlier once all have left."""
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
-    """How long an engine that is being stopped may finish the requests that it runs, in seconds."""
+    """Maximum seconds for which an engine that is being stopped may finish its running requests."""
 
 
 class Scaling(Struct, frozen=True):
-    """A HorizontalPodAutoscaler sets `replicas`, beginning with as many endpoints as there are. Needs an
-    adapter that serves the metric (prometheus-adapter, for example)."""
+    """Lets a HorizontalPodAutoscaler set `replicas`, starting from the present number of endpoints. It needs
+    a metrics adapter, such as prometheus-adapter, that serves the metric."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
-    """Fewest endpoints that the autoscaler leaves."""
+    """Minimum number of endpoints."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
-    """Most endpoints that the autoscaler asks for."""
+    """Maximum number of endpoints."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
-    """Metric of the gateway's Service, summed over its endpoints: the adapter serves it for that object."""
+    """Metric to scale by. The adapter must serve it for the gateway's Service, summed over all endpoints."""
     target: Quantity = "2"
-    """Value that is aimed at, per endpoint: the metric divided by replicas."""
+    """Target value of the metric per endpoint: the autoscaler divides the metric by the number of
+    replicas."""
 
 
 class InferencePoolSpec(Struct, frozen=True):
-    """What the pool should be."""
+    """The desired state of the pool."""
 
     model: ModelSpec
     replicas: Count = 1
-    """Endpoints; what kubectl scale writes."""
+    """Number of endpoints. `kubectl scale` sets it."""
     engine: EngineSpec = EngineSpec()
     mooncake: Mooncake = Mooncake()
     topology: TopologySpec = TopologySpec()

@@ -1,4 +1,4 @@
-"""`status`: what a pool is, as the operator last saw it. Conditions and their reasons: `conditions.py`."""
+"""`status`: the state of a pool as the operator last observed it. `conditions.py` lists all conditions."""
 
 from typing import Annotated
 
@@ -9,52 +9,52 @@ from perilune_api.fields import Struct
 
 
 class StatusCondition(Struct, frozen=True):
-    """One fact about the pool, and since when it holds."""
+    """One aspect of the pool's state."""
 
     type: Condition
-    """What the condition is about."""
+    """Name of the condition."""
     status: Truth
-    """Whether it holds."""
+    """Whether the condition holds."""
     reason: str
-    """One word why; also the reason of the event that told of it."""
+    """Reason for the status in one word. The event about the change has the same reason."""
     message: str
-    """The same for people, with names and field paths."""
+    """Reason for the status as a sentence, with names and field paths."""
     last_transition_time: str
-    """RFC 3339; when `status` last changed."""
+    """Time at which `status` last changed, in RFC 3339."""
     observed_generation: int
-    """Generation of the pool that this was said of."""
+    """Generation of the pool that the condition was computed from."""
 
 
 class FabricStatus(Struct, frozen=True):
-    """What nodes tell of their place."""
+    """The fabric as the labels of the nodes describe it."""
 
     nodes: int = 0
-    """Nodes that have GPUs or run engines of this pool."""
+    """Number of nodes that have GPUs or run engines of this pool."""
     racks: int = 0
-    """Racks that these nodes name."""
+    """Number of racks that the labels of these nodes name."""
     spines: int = 0
-    """Spines that these nodes name."""
+    """Number of spines that the labels of these nodes name."""
     unlabelled: int = 0
-    """Nodes of these that name no rack; they count as far from everything."""
+    """Number of these nodes whose labels name no rack. They count as far from every other node."""
 
 
 class InferencePoolStatus(Struct, frozen=True):
-    """What the pool is, as last seen. Written by the operator."""
+    """The state of the pool as the operator last observed it."""
 
     observed_generation: int = 0
-    """Generation of the spec that everything below is about."""
+    """Generation of the spec that this status was computed from."""
     replicas: int = 0
-    """Endpoints that exist."""
+    """Number of endpoints that exist."""
     ready_replicas: int = 0
-    """Of these, how many serve."""
+    """Number of endpoints that are ready to serve."""
     ready: str = ""
-    """Ready / wanted endpoints."""
+    """Number of ready endpoints / number of desired endpoints."""
     selector: str = ""
     """Label selector of the endpoints' pods."""
     sessions: int | None = None
-    """Sessions bound to an endpoint, as the gateways say."""
+    """Number of sessions bound to an endpoint, summed over the gateways."""
     hit_ratio: str | None = None
-    """Cached share of the prompt tokens of about the last minute, as the gateways say."""
+    """Share of prompt tokens of about the last minute that were cached, as the gateways report it."""
     fabric: FabricStatus = FabricStatus()
     conditions: Annotated[tuple[StatusCondition, ...], Meta(max_length=16)] = ()
-    """Facts about the pool; Ready sums up those that requests depend on."""
+    """Aspects of the pool's state. Ready summarises those that requests depend on."""

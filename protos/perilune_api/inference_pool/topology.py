@@ -1,6 +1,6 @@
-"""`spec.topology`: how nodes tell their place in the fabric, and where engines go in it.
+"""`spec.topology`: which node labels describe the fabric, and how engines are placed in it.
 
-What is found out of it, rack and spine of each node, is the pool document's (`perilune_api.pool.Topology`).
+The operator resolves it into the rack and spine of each node (`perilune_api.pool.Topology`).
 """
 
 from enum import StrEnum
@@ -13,7 +13,7 @@ from perilune_api.inference_pool.types import LabelKey
 
 
 class LevelName(StrEnum):
-    """From narrow to wide."""
+    """Levels of the fabric above the node, from narrow to wide."""
 
     RACK = "rack"
     SPINE = "spine"
@@ -25,21 +25,23 @@ class LevelSpec(Struct, frozen=True):
     """One level of the fabric above the node."""
 
     name: LevelName
-    """Which level, from narrow (rack) to wide (region)."""
+    """Name of the level, from narrow (rack) to wide (region)."""
     labels: Annotated[tuple[LabelKey, ...], Meta(min_length=1, max_length=16)]
-    """Node labels that name it; the first that a node carries counts."""
+    """Node labels whose value names the node's domain at this level. The first label that a node carries
+    counts."""
 
 
 class Placement(Struct, frozen=True):
-    """Where engines go, by one level of the fabric."""
+    """Packs or spreads the engines over the domains of one level of the fabric."""
 
     level: Literal["node", "rack", "spine", "zone", "region"]
-    """Level of the fabric whose domains count: node, rack, spine, zone, region."""
+    """Level of the fabric whose domains are used."""
     mode: Literal["pack", "spread"]
-    """pack: near each other. spread: evenly over the level's domains."""
+    """pack: engines go into as few domains as possible. spread: engines go evenly over the domains."""
     required: bool = False
-    """false: as far as possible. true: a pod that cannot go where it should stays pending. With spread, racks
-    whose nodes could never run an engine count too: then give a nodeSelector in engine.podTemplate."""
+    """Whether the placement is a condition. false: the scheduler follows it as far as possible. true: a pod
+    that cannot be placed so stays pending. A required spread also counts domains whose nodes cannot run an
+    engine; exclude those with a nodeSelector in engine.podTemplate."""
 
 
 # Sources: NVIDIA Topograph (docs.nvidia.com/topograph, labels of 1.x and before); node labels of Amazon EKS,
@@ -79,10 +81,10 @@ DEFAULT_LEVELS = (
 
 
 class TopologySpec(Struct, frozen=True):
-    """The fabric: how nodes tell their place, and where engines go in it."""
+    """The fabric: which node labels describe it, and how engines are placed in it."""
 
     levels: Annotated[tuple[LevelSpec, ...], Meta(max_length=4)] = ()
-    """From narrow to wide; empty: Kubernetes', NVIDIA Topograph's and the usual clouds' labels. A list stands
-    for all of them: a level that it leaves out is not known."""
+    """Levels of the fabric, from narrow to wide. Empty: the labels of Kubernetes, NVIDIA Topograph and the
+    usual clouds. A list replaces all of these, so a level that is missing from it is unknown."""
     placement: Annotated[tuple[Placement, ...], Meta(max_length=5)] = ()
-    """Where engines go; empty: where the scheduler likes."""
+    """How engines are packed or spread. Empty: the scheduler decides."""

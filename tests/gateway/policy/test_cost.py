@@ -11,7 +11,7 @@ from perilune_api.policies import PeriluneParams
 from perilune_api.pool import Migration
 from perilune_gateway.model import H20_30B, Cost
 from perilune_gateway.policy.cost import (
-    Source,
+    KvSource,
     lasting_turns,
     least_pending,
     lowest,
@@ -28,31 +28,41 @@ SLOW, FAST = link(bytes_per_s=5e6), link(bytes_per_s=50e6)
 @pytest.mark.parametrize(
     ("there", "asked", "source", "fetch_s", "prefill_s"),
     [
-        pytest.param({}, {}, Source.DEVICE, 0.0, 1.0, id="nothing cached: recompute"),
-        pytest.param({"cached": 400}, {}, Source.DEVICE, 0.0, 0.6, id="device"),
-        pytest.param({"cached": 400, "host": 900}, {}, Source.HOST, 0.05, 0.1, id="rest from the host"),
-        pytest.param({"stored": 800}, {}, Source.STORE, 0.4, 0.2, id="store"),
-        pytest.param({"host": 400, "stored": 800}, {}, Source.STORE, 0.24, 0.2, id="host, then store"),
-        pytest.param({"links": {"b": SLOW}}, {"b": 900}, Source.PEER, 0.18, 0.1, id="peer"),
+        pytest.param({}, {}, KvSource.DEVICE, 0.0, 1.0, id="nothing cached: recompute"),
+        pytest.param({"cached": 400}, {}, KvSource.DEVICE, 0.0, 0.6, id="device"),
+        pytest.param({"cached": 400, "host": 900}, {}, KvSource.HOST, 0.05, 0.1, id="rest from the host"),
+        pytest.param({"stored": 800}, {}, KvSource.STORE, 0.4, 0.2, id="store"),
+        pytest.param({"host": 400, "stored": 800}, {}, KvSource.STORE, 0.24, 0.2, id="host, then store"),
+        pytest.param({"links": {"b": SLOW}}, {"b": 900}, KvSource.PEER, 0.18, 0.1, id="peer"),
         pytest.param(
-            {"links": {"b": SLOW}, "stored": 900}, {"b": 900}, Source.PEER, 0.18, 0.1, id="peer before store"
+            {"links": {"b": SLOW}, "stored": 900},
+            {"b": 900},
+            KvSource.PEER,
+            0.18,
+            0.1,
+            id="peer before store",
         ),
         pytest.param(
             {"links": {"b": link(bytes_per_s=5e6, slowdown=6.0)}},
             {"b": 900},
-            Source.DEVICE,
+            KvSource.DEVICE,
             0.0,
             1.0,
             id="link six times slower than believed: recompute",
         ),
-        pytest.param({}, {"b": 900}, Source.DEVICE, 0.0, 1.0, id="a peer without a link"),
+        pytest.param({}, {"b": 900}, KvSource.DEVICE, 0.0, 1.0, id="a peer without a link"),
         pytest.param(
-            {"links": {"b": SLOW, "c": FAST}}, {"b": 900, "c": 800}, Source.PEER, 0.016, 0.2, id="faster peer"
+            {"links": {"b": SLOW, "c": FAST}},
+            {"b": 900, "c": 800},
+            KvSource.PEER,
+            0.016,
+            0.2,
+            id="faster peer",
         ),
     ],
 )
 def test_the_cheapest_way_to_the_cached_part(
-    there: dict, asked: dict, source: Source, fetch_s: float, prefill_s: float
+    there: dict, asked: dict, source: KvSource, fetch_s: float, prefill_s: float
 ) -> None:
     got = seconds(candidate(engine=PLAIN, **there), request(tokens=1000, prefix=prefix(**asked)), PARAMS)
     assert (got.source, got.fetch_s, got.prefill_s) == (
@@ -64,7 +74,7 @@ def test_the_cheapest_way_to_the_cached_part(
 
 def test_no_peer_where_engines_cannot_pull() -> None:
     r = request(prefix=prefix(pullable=False, b=900))
-    assert seconds(candidate(engine=PLAIN, links={"b": FAST}), r, PARAMS).source is Source.DEVICE
+    assert seconds(candidate(engine=PLAIN, links={"b": FAST}), r, PARAMS).source is KvSource.DEVICE
 
 
 def test_every_term_by_hand() -> None:

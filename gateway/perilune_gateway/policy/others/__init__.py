@@ -1,11 +1,13 @@
-"""Policies of other systems, as published, to compare with and to choose where one knows them.
+"""Policies of other systems as published, for comparison and for users who know those systems.
 
-    mooncake, conductor          Mooncake's Algorithm 1; Mooncake Conductor's schedule (with near_cache.py)
-    dynamo, dynamo_product,      NVIDIA Dynamo's costs: the present one, the one proposed to it, the first
-    dynamo_v1
-    lmetric, lmetric_plus_one    LMetric's product, and the same with one request more
-    kv_linear                    the weighted sum that most routers ship
+    mooncake                     Mooncake's Algorithm 1
+    conductor                    Mooncake Conductor's prefill schedule, with the rules of near_cache.py
+    dynamo                       the present cost of NVIDIA Dynamo's router
+    dynamo_product               the cost that was proposed for Dynamo's router
+    dynamo_v1                    the first cost of Dynamo's router
+    lmetric, lmetric_plus_one    LMetric's product, and the product with one more request
+    kv_linear                    the weighted sum of hit ratio and load that many routers use
 
-They are live like ours: a pool names them in `routing.policy.name`. Each file says where it departs from its
+A pool chooses them with `routing.policy.name` like any other policy. Each file says where it differs from its
 source.
 """

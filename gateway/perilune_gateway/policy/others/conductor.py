@@ -1,14 +1,14 @@
-"""conductor: near the cache, by distance and queue (Mooncake Conductor's prefill schedule).
+"""conductor: an endpoint near the cached prefix, by distance and queue.
 
-1. No cached prefix, or one that covers less of the prompt than `min_hit_ratio`: the least loaded.
-2. A holder of the whole prefix with KV room and at most `max_queue_length` waiting: the shortest queue.
-3. Else the endpoint with KV room and the lowest 0.7 × mean distance to the holders + 0.3 × queue length
-   (near_cache.py); the least loaded where none has room. A hot prefix is copied there if engines can pull
-   from each other, which no gateway makes them do yet; else the rest is recomputed.
+    cost = 0.7 × mean distance to the endpoints with the prefix + 0.3 × queue length
 
-The arm `no_scheduling` draws and counts on no cache. Queue length: requests whose prefill has not ended.
-Estimated TTFT = queue wait + KV load + compute. Decode follows on the same endpoint. Source: Mooncake
-Conductor's published rules. Prefer it where the fabric is slow and distance matters more than load.
+1. If the cached prefix covers a smaller share of the prompt than `min_hit_ratio`: the least loaded endpoint.
+2. Of the endpoints with the whole prefix, KV room and queue length <= `max_queue_length`: the shortest queue.
+3. Otherwise the lowest cost among the endpoints with KV room (near_cache.py), or the least loaded endpoint.
+   A hot prefix is copied to it if engines can pull KV, which Perilune does not make them do yet.
+
+The arm `no_scheduling` chooses randomly and ignores caches. Source: Mooncake Conductor's published rules.
+Prefer it where the network is slow, so that distance matters more than load.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,7 +37,7 @@ from perilune_gateway.policy.others.near_cache import (
 def conductor(
     request: RequestView, candidates: Sequence[Candidate], params: ConductorParams, rng: Random
 ) -> Decision | NeedBody:
-    """The prefill schedule."""
+    """Choose an endpoint by Conductor's prefill schedule."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     prefix = request.prefix
@@ -70,7 +70,7 @@ def conductor(
 
 
 def _ttft_s(request: RequestView, node: Candidate, cached_tokens: int, source: str) -> float:
-    """`source`: the endpoint that the prefix is copied from; empty: none."""
+    """Return the predicted TTFT in seconds; `source` is where the prefix is copied from, or empty."""
     engine, missing = node.engine, cached_tokens - node.overlap.device_tokens
     load_s = (
         engine.transfer_s(missing, node.links[source].bandwidth_bytes_per_s)

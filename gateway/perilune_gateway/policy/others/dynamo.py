@@ -1,12 +1,16 @@
-"""dynamo: prefill blocks to do + decode blocks held, in KV blocks (NVIDIA Dynamo's KV router, at present).
+"""dynamo: the fewest KV blocks to prefill and to decode.
 
-    cost   = prefill_load_scale × max(active_prefill + prompt − credit, 0) + decode
-    credit = c × device + 0.75 × what only the host holds + 0.25 × what only the store holds
+    cost   = prefill_load_scale × max(pending prefill + prompt − credit, 0) + decode       (in KV blocks)
+    credit = device_credit × blocks on the device + host_credit × blocks only in host memory
+             + disk_credit × blocks only in the store
+    decode = blocks of the requests in flight + blocks of this prompt
 
-Decode blocks: those of the requests in flight there and this prompt's. Temperature 0: the lowest cost, a draw
-among equals; above: softmax over −cost, the costs normalised to 0 … 1. Overlaps are whole blocks, lengths are
-not rounded. An endpoint of which nothing is known counts as empty.
-Source: Dynamo, `lib/kv-router/src/scheduling/selector`, "Routing Concepts"; defaults as there.
+With temperature 0 the lowest cost wins, and equal costs are decided randomly. Above 0 the choice is random,
+weighted by softmax over the negative costs, normalised to 0 … 1. Overlaps count whole blocks, lengths are
+fractional.
+
+Source: NVIDIA Dynamo's KV router, `lib/kv-router/src/scheduling/selector` and "Routing Concepts", with its
+defaults. Prefer it to compare with Dynamo, or where its tuned weights are known.
 """
 
 from collections.abc import Sequence
@@ -30,7 +34,7 @@ from perilune_gateway.policy.cost import blocks, cheapest, held_tokens
 def dynamo(
     request: RequestView, candidates: Sequence[Candidate], params: DynamoParams, rng: Random
 ) -> Decision | NeedBody:
-    """The sum of both loads."""
+    """Choose by the sum of prefill and decode blocks."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     costs = tuple(cost(c, request, params) for c in candidates)
@@ -44,7 +48,7 @@ def cost(candidate: Candidate, request: RequestView, params: DynamoParams) -> Co
 
 
 def block_terms(candidate: Candidate, request: RequestView, params: DynamoCredits) -> dict[str, float]:
-    """Prefill blocks after credit, decode blocks, and the credit."""
+    """Return the prefill blocks after credit, the decode blocks, and the credit."""
     overlap, size = candidate.overlap, request.block_size
     device = overlap.device_tokens // size
     host = held_tokens(candidate) // size - device
@@ -61,7 +65,7 @@ def block_terms(candidate: Candidate, request: RequestView, params: DynamoCredit
 def decide(
     candidates: Sequence[Candidate], costs: tuple[Cost, ...], params: DynamoCredits, rng: Random
 ) -> Decision:
-    """Lowest cost, or a draw by softmax."""
+    """Choose the lowest cost, or randomly by softmax if the temperature is above 0."""
     if params.temperature > 0:
         weights = softmax([c.total for c in costs], params.temperature)
         (chosen,) = rng.choices(candidates, weights)
@@ -72,8 +76,7 @@ def decide(
 
 
 def softmax(costs: Sequence[float], temperature: float) -> list[float]:
-    """Weights of the lower costs are the higher: the costs are normalised to 0 … 1 first, so the lowest
-    weighs 1 and the highest exp(−1 / temperature); equal costs weigh the same."""
+    """Return the weight of each cost: 1 for the lowest, exp(−1 / temperature) for the highest."""
     low, high = min(costs), max(costs)
     if low == high:
         return [1.0] * len(costs)

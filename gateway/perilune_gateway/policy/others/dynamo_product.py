@@ -1,9 +1,13 @@
-"""dynamo_product: the two loads of `dynamo` multiplied: prefill blocks × (decode blocks + 1).
+"""dynamo_product: the two loads of `dynamo`, multiplied.
 
-A backlog then weighs more where much is decoded already, without a weight to tune. Where the whole prompt is
-credited and nothing is queued the cost is 0, whatever is decoded there. Source: the selection policy proposed
-to Dynamo after arXiv 2603.15202 (`router_selection_policy`), in blocks where that paper counts tokens and
-requests (`lmetric`). Temperature as in `dynamo`; the prefill scale does not matter.
+    cost = prefill blocks × (decode blocks + 1)
+
+Terms and temperature are those of `dynamo`. The cost is 0 where the whole prompt is cached and nothing is
+queued, whatever the decode load.
+
+Source: the selection policy proposed to NVIDIA Dynamo after arXiv 2603.15202 (`router_selection_policy`). It
+counts blocks where that paper counts tokens and requests (`lmetric`). Prefer it to `dynamo` where no tuned
+weights are known: a product needs none.
 """
 
 from collections.abc import Sequence
@@ -17,7 +21,7 @@ from perilune_gateway.policy.others.dynamo import block_terms, decide
 def dynamo_product(
     request: RequestView, candidates: Sequence[Candidate], params: DynamoProductParams, rng: Random
 ) -> Decision | NeedBody:
-    """The product of both loads."""
+    """Choose by the product of prefill and decode blocks."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     return decide(candidates, tuple(_cost(c, request, params) for c in candidates), params, rng)

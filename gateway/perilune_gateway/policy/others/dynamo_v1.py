@@ -1,10 +1,12 @@
-"""dynamo_v1: the first published cost of NVIDIA Dynamo's KV router.
+"""dynamo_v1: cached share of the prompt, minus KV usage, minus waiting requests.
 
-    logit = 2 × overlap_blocks × block_size / prompt_tokens − KV cache usage − waiting / max(waiting)
+    cost = KV usage + waiting / max(waiting) − overlap_weight × overlap_blocks × block_size / prompt_tokens
 
-The highest logit wins (here: cost = −logit, the lowest), a draw among equals; with nobody waiting anywhere
-the last term is 0. Sees engine metrics, so it is as old as they are; an endpoint that never reported counts
-as empty. The decision carries the winner's overlap.
+The lowest cost wins, and equal costs are decided randomly. The term for waiting requests is 0 if no request
+waits anywhere. KV usage and waiting requests come from engine metrics, so they are some seconds old; an
+endpoint that has not reported counts as empty.
+
+Source: the first published cost of NVIDIA Dynamo's KV router. Prefer it only to compare with that version.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from perilune_gateway.policy.cost import cheapest
 def dynamo_v1(
     request: RequestView, candidates: Sequence[Candidate], params: DynamoV1Params, rng: Random
 ) -> Decision | NeedBody:
-    """Overlap, usage and waiting, added."""
+    """Choose by overlap, KV usage and waiting requests."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     most_waiting = max(c.load.waiting for c in candidates)

@@ -1,7 +1,10 @@
-"""kv_linear: a × hit ratio − b × load, the linear blend that most routers ship.
+"""kv_linear: weighted load minus weighted hit ratio.
 
-Load = requests in flight / the most in flight at any candidate (0 where nobody has any). Cost = b × load − a
-× hit. The weights are tuned for one traffic and wrong for the next, which is the usual complaint.
+    cost = load_weight × load − hit_weight × hit ratio
+    load = requests in flight / the largest number in flight at any candidate (0 if there are none)
+
+Source: the linear score that many routers use. Prefer it only where its weights are tuned for the traffic:
+weights that suit one traffic are usually wrong for another.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from perilune_gateway.policy.cost import cheapest
 def kv_linear(
     request: RequestView, candidates: Sequence[Candidate], params: KvLinearParams, rng: Random
 ) -> Decision | NeedBody:
-    """The highest a × hit ratio − b × load."""
+    """Choose by weighted load and hit ratio."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     most = max(c.load.in_flight for c in candidates)

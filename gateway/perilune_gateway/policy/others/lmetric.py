@@ -1,8 +1,11 @@
-"""lmetric: the lowest P × BS (LMetric, arXiv 2603.15202).
+"""lmetric: prefill tokens times batch size.
 
-P = pending uncached prefill tokens there, this prompt's included; BS = requests running there. A product
-needs no weights. It is 0 on every idle endpoint, so there the cache is ignored: a draw among them.
-`lmetric_plus_one` is the same with BS + 1.
+    cost = P × BS
+    P    = pending uncached prefill tokens, including this prompt's
+    BS   = requests in flight
+
+Source: LMetric, arXiv 2603.15202. A product needs no weights. It is 0 on every idle endpoint, so it ignores
+caches there and chooses randomly among them. Prefer `lmetric_plus_one`, which does not.
 """
 
 from collections.abc import Sequence
@@ -22,14 +25,14 @@ from perilune_gateway.policy.cost import cheapest
 
 
 def lmetric(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision | NeedBody:
-    """P × BS."""
+    """Choose the lowest P × BS."""
     return lowest_product(request, candidates, 0, rng)
 
 
 def lowest_product(
     request: RequestView, candidates: Sequence[Candidate], extra: int, rng: Random
 ) -> Decision | NeedBody:
-    """P × (BS + extra)."""
+    """Choose the lowest P × (BS + extra)."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     costs = tuple(_cost(c, request, extra) for c in candidates)

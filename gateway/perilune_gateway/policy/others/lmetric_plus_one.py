@@ -1,7 +1,9 @@
-"""lmetric_plus_one: the lowest P × (BS + 1).
+"""lmetric_plus_one: prefill tokens times batch size plus one.
 
-`lmetric` whose product does not vanish on idle endpoints, so the cache counts there too: a much stronger
-baseline.
+    cost = P × (BS + 1), with P and BS as in `lmetric`
+
+Source: a variant of LMetric, arXiv 2603.15202. The cost of an idle endpoint is not 0, so caches count there
+too. Prefer it to `lmetric` always, and to other policies where no weights are to be tuned.
 """
 
 from collections.abc import Sequence
@@ -14,5 +16,5 @@ from perilune_gateway.policy.others.lmetric import lowest_product
 def lmetric_plus_one(
     request: RequestView, candidates: Sequence[Candidate], rng: Random
 ) -> Decision | NeedBody:
-    """P × (BS + 1)."""
+    """Choose the lowest P × (BS + 1)."""
     return lowest_product(request, candidates, 1, rng)

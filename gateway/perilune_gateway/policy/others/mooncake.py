@@ -1,17 +1,17 @@
-"""mooncake: KVCache-centric scheduling (Mooncake, FAST '25, Algorithm 1).
+"""mooncake: the lowest predicted time to the first token.
 
-Each endpoint's predicted time to the first token; the smallest wins:
+    cost = transfer(best − own) + queue + prefill(prompt, best)    if best > own × BALANCING_THRESHOLD
+    cost = queue + prefill(prompt, own)                            otherwise
 
-    best prefix > its own × threshold  →  transfer(best − own) + queue + prefill(prompt, best)
-    else                               →                         queue + prefill(prompt, own)
+`own` is the prefix that the endpoint caches, `best` the longest prefix that any endpoint caches. In the first
+case the winner pulls the prefix from the endpoint that caches it. The policy refuses a request whose
+predicted TTFT, or predicted time between tokens when decode begins, is above the SLO.
 
-In the first case the best holder's KV is transferred to the winner. A predicted TTFT, or time between tokens
-when decode would begin, above the SLO: refused, before any GPU work. Prefer it to compare with the paper.
-
-As published: the test is a ratio, so a cost jumps where an endpoint's own prefix crosses best / threshold;
-transfer is bytes / bandwidth, without congestion or learning; an SLO that even an idle endpoint misses is
-refused, which admission.py would not. Not as published: prefill and decode share an endpoint here. Where
-engines cannot pull from each other, which no gateway makes them do yet, the first line never applies.
+Source: Mooncake (FAST '25), Algorithm 1. As published, the cost jumps where `own` crosses best / threshold,
+transfer time is bytes / bandwidth without congestion, and a request is refused even if an idle endpoint would
+miss the SLO. Unlike the paper, prefill and decode share an endpoint. The first line applies only where
+engines can pull KV from each other, which Perilune does not make them do yet. Prefer it to compare with the
+paper.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,11 @@ from perilune_gateway.model import (
 from perilune_gateway.policy.cost import cheapest, held_tokens, tpot_s
 
 BALANCING_THRESHOLD = 2.0
-"""Best holder's prefix / an endpoint's own, above which the prefix is transferred. The paper tunes it by hand
-and publishes no value."""
+"""best / own above which the prefix is transferred. The paper tunes it by hand and publishes no value."""
 
 
 def mooncake(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Verdict:
-    """Algorithm 1."""
+    """Choose by Algorithm 1, or refuse if the choice misses an SLO."""
     if request.phase is Phase.HEADERS:
         return NEED_BODY
     costs = {c.address: _cost(c, request) for c in candidates}
@@ -45,9 +44,10 @@ def mooncake(request: RequestView, candidates: Sequence[Candidate], rng: Random)
     ttft_s, terms = costs[chosen.address].total, costs[chosen.address].terms
     tbt_s = tpot_s(chosen, request, ttft_s)
     if request.slo_ttft_s and ttft_s > request.slo_ttft_s:
-        return _refused(f"First token predicted after {ttft_s:.2f} s", ttft_s - request.slo_ttft_s)
+        late_s = ttft_s - request.slo_ttft_s
+        return _refused(f"The predicted time to the first token is {ttft_s:.2f} s", late_s)
     if request.slo_tpot_s and tbt_s > request.slo_tpot_s:
-        return _refused(f"{tbt_s * 1000:.0f} ms per token predicted", chosen.decode_s)
+        return _refused(f"The predicted time per token is {tbt_s * 1000:.0f} ms", chosen.decode_s)
     balancing = _balances(chosen, request)
     return Decision(
         chosen.address,
@@ -61,7 +61,7 @@ def mooncake(request: RequestView, candidates: Sequence[Candidate], rng: Random)
 
 
 def _balances(candidate: Candidate, request: RequestView) -> bool:
-    """The best prefix is that much longer than its own (0 counts as infinitely), and can be pulled."""
+    """Return whether the best prefix is long enough to be pulled, and can be pulled."""
     best = request.prefix
     longer = best.tokens > held_tokens(candidate) * BALANCING_THRESHOLD
     return longer and best.pullable and best.locations[0].address in candidate.links
@@ -80,4 +80,5 @@ def _cost(candidate: Candidate, request: RequestView) -> Cost:
 
 
 def _refused(what: str, retry_after_s: float) -> Refusal:
-    return Refusal(RefuseReason.OVERLOADED, f"{what}: later than asked for", max(1.0, retry_after_s))
+    message = f"{what}, which is more than the request's SLO allows"
+    return Refusal(RefuseReason.OVERLOADED, message, max(1.0, retry_after_s))

@@ -1,13 +1,13 @@
-"""Conductor's two rules: which endpoint is near the cache, and whether a hot prefix is worth copying.
+"""Conductor's two rules: which endpoint is near the cached prefix, and whether to copy a hot prefix.
 
-*Select an endpoint near the cache*, of those with KV room for the prompt:
-1. a holder of the prefix whose queue is at most `max_queue_length`: the one with the shortest queue;
-2. else the lowest 0.7 × mean distance to the holders + 0.3 × queue length (same node 0, rack 1, spine 2,
-   beyond 3).
+`select_near_cache` chooses among the endpoints with KV room for the prompt:
+1. the shortest queue of the endpoints that cache the prefix, if that queue is at most `max_queue_length`;
+2. otherwise the lowest 0.7 × mean distance to those endpoints + 0.3 × queue length, where the distance is 0
+   for the same node, 1 for the rack, 2 for the spine and 3 beyond.
 
-*Should migrate* is as published: a copy costs its transfer and OVERHEAD, its benefit is that cost times the
-requests of the next minute, and the benefit must be WORTH times the cost. So it collapses to
-frequency_score × 60 > 1.5, whatever the link, for a prefix whose score is at least HOT_SCORE.
+`should_migrate` is as published: the cost of a copy is its transfer time plus OVERHEAD_MS, its benefit is
+that cost times the number of requests in the next minute, and the benefit must be WORTH times the cost. The
+transfer time therefore cancels out: the rule is frequency_score × 60 > 1.5, for scores of at least HOT_SCORE.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ def select_near_cache(
     max_queue_length: int,
     rng: Random,
 ) -> tuple[Candidate, Reason] | None:
-    """Returns None where no endpoint has room."""
+    """Return the chosen endpoint and why, or None if no endpoint has KV room."""
     fitting = [c for c in nodes if has_kv_room(c, request)]
     near = [c for c in fitting if c.address in holders and c.load.prefilling <= max_queue_length]
     if near:
@@ -43,12 +43,12 @@ def select_near_cache(
 
 
 def near_score(candidate: Candidate, holders: Collection[str]) -> float:
-    """The score of step 2; lowest is best."""
+    """Return the score of step 2; lower is better."""
     return DISTANCE_WEIGHT * mean_distance(candidate, holders) + QUEUE_WEIGHT * candidate.load.prefilling
 
 
 def mean_distance(candidate: Candidate, holders: Collection[str]) -> float:
-    """0 without holders; a holder without a link counts as beyond."""
+    """Return the mean distance to the endpoints `holders`, 0 without any. An endpoint without a link is 3."""
     levels = [
         Level.NODE
         if address == candidate.address
@@ -61,7 +61,7 @@ def mean_distance(candidate: Candidate, holders: Collection[str]) -> float:
 
 
 def should_migrate(request: RequestView, target: Candidate) -> bool:
-    """Whether the prefix is copied from its first location to `target`."""
+    """Return whether the prefix is copied from its first location to `target`."""
     prefix = request.prefix
     link = target.links.get(prefix.locations[0].address)
     if link is None or prefix.frequency_score < HOT_SCORE:
