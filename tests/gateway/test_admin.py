@@ -21,7 +21,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.admin import PAGES, Admin, Sources
+from perilune_gateway.observe.admin import PAGES, Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import Health, report
 from perilune_gateway.observe.metrics import Metrics
@@ -45,8 +45,8 @@ class World:
             self.endpoints, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
         )
 
-    def sources(self) -> Sources:
-        return Sources(
+    def sources(self) -> AdminData:
+        return AdminData(
             registry=self.metrics.registry,
             decisions=self.decisions,
             policies=POLICIES,

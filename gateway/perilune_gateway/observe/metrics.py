@@ -1,14 +1,14 @@
-"""The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
+"""The gateway's metrics of events: decisions, refusals, ends of requests, failed scrapes.
 
-What *is* (load, index, feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py). So
-are the tokenizer's numbers (request/tokens/metrics.py). Requests pay nothing for those.
+Metrics of the current state (load, index, feeds) are read from one snapshot at each scrape
+(snapshot_metrics.py), and so are the tokenizer's (request/tokens/metrics.py). Requests do no work for those.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
-Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
-token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
-among others), node load by endpoint = perilune_endpoint_*, cache migrations =
-perilune_migrations_total.
+Conductor defines four metrics. Their equivalents here are: cache hit rate = perilune_cache_hit_ratio (a true
+ratio; for longer windows divide the two token counters), schedule latency =
+perilune_scheduling_seconds{step="total"} (with buckets at 0.1, 0.5, 1, 2 and 5 ms), node load by endpoint =
+perilune_endpoint_*, cache migrations = perilune_migrations_total.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ LEFT = "left"
 
 
 class Affinity(StrEnum):
-    """What a decision did with its session's host."""
+    """How a decision relates to its session's host."""
 
     HIT = "hit"
     """The request went to the session's host."""
     MOVED = "moved"
     """The policy moved the session."""
     LEFT = "left"
-    """Another endpoint without a move: the host is gone or draining, or the policy knows no sessions."""
+    """The request went elsewhere without a move: the host is gone or draining, or the policy ignores
+    sessions."""
     NEW = "new"
     """The session had no host yet."""
 
 
 class Window:
-    """Sums of (part, whole) over about the last `seconds`: a ring of slots, each overwritten when it is due.
+    """The ratio of two sums over about the last `seconds`.
 
-    Time is an argument; reading changes nothing.
+    A ring of slots, the oldest of which is overwritten. Reading changes nothing.
     """
 
     def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:
@@ -77,7 +78,7 @@ class Window:
         self._wholes[slot] += whole
 
     def ratio(self, now: float) -> float | None:
-        """None: nothing was added in the window."""
+        """Sum of the parts / sum of the wholes; None when nothing was added in the window."""
         oldest = int(now / self._slot_s) - len(self._ages) + 1
         live = [i for i, age in enumerate(self._ages) if age >= oldest]
         whole = sum(self._wholes[i] for i in live)
@@ -97,7 +98,7 @@ class StreamCounts(Protocol):
 
 
 class Metrics:
-    """What the router and the feeds report, and what a scrape reads."""
+    """Counts what the router and the feeds report, and exports it with the state at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
@@ -128,25 +129,29 @@ class Metrics:
         self._cached = counter(
             "predicted_cached_tokens", "Of these, tokens predicted to be in its KV cache.", "endpoint"
         )
-        affinity = counter("session_requests", "Requests of sessions, by what came of the host.", "affinity")
-        self._migrations = counter("migrations", "Sessions moved to another endpoint because that pays.")
+        affinity = counter(
+            "session_requests",
+            "Requests of sessions, by whether they went to the session's host.",
+            "affinity",
+        )
+        self._migrations = counter("migrations", "Sessions that the policy moved to another endpoint.")
 
-        # Ends, scrapes, the build
+        # Ended requests, scrapes, the build
         self._requests = counter("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
         self._scrape_errors = counter("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
 
-        # Children of enum labels exist from the start: a rate() over a series that appears late is wrong.
+        # Series of enum labels exist from the start, because rate() is wrong for a series that appears later.
         self._scheduling = {step: scheduling.labels(step.value) for step in Step}
         self._refusals = {reason: refusals.labels(reason.value) for reason in RefuseReason}
         self._sources = {source: sources.labels(source.value) for source in TokenSource}
         self._affinity = {kind: affinity.labels(kind.value) for kind in Affinity}
         registry.register(_Mirror(self))
 
-    # What happens
+    # Events
 
     def decided(self, record: DecisionRecord) -> None:
-        """Count one decision or refusal."""
+        """Counts one decision or refusal."""
         for step, microseconds in record.timings_us.items():
             self._scheduling[Step(step)].observe(microseconds * 1e-6)
         verdict, view = record.verdict, record.view
@@ -167,36 +172,36 @@ class Metrics:
         self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
 
     def refused(self, reason: RefuseReason) -> None:
-        """Count one refusal."""
+        """Counts one refusal."""
         self._refusals[reason].inc()
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
-        """Count the end of a request, under the endpoint that served it."""
+        """Counts the end of a request, under the endpoint that served it."""
         self._requests.labels(LEFT if endpoint in self._left else endpoint, outcome).inc()
 
     def scrape_failed(self, endpoint: str) -> None:
         self._scrape_errors.labels(endpoint).inc()
 
-    # What is
+    # State
 
     def describe(self, version: str, policy: str) -> None:
         self._info.info({"version": version, "policy": policy})
 
     def mirror(self, snapshot: Callable[[], Snapshot]) -> None:
-        """From now on a scrape shows what this function returns."""
+        """Sets the function that returns the state for each scrape."""
         self._snapshot = snapshot
 
     def count_streams(self, streams: StreamCounts) -> None:
-        """From now on a scrape shows these counts too."""
+        """Sets the counts of streams for each scrape."""
         self._streams = streams
 
     def hit_ratio(self) -> float | None:
-        """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
+        """Predicted cached / prompt tokens over about the last minute; None without prompts."""
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
-        """Drop the series of an endpoint that has left the pool. Requests that end there afterwards count
-        under LEFT; otherwise the series of every pod that ever was would come back."""
+        """Drops the series of an endpoint that has left the pool. Requests that end there afterwards count
+        under LEFT, so that the number of series does not grow with every replaced pod."""
         self._left.add(endpoint)
         for counter in (self._prompt, self._cached, self._scrape_errors):
             counter.remove(endpoint)
@@ -204,6 +209,7 @@ class Metrics:
             self._requests.remove(endpoint, outcome)
 
     def streams(self) -> Iterator[Metric]:
+        """The metric families of StreamCounts."""
         streams = self._streams
         if streams is None:
             return
@@ -235,19 +241,19 @@ STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("body_received_bytes", "Request body bytes that reached the gateway.", "body_bytes_received"),
     ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
     ("stream_failures", "Streams ended by a bug of this gateway.", "failures"),
-    ("late_tokens", "Prompts routed by their bytes, since their tokens came too late.", "late_tokens"),
+    ("late_tokens", "Prompts estimated from their bytes because their tokens came too late.", "late_tokens"),
 )
-"""perilune_<name>_total, and its field of StreamCounts."""
+"""(name, help, field of StreamCounts) of each perilune_<name>_total."""
 
 
 class _Mirror:
-    """What is read at scrape time."""
+    """Collects the metrics that are read at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not take a snapshot."""
+        """Empty, so that registering does not take a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
