@@ -1,8 +1,7 @@
-"""kopf: pools. The only file with its decorators; everything it learns goes to the reconciler.
+"""kopf: watches pools, posts events, and stops the operator. The only module with its decorators.
 
-Only an index and an event handler are used, so kopf writes nothing: no finalizer (a pool can be deleted while
-no operator runs; owner references do the rest), no annotations, no peering. The event handler begins once the
-index holds all pools.
+The event handler does nothing but tell the reconciler. Why kopf's other handlers, which write to the pool,
+are not used, says reconcile.py; why other kinds are watched elsewhere, observe/cluster.py.
 """
 
 from collections.abc import Awaitable, Callable
@@ -12,22 +11,27 @@ import kopf
 
 from perilune_api import kube, names
 from perilune_api.crd import PLURAL, VERSION
+from perilune_operator.observe.facts import MANAGER
 from perilune_operator.reconcile import Reconciler
 
 
 def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kopf.OperatorRegistry:
-    """All handlers, bound to one reconciler. `stop` ends our tasks; kopf waits 5 s for any that it finds."""
+    """All handlers, for one reconciler. `stop` ends the operator's own tasks; kopf would wait 5 s for
+    each."""
     made = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=made)
     def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False
+        settings.posting.event_name_prefix = f"{MANAGER}-"
+        settings.posting.reporting_component = MANAGER
         settings.peering.standalone = True
-        settings.queueing.exit_timeout = 0.1  # nothing of ours is worth waiting for
+        settings.queueing.exit_timeout = 0.1  # the next leader repeats whatever is left undone
         settings.queueing.idle_timeout = 1.0
-        settings.watching.server_timeout = 300
-        settings.watching.client_timeout = 330
-        settings.networking.connect_timeout = kube.TIMEOUT_S  # or it hangs for minutes in a lost network
+        settings.watching.server_timeout = kube.WATCH_S
+        settings.watching.client_timeout = kube.WATCH_S + 30
+        settings.networking.connect_timeout = (
+            kube.TIMEOUT_S
+        )  # by default it waits for minutes in a lost network
 
     @kopf.on.cleanup(registry=made)
     async def clean_up(**_: Any) -> None:
@@ -37,10 +41,6 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
-    @kopf.index(names.GROUP, VERSION, PLURAL, registry=made, id="pools")
-    def index_pool(name: str, namespace: str | None, **_: Any) -> dict[tuple[str, str], bool]:
-        return {(namespace or "", name): True}
-
     @kopf.on.event(names.GROUP, VERSION, PLURAL, registry=made)
     async def pool_changed(
         event: kopf.RawEvent, name: str, namespace: str | None, uid: str, **_: Any
@@ -48,6 +48,6 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
         if event["type"] == "DELETED":
             reconciler.pool_gone((namespace or "", name), uid)
         else:
-            reconciler.pool(dict(event["object"]))
+            reconciler.pool_seen(dict(event["object"]))
 
     return made

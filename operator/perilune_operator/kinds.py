@@ -1,7 +1,7 @@
-"""Every kind of object that the operator makes: where an API server keeps it, whether every cluster has it.
+"""The kinds of objects that the operator creates: their API, and whether every cluster has them.
 
-`render/` says what is in them, `apply.py` writes them, `cluster.py` watches them, all by this table. A new
-kind also takes a right to it (`charts/perilune/files`).
+`render` says what is in them, `apply` writes them, `observe` watches them, all by this table. A new kind also
+needs a right (`charts/perilune/files`).
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ LEADER_WORKER_SET = "leaderworkerset.x-k8s.io"
 
 
 class Kind(NamedTuple):
-    """One kind."""
+    """A kind of object."""
 
     api: str
-    """Group and version; the core's have no group."""
+    """Group and version; the core group has no name."""
     plural: str
     optional: bool = False
-    """Not every cluster has it."""
+    """Some clusters do not have it."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -43,28 +43,28 @@ KINDS: Mapping[str, Kind] = {
     "ServiceMonitor": Kind(f"{MONITORING}/v1", "servicemonitors", optional=True),
     "LeaderWorkerSet": Kind(f"{LEADER_WORKER_SET}/v1", "leaderworkersets", optional=True),
 }
-"""(The InferencePool among them is the Gateway API inference extension's, not ours.)"""
+"""The InferencePool in this table is the Gateway API inference extension's, not Perilune's."""
 
 EVERYWHERE = tuple(name for name, kind in KINDS.items() if not kind.optional)
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     api: tuple(name for name, kind in KINDS.items() if kind.api == api)
     for api in dict.fromkeys(kind.api for kind in KINDS.values() if kind.optional)
 }
-"""API → kinds of it."""
+"""API → its optional kinds."""
 
 
 def full_name(kind: str) -> str:
-    """`group/Kind`, which tells an optional one from another API's of that name."""
+    """`group/Kind`, which distinguishes an optional kind from another API's kind of that name."""
     return f"{KINDS[kind].api.partition('/')[0]}/{kind}"
 
 
 def collection(api: str, namespace: str, plural: str) -> str:
-    """Path of all objects of a kind; `namespace` empty: of the whole cluster, or of none."""
+    """The path of all objects of a kind. An empty `namespace` stands for the whole cluster."""
     root = f"/apis/{api}" if "/" in api else f"/api/{api}"
     return f"{root}{f'/namespaces/{namespace}' if namespace else ''}/{plural}"
 
 
 def path(obj: Mapping[str, Any]) -> str:
-    """Where the API server keeps it."""
+    """The path of one object."""
     meta, kind = obj["metadata"], KINDS[obj["kind"]]
     return f"{collection(kind.api, meta['namespace'], kind.plural)}/{meta['name']}"

@@ -1,147 +1,175 @@
-"""Leadership by a coordination.k8s.io Lease: at most one operator acts, and one always does.
+"""Leadership: at most one operator acts, chosen by a Lease (coordination.k8s.io).
 
-The holder renews every `renew_s`; others take over once the record has not changed for its duration, by their
-own clock (nobody compares wall clocks). A holder counts itself leader only until `duration − margin` after it
-*sent* its last successful renewal, so it has stopped, even if it was asleep, before another may begin:
+`kubernetes.aio`'s elector takes and renews the Lease, and takes over one that has not changed for its
+duration. `Lease` is the lock that the elector works on. It adds what the elector lacks:
 
-    renewed ──── remaining_s ────▶ 0 ── margin ──▶ duration: another takes over
+- A deadline. The elector learns of a lost Lease only by asking, so a process that slept (SIGSTOP, a frozen
+  machine) would go on writing. `remaining_s` counts from the moment the last renewal was *sent*, by a
+  monotonic clock, and ends a margin before another may take over. Each write asks it first.
+      Held by tests/operator/test_lease.py::test_a_leader_that_slept_stops_before_it_asks and
+      e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
+- A server that cannot be reached. The elector ends with an exception; this lock reports a failed attempt.
+      Held by tests/operator/test_lease.py::test_a_leader_that_cannot_reach_the_server_stops_in_time.
+- Release. The elector keeps the Lease when it is cancelled; the next operator would wait for its duration.
+      Held by tests/operator/test_lease.py::test_an_operator_that_ends_releases_the_lease.
 
-Every write of the record names the resourceVersion it has seen; of two that try, one gets a 409. A write that
-was under way when leadership ended can still arrive; it is one whole object of an older plan, and the new
-leader's watch sees it and applies its own.
+A write that was sent before the deadline can still arrive late. It is one whole object of an older plan: the
+new leader sees the change and applies its own
+(test_operator_writes.py::test_a_late_write_of_an_older_plan_is_overwritten). The elector measures a Lease's
+age by its own wall clock. A clock that jumps forward on a follower can therefore make it take over early, at
+most until the old leader's next renewal fails.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import aiohttp
+from kubernetes.aio.client import V1Lease, V1ObjectMeta
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.leaderelection.electionconfig import Config
+from kubernetes.aio.leaderelection.leaderelection import LeaderElection
+from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
 from perilune_api import kube
-from perilune_operator.observe import Object
 
 log = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
+NAME = "perilune-operator"
 DURATION_S = 10
-SHARE = 5
-"""A fifth of the duration is between two renewals, and so is the margin."""
+SHORTEST_S = 2
+"""The elector does not ask more often than once a second."""
 
 
-class Lease:
-    """One candidate."""
+class Lease(LeaseLock):
+    """One candidate for the Lease, and the deadline until which it may write."""
 
     def __init__(
         self,
         client: kube.Client,
         namespace: str,
-        name: str,
         identity: str,
         clock: Callable[[], float],
         *,
         duration_s: int = DURATION_S,
     ) -> None:
-        self._client = client
-        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-        self._name = name
-        self.identity = identity
+        """`clock`: monotonic seconds. `duration_s`: at least SHORTEST_S."""
+        super().__init__(NAME, namespace, identity, client.api)
         self._clock = clock
         self._duration_s = duration_s
-        self._renew_s = self._margin_s = duration_s / SHARE
+        self._margin_s = duration_s / 5
+        self._retry_s = max(1.0, duration_s / 5)
         self._leads_until = float("-inf")
-        self._seen: Object = {}
-        self._seen_at = float("-inf")
+        self._on_leading: Callable[[], None] = lambda: None
 
     def remaining_s(self) -> float:
-        """Seconds for which we are surely leader; 0 or less: we are not."""
+        """Seconds for which this process certainly leads; 0 or less when it does not."""
         return self._leads_until - self._clock()
 
     async def run(self, on_leading: Callable[[], None]) -> None:
-        """Stand for leadership until cancelled; `on_leading` each time that it is won. Then give it back."""
-        leading = False
+        """Stand for leadership until cancelled, then release the Lease. Call `on_leading` at each win."""
+        self._on_leading = on_leading
         try:
             while True:
-                try:
-                    await self._step()
-                except (OSError, kube.ApiError) as error:
-                    log.warning("lease not reached error=%s", error)
-                if leading != (self.remaining_s() > 0):
-                    leading = not leading
-                    log.info("leadership %s identity=%s", "won" if leading else "lost", self.identity)
-                    if leading:
-                        on_leading()
-                await asyncio.sleep(self._renew_s)
+                await self.elector().run()
+                log.info("leadership lost identity=%s", self.identity)
         finally:
-            await self._release()
+            await self.release()
 
-    async def _step(self) -> None:
-        sent = self._clock()
-        try:
-            record = await self._client.request(
-                "GET", f"{self._path}/{self._name}", timeout_s=self._renew_s * 2
+    def elector(self) -> LeaderElection:
+        """A new elector, which ends when it has lost the Lease."""
+        return LeaderElection(
+            Config(
+                self,
+                lease_duration=self._duration_s,
+                renew_deadline=max(1.5, self._duration_s * 2 / 3),
+                retry_period=self._retry_s,
+                onstarted_leading=_nothing,
+                onstopped_leading=_nothing,
             )
-        except kube.ApiError as error:
-            if error.status != 404:
-                raise
-            record = {}
-        if not may_take(record, self.identity, self._age(record)):
-            self._leads_until = float("-inf")
-            return
-        wanted = claim(record, self._name, self.identity, self._duration_s, datetime.now(UTC))
-        try:
-            self._seen = await self._put(wanted)
-        except kube.ApiError as error:
-            if error.status != 409:
-                raise
-            self._leads_until = float("-inf")  # somebody was quicker
-        else:
-            self._seen_at = sent
-            self._leads_until = sent + self._duration_s - self._margin_s
+        )
 
-    def _age(self, record: Object) -> float:
-        """Seconds since we first saw this very record."""
-        now = self._clock()
-        if record.get("spec") != self._seen.get("spec"):
-            self._seen, self._seen_at = record, now
-        return now - self._seen_at
-
-    async def _put(self, wanted: Object) -> Object:
-        if "resourceVersion" in wanted["metadata"]:
-            return await self._client.request(
-                "PUT", f"{self._path}/{self._name}", wanted, timeout_s=self._renew_s * 2
-            )
-        return await self._client.request("POST", self._path, wanted, timeout_s=self._renew_s * 2)
-
-    async def _release(self) -> None:
+    async def release(self) -> None:
+        """Give the Lease to whoever asks next, if this process leads."""
         if self.remaining_s() <= 0:
             return
         self._leads_until = float("-inf")
-        record = {**self._seen, "spec": {**self._seen["spec"], "holderIdentity": ""}}
         try:
-            await asyncio.shield(self._put(record))
-        except (OSError, kube.ApiError) as error:
-            log.warning("lease not given back, it will expire error=%s", error)
+            await asyncio.shield(self._in_time(self._give_back()))
+        except (OSError, ApiException) as error:
+            log.warning("Lease not released, it will expire error=%s", error)
+
+    # -- what the elector calls --------------------------------------------------------------------
+
+    async def get(
+        self, name: str, namespace: str
+    ) -> tuple[bool, LeaderElectionRecord] | tuple[bool, Exception] | tuple[bool, None]:
+        """Read the record. A record that names another holder ends leadership at once."""
+        try:
+            found = await self._in_time(super().get(name, namespace))
+        except OSError as error:
+            return False, ApiException(status=0, reason=str(error) or type(error).__name__)
+        record = found[1]
+        if isinstance(record, LeaderElectionRecord) and record.holder_identity != self.identity:
+            self._leads_until = float("-inf")
+        return found
+
+    async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
+        """Write the first record; return whether it was written.
+
+        The package's own method always fails (37.0.2): it passes a boolean for `pretty`, which its API
+        refuses.
+        """
+        first = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
+        return await self._claimed(self._written(self.api_instance.create_namespaced_lease(namespace, first)))
+
+    async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        """Write the record over the one that was read; return whether it was written."""
+        return await self._claimed(super().update(name, namespace, updated_record))
+
+    # ----------------------------------------------------------------------------------------------
+
+    async def _claimed(self, writing: Awaitable[bool]) -> bool:
+        sent = self._clock()
+        try:
+            written = await self._in_time(writing)
+        except OSError as error:
+            log.warning("Lease not written error=%s", error or type(error).__name__)
+            return False
+        if written:
+            won = self.remaining_s() <= 0
+            self._leads_until = sent + self._duration_s - self._margin_s
+            if won:
+                log.info("leadership won identity=%s", self.identity)
+                self._on_leading()
+        return written
+
+    async def _written(self, creating: Awaitable[V1Lease]) -> bool:
+        try:
+            await creating
+        except ApiException:
+            return False
+        return True
+
+    async def _in_time(self, asking: Awaitable[Answer]) -> Answer:
+        """Raises OSError when the server cannot be reached, or does not answer before the next attempt is
+        due."""
+        try:
+            async with asyncio.timeout(2 * self._retry_s):
+                return await asking
+        except aiohttp.ClientError as error:
+            raise ConnectionError(str(error) or type(error).__name__) from error
+
+    async def _give_back(self) -> None:
+        lease = await self.api_instance.read_namespaced_lease(self.name, self.namespace)
+        if lease.spec is not None and lease.spec.holder_identity == self.identity:
+            lease.spec.holder_identity = ""
+            await self.api_instance.replace_namespaced_lease(self.name, self.namespace, lease)
 
 
-def may_take(record: Object, identity: str, age_s: float) -> bool:
-    """Nobody's, ours, or not renewed for its duration."""
-    spec = record.get("spec") or {}
-    holder = spec.get("holderIdentity") or ""
-    return holder in ("", identity) or age_s > spec.get("leaseDurationSeconds", DURATION_S)
-
-
-def claim(record: Object, name: str, identity: str, duration_s: int, now: datetime) -> Object:
-    """The record with us as holder."""
-    spec = record.get("spec") or {}
-    stamp = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-    ours = spec.get("holderIdentity") == identity
-    return {
-        "apiVersion": "coordination.k8s.io/v1",
-        "kind": "Lease",
-        "metadata": record.get("metadata") or {"name": name},
-        "spec": {
-            "holderIdentity": identity,
-            "leaseDurationSeconds": duration_s,
-            "acquireTime": spec.get("acquireTime", stamp) if ours else stamp,
-            "renewTime": stamp,
-            "leaseTransitions": spec.get("leaseTransitions", 0) + (0 if ours else 1),
-        },
-    }
+async def _nothing() -> None:
+    """The lock itself reports when leadership is won; see `_claimed`."""

@@ -1,7 +1,9 @@
-"""perilune-operator: composition root. Access → lease → reconciler → watches → kopf; probes and metrics.
+"""perilune-operator: the command line, and how its parts are wired.
 
-SIGTERM ends it at once: watches stop, the Lease is given back, running rounds are left where they are (the
-next leader's whole plan covers them).
+    API server ─▶ Lease ─▶ reconciler ─▶ watches ─▶ kopf, beside an HTTP server for probes and metrics
+
+SIGTERM ends the operator at once: it stops watching, releases the Lease, and leaves running rounds where they
+are, because the next leader's plan is whole.
 """
 
 import argparse
@@ -22,21 +24,17 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from perilune_api import kube
 from perilune_operator import handlers
-from perilune_operator.lease import DURATION_S, Lease
+from perilune_operator.lease import DURATION_S, SHORTEST_S, Lease
 from perilune_operator.metrics import Metrics
 from perilune_operator.reconcile import Reconciler
 from perilune_operator.render.objects import Defaults
-
-log = logging.getLogger(__name__)
-
-LEASE = "perilune-operator"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     known = Defaults()
     parser = argparse.ArgumentParser(
         prog="perilune-operator",
-        description="Makes of every InferencePool its engines, KV store, gateway and routes.",
+        description="Creates engines, KV store, gateway and routes for every InferencePool.",
     )
     add = parser.add_argument
     add("--namespace", default="", metavar="NAME", help="look after pools of this namespace only [all]")
@@ -51,13 +49,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--own-namespace",
         default=os.environ.get("POD_NAMESPACE", known.namespace),
         metavar="NAME",
-        help="where the Lease is [$POD_NAMESPACE or %(default)s]",
+        help="namespace of the Lease [$POD_NAMESPACE or %(default)s]",
     )
     add(
         "--identity",
         default=os.environ.get("POD_NAME", f"{socket.gethostname()}-{os.getpid()}"),
         metavar="NAME",
-        help="of this replica; no two may share one [$POD_NAME, else host and process]",
+        help="name of this replica, unique among them [$POD_NAME, else host and process]",
     )
     add("--image", default=known.image, help="image of gateways [%(default)s]")
     add("--simulated-image", default=known.simulated_image, help="image of simulated engines [%(default)s]")
@@ -69,14 +67,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         type=_label,
         metavar="KEY=VALUE",
-        help="of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own; may be repeated",
+        help="label of PodMonitors and ServiceMonitors, by which a Prometheus selects them; repeatable",
     )
     add(
         "--lease-seconds",
-        type=int,
+        type=_duration,
         default=DURATION_S,
         metavar="S",
-        help="until another replica takes over [%(default)s]",
+        help="time until another replica takes over [%(default)s]",
     )
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     add("--version", action="version", version=f"perilune {version('perilune')}")
@@ -97,29 +95,27 @@ def _label(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _duration(text: str) -> int:
+    if not text.isdecimal() or int(text) < SHORTEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds from {SHORTEST_S}")
+    return int(text)
+
+
 async def serve(args: argparse.Namespace) -> None:
     client = await kube.connect()
-    lease = Lease(
-        client,
-        args.own_namespace,
-        LEASE,
-        args.identity,
-        time.monotonic,
-        duration_s=args.lease_seconds,
-    )
+    lease = Lease(client, args.own_namespace, args.identity, time.monotonic, duration_s=args.lease_seconds)
     prometheus = CollectorRegistry()
-    defaults = Defaults(
-        args.image,
-        args.engine_image,
-        args.master_image,
-        args.own_namespace,
-        dict(args.monitor_label),
-        args.simulated_image,
-    )
     reconciler = Reconciler(
         client,
         lease,
-        defaults,
+        Defaults(
+            args.image,
+            args.engine_image,
+            args.master_image,
+            args.own_namespace,
+            dict(args.monitor_label),
+            args.simulated_image,
+        ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,
         clock=time.monotonic,
@@ -138,14 +134,18 @@ async def serve(args: argparse.Namespace) -> None:
 
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
-    scope["identity"] = args.identity  # or kopf asks for the user's name, which a pod's uid has not
     # With Python's own settings the garbage collector looks through all copies of pods again and again, which
     # takes a third of the CPU while 1,000 pods start (docs/benchmarks.md, Operator).
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
     try:
-        await kopf.operator(registry=handlers.registry(reconciler, stop), standalone=True, **scope)
+        await kopf.operator(
+            registry=handlers.registry(reconciler, stop),
+            standalone=True,
+            identity=args.identity,  # kopf would ask for the user name, which a pod does not have
+            **scope,
+        )
     finally:
         await stop()
         await probes.cleanup()
@@ -158,6 +158,8 @@ async def _probes(
     tasks: Sequence[asyncio.Task[None]],
     synced: Callable[[], bool],
 ) -> web.AppRunner:
+    """Serves /healthz (the tasks run), /readyz (the watches have listed everything) and /metrics."""
+
     async def alive(request: web.Request) -> web.Response:
         ended = [task.get_name() for task in tasks if task.done()]
         return web.Response(status=500 if ended else 200, text=f"ended: {ended}\n" if ended else "ok\n")
@@ -177,7 +179,7 @@ async def _probes(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a clean stop, 1 when the API server's address or a port cannot be had."""
+    """Return the exit status: 0 after a clean stop, 1 without access to an API server or to the port."""
     args = arguments(argv)
     logging.basicConfig(
         level=args.log_level.upper(),

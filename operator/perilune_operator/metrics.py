@@ -1,4 +1,4 @@
-"""Every metric of the operator on one page."""
+"""Every metric of the operator."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -12,26 +12,26 @@ BUCKETS_S = (
 
 
 class Outcome(StrEnum):
-    """What became of a round."""
+    """How a round ended."""
 
     DONE = "done"
     FAILED = "failed"
-    """It is tried again."""
+    """It is repeated."""
     NOT_LEADER = "not_leader"
-    """Leadership was lost on the way."""
+    """Leadership was lost during the round."""
 
 
 class Metrics:
-    """What workers report, and what a scrape reads."""
+    """Counts rounds and writes."""
 
     def __init__(self, registry: CollectorRegistry, leads_s: Callable[[], float]) -> None:
-        """`leads_s`: seconds for which we are leader, 0 or less: we are not."""
+        """`leads_s`: seconds for which this process leads; 0 or less when it does not."""
         self._rounds = Counter(
             "perilune_operator_rounds", "Rounds of one pool, by outcome.", ["outcome"], registry=registry
         )
         self._seconds = Histogram(
             "perilune_operator_round_seconds",
-            "How long a round worked, without waiting for its turn.",
+            "Duration of a round, without waiting for its turn.",
             registry=registry,
             buckets=BUCKETS_S,
         )
@@ -44,12 +44,12 @@ class Metrics:
         )
         self._writes = Counter(
             "perilune_operator_writes",
-            "Requests that may change the cluster, by method and kind.",
+            "Requests that may change objects, by method and kind; without Kubernetes events.",
             ["method", "kind"],
             registry=registry,
         )
-        self.pools = Gauge("perilune_operator_pools", "Pools known.", registry=registry)
-        leader = Gauge("perilune_operator_leader", "1: this replica acts.", registry=registry)
+        self.pools = Gauge("perilune_operator_pools", "Known pools.", registry=registry)
+        leader = Gauge("perilune_operator_leader", "1 when this replica leads.", registry=registry)
         leader.set_function(lambda: float(leads_s() > 0))
 
     def round(self, outcome: Outcome, seconds: float, reaction_s: float, *, changed: bool) -> None:

@@ -1,7 +1,7 @@
-"""`plan(name, namespace, spec, observed, now) → Plan`: everything that should exist, and what to say of it.
+"""`plan(name, namespace, spec, observed, now) → Plan`: everything that should exist, and the pool's status.
 
 Pure, and whole each time: what should exist follows from spec and facts, never from which event came.
-Planning its own result changes nothing.
+Planning again after a plan has been carried out changes nothing.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,8 +14,9 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import status, topology
-from perilune_operator.observe import Key, Object, Observed, PodFacts, key
+from perilune_operator import status
+from perilune_operator.observe import topology
+from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import (
     endpoints,
     engines,
@@ -26,29 +27,29 @@ from perilune_operator.render import (
     routing,
 )
 from perilune_operator.render.objects import Context, Defaults
-from perilune_operator.rollout import Drain, Former, Mark, drain
+from perilune_operator.rollout import Drain, Mark, Replaced, drain
 
 LOOK_S = 30.0
-"""Between two looks at a pool with which nothing happens."""
+"""Time between two rounds of a pool to which nothing happens."""
 MANY = 1_000_000
-"""Engines: none has to go."""
+"""A number of engines so large that none has to be removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What should be."""
+    """What should exist, and what to write besides."""
 
     objects: tuple[Object, ...] | None
-    """All of them, in the order in which to apply them; None: leave alone what is there."""
+    """All objects of the pool; None: change nothing."""
     status: InferencePoolStatus
     again_in: float
-    """Seconds until the next look, if nothing happens before."""
+    """Seconds until the next round, if nothing happens before."""
     marks: tuple[Mark, ...] = ()
-    """Of pods: who is to go."""
+    """Annotations of pods that are to be removed or emptied."""
     scale_to: int | None = None
-    """Replicas that the pool itself is to get first."""
+    """Replicas to write into the pool's own spec first."""
     kept: frozenset[Key] = frozenset()
-    """Workloads of the spec before, which go on serving for now."""
+    """Workloads of an earlier spec, which go on serving for now."""
 
 
 def plan(
@@ -59,7 +60,7 @@ def plan(
     now: float,
     defaults: Defaults,
 ) -> Plan:
-    """`now`: seconds since the epoch."""
+    """Plan a pool. A SpecError in place of the spec yields a refusal. `now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
         return Plan(None, status.of_refusal(str(spec), observed, now), LOOK_S)
     scale_to = _handed_over(name, namespace, spec, observed)
@@ -67,33 +68,42 @@ def plan(
         spec = msgspec.structs.replace(spec, replicas=scale_to)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
-    present, before = _parted(pool, observed)
+    present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
-    deployment = observed.children.get(Key("Deployment", namespace, names.gateway_name(name)))
-    gateways, read_at = gateway.replicas(spec.gateway, deployment)
-    pool = replace(
-        pool,
-        replicas=leave.replicas,
-        gateways=gateways,
-        gateways_read_at=read_at,
-    )
+    pool = _with_replicas(pool, leave, observed)
     try:
-        objects = (
-            *mooncake.store(pool),
-            *engines.engines(pool),
-            *gateway.gateway(pool),
-            *routing.routing(pool),
-            *network_policies.network_policies(pool),
-            *monitors.monitors(pool),
-        )
-    except SpecError as error:  # a podTemplate that cannot be laid over ours
+        objects = _objects(pool)
+    except SpecError as error:  # a podTemplate that cannot be laid over the operator's
         return Plan(None, status.of_refusal(str(error), observed, now), LOOK_S)
-    former = _former(pool, before, {key(obj) for obj in objects}, present, now)
-    each = (leave, former.drain)
-    again_in = min(LOOK_S, *(made.again_in for made in each))
-    marks = tuple(mark for made in each for mark in made.marks)
-    said = status.of_pool(pool, present, leave, now, former)
-    return Plan(objects, said, again_in, marks, scale_to, former.workloads)
+    replaced = _replaced(pool, earlier, {key(obj) for obj in objects}, present, now)
+    each = (leave, replaced.drain)
+    return Plan(
+        objects,
+        status.of_pool(pool, present, leave, now, replaced),
+        again_in=min(LOOK_S, *(made.again_in for made in each)),
+        marks=tuple(mark for made in each for mark in made.marks),
+        scale_to=scale_to,
+        kept=replaced.workloads,
+    )
+
+
+def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:
+    """The pool with the replicas that its workloads should have now."""
+    deployment = observed.children.get(Key("Deployment", pool.namespace, names.gateway_name(pool.name)))
+    gateways, read_at = gateway.replicas(pool.spec.gateway, deployment)
+    return replace(pool, replicas=leave.replicas, gateways=gateways, gateways_read_at=read_at)
+
+
+def _objects(pool: Context) -> tuple[Object, ...]:
+    """Raises SpecError for a podTemplate that does not have the shape of a pod template."""
+    return (
+        *mooncake.store(pool),
+        *engines.engines(pool),
+        *gateway.gateway(pool),
+        *routing.routing(pool),
+        *network_policies.network_policies(pool),
+        *monitors.monitors(pool),
+    )
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
@@ -109,9 +119,10 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
     return kept if live and kept > spec.replicas else None
 
 
-def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """What is there without engines of the spec before; and of those the ones that lead. Engines are of the
-    spec before if its endpoints spanned nodes and now do not, or the reverse, or if it had roles."""
+def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
+    """What is observed without engines of an earlier spec, and those of these engines that serve. An engine
+    belongs to an earlier spec if its endpoint spanned nodes and now does not, or the reverse, or if it had a
+    role."""
     spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
@@ -123,14 +134,14 @@ def _parted(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]
     return replace(observed, pods=tuple(present)), before
 
 
-def _former(
+def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
-) -> Former:
-    """Engines of the spec before go once another endpoint serves, or there would be nobody until a model has
-    been loaded; and then like those of a scale-down, once their sessions have left. Where there are no GPUs
-    to spare (maxSurge 0) they make room at once. `pods`: theirs, which `observed` has not."""
+) -> Replaced:
+    """Engines of an earlier spec (`pods`) stay until another endpoint serves, or no engine would serve until
+    a model has been loaded. Then they drain like those of a scale-down. Without GPUs to spare (maxSurge 0)
+    they make room at once. `wanted`: the objects of the plan."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
-        return Former(pods)
+        return Replaced(pods)
     workloads = frozenset(
         k
         for k, child in observed.children.items()
@@ -139,20 +150,20 @@ def _former(
         and child["metadata"].get("labels", {}).get(names.COMPONENT_LABEL) == "engine"
     )
     if not workloads:
-        return Former(pods)
+        return Replaced(pods)
     serving = any(p.component == "engine" and p.serves for p in observed.pods)
     needed = not serving and pool.spec.replicas > 0
     leaving, gateways, session_s = _surroundings(pool, observed)
-    if needed:  # marks of an earlier try are taken back
+    if needed:  # marks of an earlier plan are removed
         made = drain(pods, MANY, None, leaving, gateways, session_s, now)
-        return Former(pods, workloads, made, needed=True)
+        return Replaced(pods, workloads, made, needed=True)
     made = drain(pods, 0, {"spec": {"replicas": len(pods)}}, leaving, gateways, session_s, now)
-    return Former(pods, workloads if made.again_in < inf else frozenset(), made)
+    return Replaced(pods, workloads if made.again_in < inf else frozenset(), made)
 
 
 def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], frozenset[str], float]:
-    """Nodes that are being emptied, gateways that answer, seconds to wait for sessions: without a gateway
-    there are none to wait for."""
+    """The nodes that are being emptied, the gateways that answer marks, and the seconds to wait for sessions.
+    Without a gateway there are no sessions to wait for."""
     leaving = frozenset(node.name for node in observed.nodes if node.leaving)
     gateways = frozenset(p.name for p in observed.pods if p.component == "gateway" and p.serves)
     asked = pool.spec.gateway.replicas or pool.spec.gateway.min_replicas
@@ -167,7 +178,7 @@ def _drain(pool: Context, observed: Observed, now: float) -> Drain:
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
-    """An endpoint of several nodes leaves with the first of them: its leader counts as being there."""
+    """An endpoint that spans nodes leaves with the first of them: its leader counts as running there."""
     if leader.group < 0 or not leaving:
         return leader
     for pod in observed.pods:

@@ -1,78 +1,85 @@
-"""One worker per pool: woken by any event, it observes, plans, applies, and sleeps until woken or due again.
+"""One task per pool. Any event wakes it; it observes, plans, applies and writes the status, then sleeps
+again.
 
-    wake ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ look ─▶ apply objects ─▶ prune ─▶ status ─▶ events
+    woken or due ─▶ leader? synced? ─▶ observe ─▶ plan ─▶ apply ─▶ status ─▶ events
 
-What gateways say of themselves (sessions, hit ratio) is read beside that, by a task of each pool's own: a
-round waits for nobody but the API server.
+Level-triggered: what should exist follows from what is observed, never from which event came. A failed round
+is repeated after a pause that doubles each time. Only the leader does rounds; the other operators keep their
+copies warm. Rounds of different pools run side by side, ROUNDS_AT_ONCE at a time.
 
-Level-triggered: an event only wakes. A worker that fails waits twice as long each time, up to half a minute.
-Only the leader writes; the others keep their copies warm.
+kopf's own means of running a handler per pool and of repeating it are not used, because they write to the
+pool, at any time and without asking the Lease:
 
-Under load:
-
-- Pools whose spec is another than the one last carried out have turns of their own: a round of theirs writes
-  a score of objects; one of a pool that was merely woken (a pod became ready) writes a status at most, and is
-  not to wait for those.
-- Before such a round writes workloads, it lets the rounds of others begin that wait: what comes of workloads
-  (a pod each, with its events) makes a small API server busy for long.
-- Who was merely woken rests REST times as long as its last round took, LONGEST_REST_S at most, so that the
-  events of a slow cluster come together.
+- Daemons and timers (and with them `TemporaryError`) put a finalizer on it, so that it could not be deleted
+  while no operator runs. Held by tests/operator/test_operator_process.py::
+  test_a_pool_can_be_deleted_while_no_operator_runs.
+- Handlers of resume, create, update and delete keep their progress and the last handled spec in annotations.
+  Held by e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm, which finds that an
+  operator that has lost its Lease writes nothing.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import cast
+
+import kopf
 
 from perilune_api import kube
+from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import InferencePoolSpec
-from perilune_api.inference_pool.status import InferencePoolStatus
+from perilune_api.inference_pool.status import InferencePoolStatus, StatusCondition
 from perilune_api.pool import SpecError
-from perilune_operator import observe, refusal, status
-from perilune_operator.apply import WATCH_LAG_S, Applier
-from perilune_operator.cluster import Cluster
-from perilune_operator.gateway_pages import FIRST_READ_S, READ_S, GatewayPages
+from perilune_operator import status
+from perilune_operator.apply import refusal
+from perilune_operator.apply.applier import WATCH_LAG_S, Applied, Applier
+from perilune_operator.apply.ownership import Owner
+from perilune_operator.apply.writer import Fence, NotLeaderError, Writer
 from perilune_operator.metrics import Metrics, Outcome
-from perilune_operator.observe import GatewayStats, Key, Object, Observed, PoolName
+from perilune_operator.observe.cluster import Cluster
+from perilune_operator.observe.facts import GatewayStats, Object, Observed, PoolName, version
+from perilune_operator.observe.gateway_pages import FIRST_READ_S, READ_S, GatewayPages
 from perilune_operator.plan import LOOK_S, Plan, plan
 from perilune_operator.render.objects import Defaults
-from perilune_operator.stamps import stamp
-from perilune_operator.turns import Turn, Turns
-from perilune_operator.writer import Fence, NotLeaderError, Owner, Writer
 
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.1
-"""Events that come together make one round."""
+"""Events that come within this time make one round."""
 RETRY_S = (0.5, 30.0)
-"""Shortest and longest pause after a failure; doubled each time."""
-CHANGED_AT_ONCE, WOKEN_AT_ONCE = 2, 2
-"""Rounds. A new leader looks at every pool: a few at a time, so that none waits for all the others."""
-REST, LONGEST_REST_S = 4.0, 2.0
+"""Shortest and longest pause after a failed round; it doubles each time."""
+ROUNDS_AT_ONCE = 4
+"""A new leader looks at every pool: a few at a time, so that none waits for all the others."""
 
 
 @dataclass(slots=True)
-class _Worker:
-    """One pool, as it is known, and the rounds made of it."""
+class _Pool:
+    """A pool as it is known, and the tasks that look after it."""
 
+    name: PoolName
     body: Object
+    applier: Applier
     tasks: tuple[asyncio.Task[None], ...] = ()
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     woken_at: float = inf
-    """By the first event since the last round began."""
+    """When the first event came since the last round began."""
     stats: GatewayStats | None = None
-    """What its gateways said last."""
+    """What its gateways reported last."""
     failures: int = 0
-    """Rounds in a row."""
-    done: object = None
-    """The spec that the last round carried out, or this one does; None: it failed."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """The spec is another than `done`."""
-    took_s: float = 0.0
-    """The last round."""
+    """Failed rounds in a row."""
+    carried_out: int = -1
+    """The generation of the spec that the last successful round carried out."""
+
+    @property
+    def uid(self) -> str:
+        return str(self.body["metadata"]["uid"])
+
+    @property
+    def generation(self) -> int:
+        return int(self.body["metadata"].get("generation", 0))
 
     def wake(self, now: float) -> None:
         self.woken_at = min(self.woken_at, now)
@@ -93,224 +100,187 @@ class Reconciler:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
+        """`clock`: monotonic seconds. `wall_clock`: seconds since the epoch."""
+        self.cluster = Cluster(client, namespace, self.wake, self.pool_gone, self._is_own_write)
         self._writer = Writer(client, fence, metrics.wrote)
-        self._applier = Applier(client, self._writer, clock)
-        self.cluster = Cluster(client, namespace, self.wake, self._applier.wrote, self.pool_gone)
         self._fence = fence
         self._defaults = defaults
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
-        self._workers: dict[PoolName, _Worker] = {}
-        self._turns = {True: Turns(CHANGED_AT_ONCE, clock), False: Turns(WOKEN_AT_ONCE, clock)}
-        """By whether the spec has changed."""
+        self._pools: dict[PoolName, _Pool] = {}
+        self._turns = asyncio.Semaphore(ROUNDS_AT_ONCE)
         self._pages = GatewayPages()
 
-    # -- what handlers tell ------------------------------------------------------------------------
+    # -- what handlers and watches report ----------------------------------------------------------
 
-    def pool(self, body: Object) -> None:
-        """A pool is there, or is another than before."""
-        name = body["metadata"]["namespace"], body["metadata"]["name"]
-        worker = self._workers.get(name)
-        if worker is None:
-            worker = self._workers[name] = _Worker(body)
-            worker.tasks = (
-                asyncio.create_task(self._work(name, worker)),
-                asyncio.create_task(self._follow_stats(name, worker)),
-            )
-            self._metrics.pools.set(len(self._workers))
-        elif observe.version(body) <= observe.version(worker.body):
-            return  # what we wrote ourselves, or older
-        worker.body = body
-        if _spec_version(body) != worker.done:
-            worker.changed.set()
-        worker.wake(self._clock())
+    def pool_seen(self, body: Object) -> None:
+        """A pool exists, or has another version than before. Older versions are ignored."""
+        meta = body["metadata"]
+        name = meta["namespace"], meta["name"]
+        known = self._pools.get(name)
+        if known is None:
+            self._begin(name, body)
+        elif version(body) > version(known.body):
+            if known.uid != meta["uid"]:
+                self.pool_gone(name, known.uid)
+                self._begin(name, body)
+            else:
+                known.body = body
+                known.wake(self._clock())
 
-    def pool_gone(self, pool: PoolName, uid: str) -> None:
-        """Another one of that name may be there by now."""
-        worker = self._workers.get(pool)
-        if worker is None or worker.body["metadata"]["uid"] != uid:
+    def pool_gone(self, name: PoolName, uid: str) -> None:
+        """The pool with this uid does not exist any more; garbage collection takes its objects."""
+        pool = self._pools.get(name)
+        if pool is None or pool.uid != uid:
             return
-        for task in worker.tasks:
+        for task in pool.tasks:
             task.cancel()
-        del self._workers[pool]
-        self._applier.forget(pool)
-        self._metrics.pools.set(len(self._workers))
+        del self._pools[name]
+        self._metrics.pools.set(len(self._pools))
 
-    def wake(self, pool: PoolName | None) -> None:
-        """Have a look at one pool, or at all."""
-        for name, worker in self._workers.items():
-            if pool in (None, name, (name[0], "")):
-                worker.wake(self._clock())
+    def wake(self, name: PoolName | None) -> None:
+        """Look at one pool, at all of a namespace (a name without the second part), or at all."""
+        for pool in self._pools.values():
+            if name in (None, pool.name, (pool.name[0], "")):
+                pool.wake(self._clock())
 
     async def close(self) -> None:
-        tasks = [task for worker in self._workers.values() for task in worker.tasks]
+        """Stop looking after pools. A round that runs is left where it is; the next leader's plan is
+        whole."""
+        tasks = [task for pool in self._pools.values() for task in pool.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._workers.clear()
+        self._pools.clear()
         await self._pages.close()
+
+    def _begin(self, name: PoolName, body: Object) -> None:
+        owner = Owner(*name, body["metadata"]["uid"])
+        pool = self._pools[name] = _Pool(name, body, Applier(self._writer, owner, self._clock))
+        pool.wake(self._clock())
+        pool.tasks = (
+            asyncio.create_task(self._look_after(pool)),
+            asyncio.create_task(self._follow_stats(pool)),
+        )
+        self._metrics.pools.set(len(self._pools))
+
+    def _is_own_write(self, name: PoolName, obj: Object) -> bool:
+        pool = self._pools.get(name)
+        return pool is not None and pool.applier.is_own_write(obj)
 
     # -- one pool ----------------------------------------------------------------------------------
 
-    async def _work(self, name: PoolName, worker: _Worker) -> None:
-        again_in = LOOK_S
+    async def _look_after(self, pool: _Pool) -> None:
+        due_in_s = LOOK_S
         while True:
-            await _within(again_in, worker.awake)
-            await self._rest(worker)
-            again_in = LOOK_S
-            if self._fence.remaining_s() <= 0 or not self.cluster.synced:
-                worker.awake.clear()
-                continue
-            async with Turn(self._turns[worker.changed.is_set()]) as turn:
-                again_in = await self._turn(name, worker, turn)
+            await _until(pool.awake, due_in_s)
+            await asyncio.sleep(COALESCE_S)
+            due_in_s = LOOK_S
+            if self._fence.remaining_s() > 0 and self.cluster.synced:
+                async with self._turns:
+                    due_in_s = await self._try_round(pool)
+            else:
+                pool.awake.clear()
 
-    async def _rest(self, worker: _Worker) -> None:
-        """Events that come meanwhile make one round with this one."""
-        rest_s = min(LONGEST_REST_S, REST * worker.took_s) - COALESCE_S
-        if rest_s > 0:
-            await _within(rest_s, worker.changed)
-        await asyncio.sleep(COALESCE_S)
-
-    async def _turn(self, name: PoolName, worker: _Worker, turn: Turn) -> float:
-        """One round, whatever becomes of it; seconds until the next."""
-        began, again_in = self._clock(), LOOK_S
-        woken_at, worker.woken_at = min(worker.woken_at, began), inf
-        is_new = worker.changed.is_set()
-        worker.awake.clear()
-        worker.changed.clear()
-        worker.done = _spec_version(worker.body)
+    async def _try_round(self, pool: _Pool) -> float:
+        """Do a round, whatever its outcome; return the seconds until the next one is due."""
+        began, due_in_s = self._clock(), LOOK_S
+        woken_at, pool.woken_at = min(pool.woken_at, began), inf
+        changed, generation = pool.generation != pool.carried_out, pool.generation
+        pool.awake.clear()
         outcome = Outcome.FAILED
         try:
-            again_in = await self._round(name, worker, turn.step_back if is_new else None)
-            outcome = Outcome.DONE
+            due_in_s = await self._round(pool)
+            pool.carried_out, outcome = generation, Outcome.DONE
         except NotLeaderError:
             outcome = Outcome.NOT_LEADER
         except (OSError, kube.ApiError) as error:
-            log.warning("round failed pool=%s/%s error=%s", *name, error)
-            again_in = self._pause(worker)
-        except Exception:  # a bug of ours: said loudly, and no other pool's business
-            log.exception("round broken pool=%s/%s", *name)
-            again_in = self._pause(worker)
-        if outcome is not Outcome.DONE:
-            worker.done = None
-            worker.changed.set()
+            log.warning("round failed pool=%s/%s error=%s", *pool.name, error)
+            due_in_s = _pause_s(pool)
+        except Exception:
+            log.exception("round failed by a defect of the operator pool=%s/%s", *pool.name)
+            due_in_s = _pause_s(pool)
         ended = self._clock()
-        worker.took_s = ended - began - turn.stood_back_s
-        self._metrics.round(outcome, worker.took_s, ended - woken_at, changed=is_new)
-        return again_in
+        self._metrics.round(outcome, ended - began, ended - woken_at, changed=changed)
+        return due_in_s
 
-    def _pause(self, worker: _Worker) -> float:
-        worker.failures += 1
-        shortest, longest = RETRY_S
-        return float(min(longest, shortest * 2 ** min(worker.failures, 10)))
-
-    async def _round(
-        self, name: PoolName, worker: _Worker, before_workloads: Callable[[], Awaitable[None]] | None
-    ) -> float:
-        """Seconds until the next. Raises NotLeaderError, ApiError, OSError."""
-        body, now = worker.body, self._wall_clock()
-        if "deletionTimestamp" in body["metadata"]:
-            return LOOK_S  # garbage collection does the rest
-        owner = Owner(*name, body["metadata"]["uid"])
-        spec = _spec(body)
-        observed = self._observe(name, worker, spec)
-        made = plan(owner.name, owner.namespace, spec, observed, now, self._defaults)
-        said, again_in = made.status, made.again_in
-        foreign, refused = await self._applier.look(owner, made.objects or (), observed.children)
-        if refused:
-            said = status.of_refusal(refusal.told(refused, body["spec"]), observed, now)
-        elif made.objects is not None:
-            errors, settled = await self._carry_out(owner, made, observed, foreign, before_workloads)
-            if errors:
-                said = status.with_failure(said, "; ".join(errors)[:1000], observed, now)
-                again_in = self._pause(worker)
-            else:
-                worker.failures = 0
-                again_in = again_in if settled else min(again_in, WATCH_LAG_S)
-        await self._tell(owner, worker, observed, said, now)
-        return again_in
-
-    async def _carry_out(
-        self,
-        owner: Owner,
-        made: Plan,
-        observed: Observed,
-        foreign: frozenset[Key],
-        before_workloads: Callable[[], Awaitable[None]] | None,
-    ) -> tuple[list[str], bool]:
-        """What the API server refused, in words, and whether the watches have shown all that was written."""
-        if made.scale_to is not None:
-            words = "handed over to an autoscaler pool=%s/%s replicas=%d"
-            log.info(words, owner.namespace, owner.name, made.scale_to)
-            await self._writer.scale(owner, made.scale_to)
-        marked = await asyncio.gather(*(self._writer.mark(owner, mark) for mark in made.marks))
-        applied = await self._applier.apply(
-            owner, made.objects or (), observed.children, foreign, before_workloads, made.kept
-        )
-        return [*filter(None, marked), *applied.errors], applied.settled
-
-    async def _tell(
-        self, owner: Owner, worker: _Worker, observed: Observed, said: InferencePoolStatus, now: float
-    ) -> None:
-        """The status, and of each condition that is another than before an event."""
-        news = status.changed(observed.status, said)
-        for c in news:
-            log.info("%s=%s pool=%s/%s reason=%s", c.type, c.status, owner.namespace, owner.name, c.reason)
-        written, *_ = await asyncio.gather(
-            self._writer.status(owner, observed.status, said),
-            *(self._writer.event(owner, c, stamp(now), int(now * 1e6) + i) for i, c in enumerate(news)),
-        )
-        if written is not None:  # or the next round might find the old status, and tell it all again
-            worker.body = _newest(worker.body, written)
-
-    def _observe(self, name: PoolName, worker: _Worker, spec: InferencePoolSpec | SpecError) -> Observed:
-        meta = worker.body["metadata"]
+    async def _round(self, pool: _Pool) -> float:
+        """Return the seconds until the next round is due. Raises NotLeaderError, ApiError and OSError."""
+        if "deletionTimestamp" in pool.body["metadata"]:
+            return LOOK_S  # garbage collection removes the pool's objects
+        spec, now = _spec(pool.body), self._wall_clock()
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
-        return Observed(
-            meta["uid"],
-            meta.get("generation", 0),
-            dict(worker.body.get("status") or {}),
-            self.cluster.nodes,
-            tuple(observe.pod(pod) for pod in self.cluster.pods(name)),
-            self.cluster.children(name),
-            self.cluster.kinds,
-            worker.stats,
-            self.cluster.parent(parent.namespace or name[0], parent.name) if parent else None,
-            self.cluster.rival(name),
-        )
+        observed = self.cluster.observe(pool.name, pool.body, parent, pool.stats)
+        planned = plan(pool.name[1], pool.name[0], spec, observed, now, self._defaults)
+        applied = Applied()
+        if planned.objects is not None:
+            applied = await pool.applier.apply(planned, observed.children)
+        new = _status(planned, applied, pool.body["spec"], observed, now)
+        stored = await pool.applier.write_status(observed.status, new)
+        if stored is not None:  # otherwise the next round could find the old status and report changes again
+            pool.body = max(pool.body, stored, key=version)
+        for condition in status.changed(observed.status, new):
+            _report(pool.body, condition)
+        return _due_in_s(pool, planned, applied)
 
-    async def _follow_stats(self, name: PoolName, worker: _Worker) -> None:
-        """Sessions and hit ratio from the gateways, every READ_S; what cannot be read is left out."""
+    async def _follow_stats(self, pool: _Pool) -> None:
+        """Read what the pool's gateways report. Beside the rounds, so that none waits for a gateway."""
         while True:
             if self._fence.remaining_s() > 0:
-                told = await self._pages.read(self.cluster.pods(name))
-                if told != worker.stats:
-                    worker.stats = told
-                    worker.wake(self._clock())
-            await asyncio.sleep(READ_S if worker.stats is not None else FIRST_READ_S)
+                stats = await self._pages.read(self.cluster.pods(pool.name))
+                if stats != pool.stats:
+                    pool.stats = stats
+                    pool.wake(self._clock())
+            await asyncio.sleep(READ_S if pool.stats is not None else FIRST_READ_S)
 
 
-async def _within(seconds: float, event: asyncio.Event) -> None:
-    """Until it is set, but no longer."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass
-
-
-def _newest(one: Object, other: Object) -> Object:
-    """A pool made anew has another uid, and a later version too."""
-    return max(other, one, key=observe.version)
-
-
-def _spec_version(body: Object) -> object:
-    return body["metadata"]["uid"], body["metadata"].get("generation", 0)
-
-
-def _spec(body: Any) -> InferencePoolSpec | SpecError:
+def _spec(body: Object) -> InferencePoolSpec | SpecError:
     try:
         return convert(body.get("spec"))
     except SpecError as error:
         return error
+
+
+def _status(
+    planned: Plan, applied: Applied, spec: Object, observed: Observed, now: float
+) -> InferencePoolStatus:
+    if applied.refused:
+        return status.of_refusal(refusal.message(applied.refused, spec), observed, now)
+    if applied.errors:
+        return status.with_failure(planned.status, "; ".join(applied.errors)[:1000], observed, now)
+    return planned.status
+
+
+def _due_in_s(pool: _Pool, planned: Plan, applied: Applied) -> float:
+    if applied.errors:
+        return _pause_s(pool)
+    pool.failures = 0
+    return planned.again_in if applied.settled else min(planned.again_in, WATCH_LAG_S)
+
+
+def _pause_s(pool: _Pool) -> float:
+    pool.failures += 1
+    shortest, longest = RETRY_S
+    return min(longest, shortest * float(2 ** min(pool.failures, 10)))
+
+
+def _report(pool: Object, condition: StatusCondition) -> None:
+    """Log a changed condition, and have kopf post a Kubernetes event of it."""
+    meta, words = pool["metadata"], f"{condition.type}={condition.status}"
+    log.info("%s pool=%s/%s reason=%s", words, meta["namespace"], meta["name"], condition.reason)
+    bad = condition.status == "False" and condition.type in (Condition.ACCEPTED, Condition.READY)
+    kopf.event(
+        kopf.Body(cast(kopf.RawBody, pool)),
+        type="Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal",
+        reason=condition.reason,
+        message=f"{words}: {condition.message}",
+    )
+
+
+async def _until(event: asyncio.Event, at_most_s: float) -> None:
+    try:
+        async with asyncio.timeout(at_most_s):
+            await event.wait()
+    except TimeoutError:
+        pass

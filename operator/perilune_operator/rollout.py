@@ -1,16 +1,16 @@
-"""Which engines may go now: a scale-down, or a node that is being emptied, first lets sessions leave.
+"""Which engines may be removed now. A scale-down and a node that is being emptied first let sessions leave.
 
-    4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2
+    4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2 replicas
 
-1. *Choose* who goes, as a ReplicaSet would (those not ready first), but after these: who was chosen before,
-   who is on a node that is being emptied, the youngest. A ReplicaSet takes no names, only
-   `controller.kubernetes.io/pod-deletion-cost`; a LeaderWorkerSet keeps the lowest indices, whether or not
-   their pods are there just now.
-2. *Mark* them: the gateway sends no new session there, and known ones finish (names.DRAINING).
+1. *Choose* as a ReplicaSet would (pods that are not ready first), but before that: pods that were chosen
+   before, pods on a node that is being emptied, the youngest. A ReplicaSet takes no names, only
+   `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices, whether or not
+   their pods exist just now.
+2. *Mark* the chosen: the gateway sends no new sessions there, and known ones finish (names.DRAINING).
 3. *Wait* until every ready gateway has answered that mark (names.DRAINED), or for `sessionSeconds`. The
    workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
-4. *Go*, all together, since they have one deletion cost. What still runs then is preStop's business
-   (`drainSeconds`).
+4. *Remove* all of them together, since they have the same deletion cost. Requests that still run then are
+   preStop's task (`drainSeconds`).
 
 A node that is cordoned, or tainted by an autoscaler that means to remove it, has its engines marked, unless
 nobody else could take a new session. They are not deleted: who cordons a node also evicts, and an operator
@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from math import inf
 
 from perilune_api import names
-from perilune_operator.observe import CHOSEN_COST, Key, Object, PodFacts
-from perilune_operator.stamps import seconds, stamp
+from perilune_operator.observe.facts import Key, Object, PodFacts
+from perilune_operator.observe.readers import CHOSEN_COST
+from perilune_operator.observe.timestamps import seconds, timestamp
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a pod is to carry; None: not to carry. Only what differs from what it carries."""
+    """Annotations to write on a pod; None removes one. Only those that differ from what the pod carries."""
 
     pod: str
     uid: str
@@ -45,24 +46,24 @@ class Drain:
     """Of the engines."""
 
     replicas: int
-    """What the workload should have now: what is wanted, and who may not go yet."""
+    """Replicas that the workload should have now: those wanted, and those that may not be removed yet."""
     marks: tuple[Mark, ...] = ()
     leaving: tuple[str, ...] = ()
-    """Are to go: they wait for their sessions to leave, or for their deletion."""
+    """Pods to be removed, which wait for their sessions to leave or for their deletion."""
     emptied: tuple[str, ...] = ()
-    """Stand on a node that is being emptied, and take no new sessions."""
+    """Pods on a node that is being emptied, which take no new sessions."""
     again_in: float = inf
     """Seconds until they have waited long enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Former:
-    """Engines of the spec before, whose endpoints had another number of nodes."""
+class Replaced:
+    """Engines of an earlier spec, whose endpoints had another number of nodes."""
 
     pods: Sequence[PodFacts] = ()
-    """Those that lead."""
+    """The pods that serve; without the further pods of endpoints that span nodes."""
     workloads: frozenset[Key] = frozenset()
-    """That stay for now."""
+    """Their workloads, as far as these stay for now."""
     drain: Drain = Drain(0)
     needed: bool = False
     """They serve, and no other endpoint does."""
@@ -85,18 +86,18 @@ def drain(
     shrinks = live > wanted or any(pod.chosen for pod in order)
     groups = [pod.group for pod in order if pod.group >= 0]
     surplus = sum(group >= wanted for group in groups) if groups else len(order) - wanted
-    number = surplus if shrinks and not _is_rolling(workload) else 0
-    going, rest = order[: max(0, number)], order[max(0, number) :]
-    wait_s = max((_waits_s(pod, gateways, session_s, now) for pod in going), default=0.0)
-    others = any(pod.ready and pod.node not in leaving_nodes for pod in rest)
-    emptied = [pod for pod in rest if others and pod.node in leaving_nodes]
+    number = max(0, surplus) if shrinks and not _is_rolling(workload) else 0
+    going, staying = order[:number], order[number:]
+    wait_s = max((_wait_s(pod, gateways, session_s, now) for pod in going), default=0.0)
+    others = any(pod.ready and pod.node not in leaving_nodes for pod in staying)
+    emptied = [pod for pod in staying if others and pod.node in leaving_nodes]
     marks = (
-        *(_mark(pod, _own(pod) or stamp(now), CHOSEN_COST) for pod in going),
-        *(_mark(pod, _own(pod) or stamp(now) if pod in emptied else None, None) for pod in rest),
+        *(_mark(pod, _own_mark(pod) or timestamp(now), CHOSEN_COST) for pod in going),
+        *(_mark(pod, _own_mark(pod) or timestamp(now) if pod in emptied else None, None) for pod in staying),
     )
-    there = max(groups) + 1 if groups else len(order)
+    existing = max(groups) + 1 if groups else len(order)
     return Drain(
-        max(wanted, min(live, there)) if wait_s > 0 else wanted,
+        max(wanted, min(live, existing)) if wait_s > 0 else wanted,
         tuple(mark for mark in marks if mark.annotations),
         tuple(sorted(pod.name for pod in going)),
         tuple(sorted(pod.name for pod in emptied)),
@@ -104,14 +105,22 @@ def drain(
     )
 
 
+def _removal_order(pods: Sequence[PodFacts], leaving_nodes: frozenset[str]) -> list[PodFacts]:
+    order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
+    order.sort(key=lambda pod: pod.created, reverse=True)
+    order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
+    return order
+
+
 def _is_rolling(workload: Object | None) -> bool:
-    """Pods of an older template are there."""
+    """Whether pods of an older template exist."""
     status = (workload or {}).get("status") or {}
     return bool(status.get("updatedReplicas", 0) < status.get("replicas", 0))
 
 
-def _waits_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> float:
-    """How long at most until it may go; 0: now. Without its mark nothing goes, or another one might."""
+def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: float) -> float:
+    """Seconds until a chosen pod may be removed at the latest. It has to carry its mark first, or the
+    workload could remove another pod instead."""
     since = seconds(pod.draining)
     if not pod.chosen or since is None:
         return session_s + 1.0
@@ -121,14 +130,15 @@ def _waits_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: flo
 
 
 def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
-    """What is to change. A mark that a user has written (it is no time) stays, unless the pod goes."""
+    """What is to change. A draining mark that a user wrote (it is not a time) stays, unless the pod is
+    removed."""
     carried = {names.DRAINING: pod.draining or None, names.DELETION_COST: CHOSEN_COST if pod.chosen else None}
     wanted = {names.DRAINING: draining, names.DELETION_COST: cost}
-    if cost is None and pod.draining and not _own(pod):
+    if cost is None and pod.draining and not _own_mark(pod):
         wanted[names.DRAINING] = pod.draining
-    return Mark(pod.name, pod.uid, {k: v for k, v in wanted.items() if v != carried[k]})
+    return Mark(pod.name, pod.uid, {name: value for name, value in wanted.items() if value != carried[name]})
 
 
-def _own(pod: PodFacts) -> str:
-    """The mark, if it is ours: a time."""
+def _own_mark(pod: PodFacts) -> str:
+    """The pod's draining mark if the operator wrote it: then it is a time."""
     return pod.draining if seconds(pod.draining) is not None else ""

@@ -1,10 +1,16 @@
-"""The Kubernetes API server, as gateway and operator use it: plain requests and a followed list.
+"""The Kubernetes API server, as the gateway and the operator use it: requests by path, and followed
+collections.
 
-The `kubernetes` package (its asynchronous half) knows where the server is, who we are, and how tokens are
-renewed; `connect` asks it for the pod's service account, else for a kubeconfig. `Client` sends JSON by path,
-since both programs handle objects as they are, also of kinds that the package has no classes for. `follow`
-keeps a copy of one collection: list, then watch from the list's version; bookmarks move that version on, 410
-Gone begins anew, a broken stream is taken up where it was.
+The `kubernetes` package (`kubernetes.aio`) finds the server, authenticates, renews tokens, sends requests and
+decodes watch streams. Two things remain here:
+
+- `Client` addresses objects by path and leaves them plain JSON, because both programs also handle kinds for
+  which the package has no classes.
+- `follow` keeps a copy of a collection: it lists, watches from the list's version, resumes after a broken
+  stream, and lists again after 410 Gone. The package's informer does the same on threads and the synchronous
+  client only; `kubernetes.aio.watch` neither lists nor notices a server that has gone silent. Held by
+  tests/gateway/feeds/test_kubernetes.py::test_a_version_that_is_gone_is_listed_again and
+  tests/api/test_kube.py::test_following_goes_on_after_each_way_that_a_watch_can_end.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -23,29 +29,33 @@ import msgspec
 from kubernetes.aio import config
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.watch import Watch
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
+JSON = "application/json"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 TIMEOUT_S = 10.0
 WATCH_S = 300
-"""The server ends a watch after so long; it then goes on from the last version seen."""
+"""The server ends a watch after this many seconds; `follow` then resumes from the last version that it
+saw."""
 SILENCE_S = 90.0
-"""A watch without a byte for so long is taken for dead: the server sends bookmarks every minute."""
+"""A watch that delivers no byte for so long counts as broken; the server sends a bookmark every minute."""
 RETRY_S = (0.2, 5.0)
-"""Shortest and longest pause after a failure; doubled each time, with dice."""
+"""Shortest and longest pause after a failure. The pause doubles with each failure and is randomised."""
 
 
 class ApiError(Exception):
-    """The API server refused."""
+    """The API server refused a request."""
 
     def __init__(
         self, status: int, reason: str, message: str, causes: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        """`causes`: field and words, of what is wrong in an object that was sent."""
+        """`causes`: the fields of a sent object that are wrong, each with the server's message."""
         super().__init__(f"{status} {reason}: {message}")
         self.status = status
         self.reason = reason
@@ -54,8 +64,10 @@ class ApiError(Exception):
 
 
 async def connect(environ: Mapping[str, str] = os.environ) -> Client:
-    """As the pod's service account, else by $KUBECONFIG, else by ~/.kube/config. Raises OSError, naming what
-    is missing."""
+    """Connect with the pod's service account, else with $KUBECONFIG, else with ~/.kube/config.
+
+    Raises OSError, which names what is missing.
+    """
     made = Configuration()
     path = environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
     try:
@@ -72,15 +84,16 @@ async def connect(environ: Mapping[str, str] = os.environ) -> Client:
 
 
 class Client:
-    """One connection pool to one API server; `close` it."""
+    """A connection pool to one API server. Close it after use."""
 
     def __init__(self, configuration: Configuration) -> None:
-        """Without a certificate authority the server's certificate is checked against the system's."""
-        self._api = ApiClient(configuration)
+        """Without a certificate authority in it, the system's authorities verify the server."""
+        self.api = ApiClient(configuration)
+        """The package's own client, for its typed APIs."""
         self._server = str(configuration.host).rstrip("/")
 
     async def close(self) -> None:
-        await self._api.close()  # type: ignore[no-untyped-call]
+        await self.api.close()  # type: ignore[no-untyped-call]
 
     async def request(
         self,
@@ -89,37 +102,48 @@ class Client:
         body: Any = None,
         *,
         params: Mapping[str, str] | None = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
         timeout_s: float = TIMEOUT_S,
     ) -> Object:
-        """Raises ApiError when the server refuses, OSError when it cannot be reached."""
+        """Send one request and return the decoded answer.
+
+        Raises ApiError when the server refuses it, and OSError when the server cannot be reached.
+        """
         try:
             response = await self._send(
                 method, path, params or {}, body, content_type, aiohttp.ClientTimeout(total=timeout_s)
             )
             text = await response.read()
         except aiohttp.ClientError as error:
-            raise ConnectionError(str(error) or type(error).__name__) from error
+            raise _unreachable(error) from error
         if response.status >= 400:
-            raise _error(response.status, text)
-        return _object(text)
+            raise _refused(response.status, text)
+        return _decoded(text)
 
-    async def watch(self, path: str, params: Mapping[str, str]) -> AsyncIterator[Object]:
-        """Events until the server ends the stream. Raises as `request`."""
+    async def watch(self, path: str, params: Mapping[str, str], version: str) -> AsyncIterator[Object]:
+        """Yield the events of a collection after `version`, until the server ends the stream.
+
+        Raises as `request` does; ApiError with status 410 when `version` is too old.
+        """
         asked = {**params, "watch": "1", "allowWatchBookmarks": "1", "timeoutSeconds": str(WATCH_S)}
-        timeout = aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=SILENCE_S)
+        asked["resourceVersion"] = version
+        limits = aiohttp.ClientTimeout(sock_connect=TIMEOUT_S, sock_read=SILENCE_S)
+
+        async def stream(**_: Any) -> Any:
+            response = await self._send("GET", path, asked, None, JSON, limits)
+            if response.status >= 400:
+                raise _refused(response.status, await response.read())
+            return response
+
         try:
-            async with await self._send("GET", path, asked, None, "application/json", timeout) as response:
-                if response.status >= 400:
-                    raise _error(response.status, await response.read())
-                rest = b""
-                async for chunk in response.content.iter_any():
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    for line in lines:
-                        if line:
-                            yield _object(line)
+            async with Watch() as watch:  # type: ignore[no-untyped-call]
+                # Given a timeout, the package's watch ends with the stream instead of resuming it itself.
+                async for event in watch.stream(stream, timeout_seconds=WATCH_S):
+                    yield event
+        except ApiException as error:
+            raise ApiError(error.status or 0, "WatchFailed", str(error.reason)) from error
         except aiohttp.ClientError as error:
-            raise ConnectionError(str(error) or type(error).__name__) from error
+            raise _unreachable(error) from error
 
     async def _send(
         self,
@@ -131,95 +155,87 @@ class Client:
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
         url = self._server + path + (f"?{urlencode(params)}" if params else "")
-        headers = {"Content-Type": content_type, "Accept": "application/json"}
-        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-        if content_type == APPLY:  # read as YAML, without JSON's two \u for an emoji: it goes as it is
+        headers = {"Content-Type": content_type, "Accept": JSON}
+        await self.api.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        if content_type == APPLY:
+            # The server reads an applied object as YAML, which does not combine JSON's two \u escapes of an
+            # emoji. So the characters are sent as they are.
             headers["Content-Type"], body = f"{APPLY}; charset=utf-8", msgspec.json.encode(body)
-        answer = await self._api.call_api(method, url, headers, body, _request_timeout=limits)
+        answer = await self.api.call_api(method, url, headers, body, _request_timeout=limits)
         response: aiohttp.ClientResponse = answer.response
         return response
 
 
-def _object(text: bytes) -> Object:
+def _unreachable(error: aiohttp.ClientError) -> OSError:
+    return ConnectionError(str(error) or type(error).__name__)
+
+
+def _decoded(text: bytes) -> Object:
     made = msgspec.json.decode(text) if text else {}
     return made if isinstance(made, dict) else {}
 
 
-def _error(status: int, text: bytes) -> ApiError:
+def _refused(status: int, text: bytes) -> ApiError:
     try:
-        said = _object(text)
+        answer = _decoded(text)
     except msgspec.DecodeError:
         return ApiError(status, "Unknown", text[:200].decode(errors="replace"))
-    causes = (said.get("details") or {}).get("causes") or ()
+    causes = (answer.get("details") or {}).get("causes") or ()
     fields = tuple((cause.get("field", ""), cause.get("message", "")) for cause in causes)
-    return ApiError(status, said.get("reason", "Unknown"), said.get("message", ""), fields)
-
-
-class Collection:
-    """A copy of one list, kept by its watch events."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, Object] = {}
-        """By namespace/name."""
-        self.version = ""
-
-    def replace(self, listed: Object) -> None:
-        self.objects = {_key(item): item for item in listed.get("items") or []}
-        self.version = listed["metadata"]["resourceVersion"]
-
-    def apply(self, event: Object) -> bool:
-        """Take in one event; whether an object changed. Raises ApiError for an ERROR event."""
-        kind, item = event["type"], event["object"]
-        if kind == "ERROR":
-            raise ApiError(item.get("code", 0), item.get("reason", ""), item.get("message", ""))
-        self.version = item["metadata"]["resourceVersion"]
-        if kind == "BOOKMARK":
-            return False
-        if kind == "DELETED":
-            self.objects.pop(_key(item), None)
-        else:
-            self.objects[_key(item)] = item
-        return True
-
-
-def _key(item: Object) -> str:
-    meta = item["metadata"]
-    return f"{meta.get('namespace', '')}/{meta['name']}"
+    return ApiError(status, answer.get("reason", "Unknown"), answer.get("message", ""), fields)
 
 
 async def follow(
     client: Client,
     path: str,
-    on_change: Callable[[dict[str, Object]], None],
+    on_change: Callable[[dict[str, Object], Collection[str]], None],
     params: Mapping[str, str] | None = None,
     retry_s: tuple[float, float] = RETRY_S,
 ) -> None:
-    """Hand over the whole collection now and after each change, until cancelled.
+    """Call `on_change` with the whole collection and the changed keys, now and after each change.
 
-    While the server cannot be reached, the last copy stays in force.
+    Runs until cancelled. The keys are `namespace/name`; a changed key that is not in the collection was
+    deleted. While the server cannot be reached, the last copy remains.
     """
-    collection = Collection()
-    params = params or {}
-    pause_s, longest_s = retry_s
-    failures = 0
+    objects: dict[str, Object] = {}
+    version, failures, params = "", 0, params or {}
     while True:
         try:
-            if not collection.version:
-                collection.replace(await client.request("GET", path, params=params))
-                on_change(collection.objects)
-            events = client.watch(path, {**params, "resourceVersion": collection.version})
-            async for event in events:
+            if not version:
+                listed = await client.request("GET", path, params=params)
+                before, objects = objects, {_key(item): item for item in listed.get("items") or []}
+                version = listed["metadata"]["resourceVersion"]
+                keys = before.keys() | objects.keys()
+                on_change(objects, {key for key in keys if before.get(key) != objects.get(key)})
+            async for event in client.watch(path, params, version):
                 failures = 0
-                if collection.apply(event):
-                    on_change(collection.objects)
-        except ApiError as error:
+                version = event["object"]["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK":
+                    on_change(objects, (_take(objects, event),))
+        except (ApiError, OSError) as error:
             failures += 1
-            if error.status == 410:  # the version is too old to go on from
-                collection.version = ""
+            if isinstance(error, ApiError) and error.status == 410:
+                version = ""
             else:
-                log.warning("watch refused path=%s error=%s", path, error)
-        except OSError as error:  # TimeoutError is one
-            failures += 1
-            log.warning("watch broken path=%s error=%s", path, error or type(error).__name__)
-        longest = min(longest_s, pause_s * 2 ** min(failures, 10))
-        await asyncio.sleep(longest * (0.5 + random.random() / 2))
+                log.warning("watch failed path=%s error=%s", path, error or type(error).__name__)
+        await asyncio.sleep(_pause_s(failures, retry_s))
+
+
+def _take(objects: dict[str, Object], event: Object) -> str:
+    """Apply a watch event to the copy; return the key of the object that changed."""
+    key = _key(event["object"])
+    if event["type"] == "DELETED":
+        objects.pop(key, None)
+    else:
+        objects[key] = event["object"]
+    return key
+
+
+def _pause_s(failures: int, retry_s: tuple[float, float]) -> float:
+    shortest, longest = retry_s
+    return min(longest, shortest * float(2 ** min(failures, 10))) * random.uniform(0.5, 1.0)
+
+
+def _key(item: Object) -> str:
+    meta = item["metadata"]
+    return f"{meta.get('namespace', '')}/{meta['name']}"

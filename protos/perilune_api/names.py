@@ -1,4 +1,4 @@
-"""Strings that two processes agree on, each with where it comes from."""
+"""Names and numbers on which two processes agree, with their sources."""
 
 from typing import Literal
 
@@ -6,13 +6,13 @@ GROUP = "perilune.dev"
 
 # Endpoint picker protocol v1 (gateway-api-inference-extension, docs/proposals/004).
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
-"""Request header and `envoy.lb` metadata key: `ip:port[,ip:port…]`, in order of preference."""
+"""Request header, and key of `envoy.lb` metadata: `ip:port[,ip:port…]` in order of preference."""
 DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
-"""Response metadata key: the endpoint that really served."""
+"""Key of response metadata: the endpoint that actually served."""
 DESTINATION_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-"""A list of `ip:port`, or one comma-separated string: pick only from these."""
+"""The endpoints from which to pick: a list of `ip:port`, or one comma-separated string."""
 CONFORMANCE_SELECTION_HEADER = "test-epp-endpoint-selection"
 CONFORMANCE_SERVED_HEADER = "x-conformance-test-served-endpoint"
 
@@ -20,16 +20,16 @@ EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS = "liveness"
 HEALTH_SERVICES = ("", LIVENESS, "readiness", EXT_PROC_SERVICE, "inference-extension")
 
-# Ours.
+# Perilune's own headers.
 DECISION_HEADER = "x-perilune-decision"
-"""Request: any value asks for it. Response: `<endpoint>; <reason>; request=<id>`."""
+"""A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`."""
 REQUEST_ID_HEADER = "x-request-id"
 REFUSE_REASON_HEADER = "x-perilune-refused"
-"""Response header of every answer that the gateway gives instead of an endpoint."""
+"""Response header of every request that the gateway refuses: the reason."""
 POLICY_HEADER = "x-perilune-policy"
-"""Request: decide this one request by another policy, where the pool allows it."""
+"""Request header: the policy for this request alone, where the pool allows it."""
 
-# Session headers that clients send already, strongest first (Dynamo's documented list and others).
+# Session headers that clients already send, in order of precedence (Dynamo's documented list and others).
 SESSION_HEADERS = (
     "x-dynamo-session-id",
     "x-claude-code-session-id",
@@ -40,7 +40,7 @@ SESSION_HEADERS = (
     "x-smg-routing-key",
 )
 SUB_AGENT_HEADER = "x-claude-code-agent-id"
-"""Beside `x-claude-code-session-id`: a sub-agent is a session of its own."""
+"""Sent with `x-claude-code-session-id`: each sub-agent is a session of its own."""
 PARENT_SESSION_HEADERS = (
     "x-dynamo-parent-session-id",
     "x-claude-code-parent-agent-id",
@@ -48,48 +48,50 @@ PARENT_SESSION_HEADERS = (
     "x-parent-session-id",
 )
 FINAL_TURN_HEADERS = ("x-perilune-session-final", "x-dynamo-session-final")
-"""`true`: the session ends with this request; its binding is freed when the answer ends."""
+"""With the value `true`, the session ends with this request; its binding is freed when the answer ends."""
 
-# What a request asks of latency, as users of llm-d's and GIE's endpoint picker send it.
+# Latency goals, as users of llm-d's and GIE's endpoint pickers send them.
 SLO_TTFT_HEADER = "x-slo-ttft-ms"
 SLO_TPOT_HEADER = "x-slo-tpot-ms"
-"""Numbers; 0 and below, as elsewhere: none of its own. What is no number is refused with 400."""
+"""Milliseconds. 0 and below stand for no goal, as in llm-d and GIE. Any other text is refused with 400."""
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-"""Name of an InferenceObjective, which stands for a priority; the second is the older spelling."""
+"""Name of an InferenceObjective, which implies a priority. The second is the older spelling."""
 
 # Kubernetes: labels and annotations, written by the operator.
 POOL_LABEL = "perilune.dev/pool"
-"""On everything that belongs to a pool: its name."""
+"""Label of everything that belongs to a pool: the pool's name."""
 COMPONENT_LABEL = "perilune.dev/component"
-"""On the same: a Component."""
+"""Label of the same objects: a Component."""
 Component = Literal["engine", "engine-worker", "gateway", "master"]
-"""engine: pods that are endpoints, and what goes with them. engine-worker: further pods of an endpoint that
-spans nodes. master: Mooncake's."""
+"""engine: pods that are endpoints, and their workloads. engine-worker: further pods of an endpoint that spans
+nodes. master: the Mooncake master."""
 ROLE_LABEL = "perilune.dev/role"
 """Of an engine pod: both, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
-"""Annotation of an engine pod: where it publishes KV events; the replay port is the next one."""
+"""Annotation of an engine pod: the port at which it publishes KV events. The replay port is the next one."""
 DRAINING = "perilune.dev/draining"
-"""Annotation of an engine pod: known sessions finish there, new ones go elsewhere. Any value does; the
-operator writes the time since when."""
+"""Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
+does; the operator writes the time at which draining began."""
 DRAINED = "drained.perilune.dev/"
-"""With a gateway pod's name behind it: annotation of a draining engine pod, by which that gateway says that
-nothing of its own runs there any more and no session has been heard of lately. Its value is that of the
-DRAINING that it answers, so that an answer to an earlier one counts for nothing."""
+"""Followed by a gateway pod's name: annotation of a draining engine pod, by which that gateway reports that
+it runs nothing there any more, and that no session of the engine has sent a request lately. The value repeats
+that of DRAINING, so that a report about an earlier draining does not count."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
-"""Kubernetes' annotation: of a ReplicaSet's ready pods, the lowest goes first."""
+"""Kubernetes' own annotation: a ReplicaSet first removes the ready pod with the lowest value."""
 NIC_COUNT = "perilune.dev/nic-count"
-"""Label of a node: how many network cards carry KV."""
+"""Label of a node: the number of network cards that carry KV transfers."""
 NIC_GBITS = "perilune.dev/nic-gbits"
-"""Label of a node: how fast each of them is, in Gbit/s."""
+"""Label of a node: the speed of each such card, in Gbit/s."""
 ENGINE_PORT = 8000
-"""Where an engine pod serves HTTP."""
+"""Port at which an engine pod serves HTTP."""
+ADMIN_PORT = 9003
+"""Port at which a gateway pod serves its metrics and admin pages."""
 LONGEST_LABEL = 63
-"""Letters of a label's value, and of a Service's or a pod's name (DNS)."""
+"""The longest value of a label, and the longest name of a Service or pod (DNS), in characters."""
 POOL_DOCUMENT = "pool.yaml"
 """Key of the ConfigMap that holds the pool document."""
 
 
 def gateway_name(pool: str) -> str:
-    """Name of a pool's gateway: Deployment, Service, ConfigMap with the pool document."""
+    """Name of a pool's gateway: its Deployment, its Service, and the ConfigMap with the pool document."""
     return f"{pool}-gateway"

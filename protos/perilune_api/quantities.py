@@ -1,8 +1,9 @@
-"""Kubernetes' small grammars that a schema cannot hold a pool to: quantities, labels, annotations.
+"""Checks of Kubernetes' grammars that the pool's schema cannot express: quantities, labels, annotations.
 
-Fields that take any Kubernetes object (`podTemplate`) or any resource name (`resources`) come to us unread.
-What can be told without an API server is told here, with the field's path; the rest is asked of it.
-Sources: k8s.io/apimachinery api/resource (quantity), util/validation (qualified name, label value).
+The schema leaves open fields that take any Kubernetes object (`podTemplate`) or any resource name
+(`resources`). What can be checked without an API server is checked here, with the field's path; the API
+server checks the rest. Sources: k8s.io/apimachinery api/resource (quantity), util/validation (qualified name,
+label value).
 """
 
 import re
@@ -24,20 +25,20 @@ _CONTAINERS = ("initContainers", "containers")
 
 
 def quantity(given: int | str) -> Decimal:
-    """`80Gi` → 85899345920. Raises ValueError where it is none."""
+    """`80Gi` → 85899345920. Raises ValueError for text that is not a quantity."""
     match = _QUANTITY.fullmatch(str(given))
     if match is None:
-        raise ValueError(f"{given!r} is no quantity, such as 500m, 2 or 80Gi")
+        raise ValueError(f"{given!r} is not a quantity, such as 500m, 2 or 80Gi")
     number, unit, exponent = match.groups()
     return Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _UNITS[unit])
 
 
 def check_resources(given: Mapping[str, Any], path: str) -> None:
-    """`requests` or `limits` of a container. Raises SpecError."""
+    """Check `requests` or `limits` of a container. Raises SpecError."""
     for name, amount in given.items():
         at = f"at `{path}.{name}`"
         if not _is_qualified(name):
-            raise SpecError(f"{name!r} is no resource's name - {at}")
+            raise SpecError(f"{name!r} is not a resource name - {at}")
         if isinstance(amount, bool) or not isinstance(amount, int | float | str):
             raise SpecError(f"Expected a quantity, such as 500m, 2 or 80Gi - {at}")
         try:
@@ -47,27 +48,27 @@ def check_resources(given: Mapping[str, Any], path: str) -> None:
         if negative:
             raise SpecError(f"{amount!r} is below 0 - {at}")
         if name.startswith(_IN_BYTES) and str(amount).endswith(("n", "u", "m")):
-            raise SpecError(f"{amount!r} is a fraction of a byte: M or Mi are millions - {at}")
+            raise SpecError(f"{amount!r} is a fraction of a byte; M and Mi stand for millions - {at}")
 
 
 def check_template(template: Mapping[str, Any], path: str, taken: Set[str] = frozenset()) -> None:
-    """A podTemplate: its labels (none that is `taken`), annotations and quantities. Raises SpecError. What is
-    not shaped as it should be is left to whoever lays it over the operator's own."""
+    """Check a podTemplate: its labels (none may be in `taken`), annotations and quantities. Raises SpecError.
+    Parts of a wrong shape are left to the code that lays it over the operator's template."""
     meta = _map(template.get("metadata"))
     for key, value in _map(meta.get("labels")).items():
         at = f"at `{path}.metadata.labels.{key}`"
         if not _is_qualified(key):
-            raise SpecError(f"{key!r} is no label's name - {at}")
+            raise SpecError(f"{key!r} is not a label name - {at}")
         if key in taken:
             raise SpecError(f"The operator sets {key} itself - {at}")
         if not isinstance(value, str) or (value and not _NAME.fullmatch(value)):
-            raise SpecError(f"{value!r} is no label's value: at most 63 of letters, digits, - _ . - {at}")
+            raise SpecError(f"{value!r} is not a label value: at most 63 of letters, digits, - _ . - {at}")
     for key, value in _map(meta.get("annotations")).items():
         at = f"at `{path}.metadata.annotations.{key}`"
         if not _is_qualified(key):
-            raise SpecError(f"{key!r} is no annotation's name - {at}")
+            raise SpecError(f"{key!r} is not an annotation name - {at}")
         if not isinstance(value, str):
-            raise SpecError(f"{value!r} is no text: put it in quotes - {at}")
+            raise SpecError(f"{value!r} is not text: put it in quotes - {at}")
     spec = _map(template.get("spec"))
     for kind in _CONTAINERS:
         for i, container in enumerate(_list(spec.get(kind))):

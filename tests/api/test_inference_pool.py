@@ -175,7 +175,7 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"resources": {"limits": {"memory": "512m"}}}),
-            "'512m' is a fraction of a byte: M or Mi are millions"
+            "'512m' is a fraction of a byte; M and Mi stand for millions"
             " - at `$.spec.engine.resources.limits.memory`",
             id="memory of no bytes",
         ),
@@ -227,7 +227,8 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(engine={"resources": {"requests": {"memory": "80 GB"}}}),
-            "'80 GB' is no quantity, such as 500m, 2 or 80Gi - at `$.spec.engine.resources.requests.memory`",
+            "'80 GB' is not a quantity, such as 500m, 2 or 80Gi"
+            " - at `$.spec.engine.resources.requests.memory`",
             id="no quantity",
         ),
         pytest.param(
@@ -237,12 +238,12 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(mooncake={"master": {"resources": {"limits": {"my gpu": 1}}}}),
-            "'my gpu' is no resource's name - at `$.spec.mooncake.master.resources.limits.my gpu`",
+            "'my gpu' is not a resource name - at `$.spec.mooncake.master.resources.limits.my gpu`",
             id="no resource",
         ),
         pytest.param(
             spec(engine={"podTemplate": {"metadata": {"labels": {"team": "a b"}}}}),
-            "'a b' is no label's value: at most 63 of letters, digits, - _ . - at "
+            "'a b' is not a label value: at most 63 of letters, digits, - _ . - at "
             "`$.spec.engine.podTemplate.metadata.labels.team`",
             id="no label",
         ),
@@ -253,7 +254,8 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
         ),
         pytest.param(
             spec(gateway={"podTemplate": {"metadata": {"annotations": {"inject": True}}}}),
-            "True is no text: put it in quotes - at `$.spec.gateway.podTemplate.metadata.annotations.inject`",
+            "True is not text: put it in quotes"
+            " - at `$.spec.gateway.podTemplate.metadata.annotations.inject`",
             id="an annotation that is no text",
         ),
         pytest.param(

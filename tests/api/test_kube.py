@@ -1,6 +1,7 @@
+import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from aiohttp import web
 from kubernetes.aio.client.configuration import Configuration
 
 from perilune_api import kube
-from perilune_api.kube import ApiError, Client, Collection
+from perilune_api.kube import ApiError, Client
 
 Object = dict[str, Any]
 
@@ -109,17 +110,80 @@ async def test_a_server_that_is_gone(server: Server) -> None:
     await client.close()
 
 
-def test_a_collection_follows_its_events() -> None:
-    made = Collection()
-    made.replace({"metadata": {"resourceVersion": "5"}, "items": [item("a"), item("b")]})
-    assert made.apply({"type": "MODIFIED", "object": item("a", 6)})
-    assert made.apply({"type": "DELETED", "object": item("b", 7)})
-    assert made.apply({"type": "ADDED", "object": item("c", 8)})
-    assert not made.apply({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
-    assert (sorted(made.objects), made.version) == (["ns/a", "ns/c"], "9")
+class Streams:
+    """A collection whose watches send what the test says, one after the other."""
+
+    def __init__(self) -> None:
+        self.lists: list[Object] = []
+        self.watches: list[list[Object]] = []
+        self.versions: list[str] = []
+        """From which versions it was watched."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return web.json_response(self.lists.pop(0))
+        self.versions.append(request.query["resourceVersion"])
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for event in self.watches.pop(0) if self.watches else ():
+            await answer.write(json.dumps(event).encode() + b"\n")
+        return answer
 
 
-def test_an_error_event_is_raised() -> None:
-    with pytest.raises(ApiError) as error:
-        Collection().apply({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}})
-    assert error.value.status == 410
+@pytest.fixture
+async def streams() -> AsyncIterator[tuple[Streams, Client]]:
+    made, app = Streams(), web.Application()
+    app.router.add_get("/items", made.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = Client(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    yield made, client
+    await client.close()
+    await runner.cleanup()
+
+
+def listed(version: int, *items: Object) -> Object:
+    return {"metadata": {"resourceVersion": str(version)}, "items": items}
+
+
+def event(kind: str, made: Object) -> Object:
+    return {"type": kind, "object": made}
+
+
+async def test_following_goes_on_after_each_way_that_a_watch_can_end(
+    streams: tuple[Streams, Client],
+) -> None:
+    """By itself, after a bookmark, with a version that is too old, with an object larger than one read."""
+    server, client = streams
+    large = item("large", 22) | {"data": "x" * 500_000}
+    server.lists = [listed(5, item("a"), item("b")), listed(20, item("z", 20))]
+    server.watches = [
+        [event("MODIFIED", item("a", 6)), event("DELETED", item("b", 7)), event("ADDED", item("c", 8))],
+        [event("BOOKMARK", {"metadata": {"resourceVersion": "9"}})],
+        [{"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "old"}}],
+        [event("ADDED", large)],
+    ]
+    seen: list[tuple[list[str], list[str]]] = []
+    done = asyncio.Event()
+
+    def take(objects: dict[str, Object], changed: Collection[str]) -> None:
+        seen.append((sorted(objects), sorted(changed)))
+        if "ns/large" in objects:
+            done.set()
+
+    following = asyncio.create_task(kube.follow(client, "/items", take, retry_s=(0.0, 0.0)))
+    async with asyncio.timeout(10):
+        await done.wait()
+    following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await following
+    assert seen == [
+        (["ns/a", "ns/b"], ["ns/a", "ns/b"]),
+        (["ns/a", "ns/b"], ["ns/a"]),
+        (["ns/a"], ["ns/b"]),
+        (["ns/a", "ns/c"], ["ns/c"]),
+        (["ns/z"], ["ns/a", "ns/c", "ns/z"]),
+        (["ns/large", "ns/z"], ["ns/large"]),
+    ]
+    assert server.versions[:4] == ["5", "8", "9", "20"]

@@ -28,5 +28,5 @@ def test_what_kubernetes_takes(given: int | str, amount: Decimal) -> None:
 
 @pytest.mark.parametrize("given", ["", "80 Gi", "80GB", "Gi", "1.2.3", "1K", "1e", "four", "1e3Gi", "0x1"])
 def test_what_it_does_not_take(given: str) -> None:
-    with pytest.raises(ValueError, match="is no quantity, such as"):
+    with pytest.raises(ValueError, match="is not a quantity, such as"):
         quantity(given)

@@ -45,7 +45,7 @@ def test_the_rights_of_the_operator_are_those_of_the_chart():
     ("process", "port"),
     [
         ("gateway", gateway.EXT_PROC_PORT),
-        ("gateway", gateway.ADMIN_PORT),
+        ("gateway", names.ADMIN_PORT),
         ("engine", names.ENGINE_PORT),
         ("engine", engine_process.EVENTS_PORT),
         ("engine", engine_process.REPLAY_PORT),

@@ -57,8 +57,9 @@ def test_a_prompt_carries_its_longest_prefix_and_who_holds_it() -> None:
     prefix = record.view.prefix
     assert prefix.locations == (Location(A, 320), Location(B, 160))
     assert not prefix.pullable
-    links = {c.address: {a: link.distance for a, link in c.links.items()} for c in record.candidates}
-    assert links == {A: {B: Level.RACK}, B: {A: Level.RACK}, C: {A: Level.SPINE, B: Level.SPINE}}
+    links = {c.address: c.links for c in record.candidates}
+    assert links[A][B].distance is links[B][A].distance is Level.RACK
+    assert links[C][A].distance is links[C][B].distance is Level.SPINE
 
 
 def test_hotness_counts_uses() -> None:

@@ -1,20 +1,20 @@
 """What the applier does when the cluster is not, by the time it writes, what the plan was made from."""
 
 import pytest
-from appliers import applier
+from appliers import applier, plan_of
 
 from perilune_api import kube
-from perilune_operator.observe import Object, key
-from perilune_operator.writer import Owner
+from perilune_operator.apply.ownership import Owner
+from perilune_operator.observe.facts import Object, key
 
 
 async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client, namespace: str) -> None:
     """On the way to autoscaling: replicas that we read hold only for the version they were read from."""
-    under_test = applier(client)
     owner = await client.request(
         "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
     )
     pool = Owner(namespace, "p", owner["metadata"]["uid"])
+    under_test = applier(client, pool)
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
 
     async def apply(replicas: int, image: str, live: Object | None) -> None:
@@ -22,7 +22,7 @@ async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client
         if live is not None:
             wanted["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
         children = {} if live is None else {key(live): live}
-        applied = await under_test.apply(pool, [wanted], children)
+        applied = await under_test.apply(plan_of([wanted]), children)
         assert applied.errors == ()
 
     await apply(3, "a", None)
@@ -38,30 +38,9 @@ async def test_a_number_read_is_not_written_over_a_newer_one(client: kube.Client
     assert now["spec"]["replicas"] == 5
 
 
-async def test_a_pool_that_goes_takes_only_its_own_memory(client: kube.Client, namespace: str) -> None:
-    """Not that of another whose name begins alike: what it has is not written again."""
-    written: list[str] = []
-    under_test = applier(client, lambda method, kind: written.append(kind))
-    owner = await client.request(
-        "POST", f"/api/v1/namespaces/{namespace}/configmaps", {"metadata": {"name": "owner"}}
-    )
-    path = f"/apis/apps/v1/namespaces/{namespace}/deployments/p-gateway"
-    pool, uid = Owner(namespace, "p-b", owner["metadata"]["uid"]), owner["metadata"]["uid"]
-    wanted = _deployment(namespace, uid, 1, "a")
-    await under_test.apply(pool, [wanted], {})
-    live = await client.request("GET", path)
-    under_test.forget((namespace, "p"))
-    await under_test.apply(pool, [wanted], {key(live): live})
-    assert written == ["Deployment"]
-    under_test.forget((namespace, "p-b"))
-    await under_test.apply(pool, [wanted], {key(live): live})
-    assert written == ["Deployment", "Deployment"]
-
-
 async def test_what_several_pools_own_goes_with_the_last(client: kube.Client, namespace: str) -> None:
     """Even if that one has not seen the other go."""
     where = f"/api/v1/namespaces/{namespace}/configmaps"
-    under_test = applier(client)
 
     async def pool(name: str) -> tuple[Owner, Object]:
         """A pool (a ConfigMap stands for it), and what it wants to share."""
@@ -76,16 +55,17 @@ async def test_what_several_pools_own_goes_with_the_last(client: kube.Client, na
         return {**await client.request("GET", f"{where}/shared"), "apiVersion": "v1", "kind": "ConfigMap"}
 
     (p, by_p), (q, by_q) = await pool("p"), await pool("q")
-    for owner, wanted in ((p, by_p), (q, by_q)):
-        assert (await under_test.apply(owner, [wanted], {})).errors == ()
+    of_p, of_q = applier(client, p), applier(client, q)
+    assert (await of_p.apply(plan_of([by_p]), {})).errors == ()
+    assert (await of_q.apply(plan_of([by_q]), {})).errors == ()
     both = await shared()
     assert {o["uid"] for o in both["metadata"]["ownerReferences"]} == {p.uid, q.uid}
-    await under_test.apply(p, [], {key(both): both})
+    await of_p.apply(plan_of([]), {key(both): both})
     left = await shared()
     assert ([o["uid"] for o in left["metadata"]["ownerReferences"]], left["data"]) == ([q.uid], {"a": "b"})
-    await under_test.apply(p, [], {key(left): left})
+    await of_p.apply(plan_of([]), {key(left): left})
     assert await shared() == left, "nothing of p's is there any more"
-    await under_test.apply(q, [], {key(both): both})
+    await of_q.apply(plan_of([]), {key(both): both})
     with pytest.raises(kube.ApiError, match="404"):
         await shared()
 

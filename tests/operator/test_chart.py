@@ -13,7 +13,8 @@ import yaml
 from api_server import ApiServer
 
 from perilune_operator.kinds import KINDS
-from perilune_operator.main import LEASE, arguments
+from perilune_operator.lease import NAME
+from perilune_operator.main import arguments
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
 RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
@@ -50,7 +51,7 @@ def test_no_rule_is_about_secrets_or_everything() -> None:
 
 def test_the_lease_of_the_role_is_the_operators() -> None:
     rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
-    assert [rule.get("resourceNames") for rule in rules] == [None, [LEASE]]
+    assert [rule.get("resourceNames") for rule in rules] == [None, [NAME]]
 
 
 FIRST_VALUES = """\

@@ -9,7 +9,7 @@ from perilune_api import names
 from perilune_api.inference_pool.arguments import FORBIDDEN_ARGS, SIMULATED_ARGS, VLLM_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.types import Resources
-from perilune_operator.observe import Observed
+from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render.mooncake import host_bytes
 from perilune_operator.render.objects import Defaults, with_memory

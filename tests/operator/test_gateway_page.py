@@ -12,10 +12,10 @@ from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Outcome, 
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
-from perilune_operator.gateway_pages import gateway_stats
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
-from perilune_operator.observe import GatewayStats
+from perilune_operator.observe.facts import GatewayStats
+from perilune_operator.observe.gateway_pages import gateway_stats
 
 DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
 

@@ -15,9 +15,9 @@ import yaml
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, Client
 from perilune_api.pool import SpecError
-from perilune_operator import observe
 from perilune_operator.kinds import EVERYWHERE, path
-from perilune_operator.observe import Observed
+from perilune_operator.observe import facts, readers
+from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 
@@ -38,9 +38,9 @@ class Dumper(yaml.SafeDumper):
 def load(name: str) -> tuple[Object, Observed]:
     given = yaml.safe_load((FOLDER / f"{name}.in.yaml").read_text())
     body = given["pool"]
-    nodes = tuple(observe.node(_named(n)) for n in given.get("nodes") or ())
-    pods = tuple(observe.pod(_named(p)) for p in given.get("pods") or ())
-    children = {observe.key(o): o for o in given.get("children") or ()}
+    nodes = tuple(readers.node(_named(n)) for n in given.get("nodes") or ())
+    pods = tuple(readers.pod(_named(p)) for p in given.get("pods") or ())
+    children = {facts.key(o): o for o in given.get("children") or ()}
     kinds = frozenset(given.get("kinds") or ())
     return body, Observed("uid-1", 1, body.get("status", {}), nodes, pods, children, kinds)
 

@@ -1,12 +1,17 @@
-"""Leadership with two candidates, a server that is a dict, and time that is a number."""
+"""Leadership with two candidates at a server that has one Lease, and time that is a number."""
 
-from datetime import UTC, datetime
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
+from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 
-from perilune_api.kube import ApiError
-from perilune_operator.lease import Lease, claim, may_take
+from perilune_api import kube
+from perilune_operator.lease import NAME, Lease
 
 Object = dict[str, Any]
 
@@ -15,119 +20,149 @@ class Server:
     """One Lease with optimistic concurrency."""
 
     def __init__(self) -> None:
-        self.record: Object = {}
-        self.version = 0
+        self.lease: Object = {}
         self.down = False
 
-    async def request(self, method: str, path: str, body: Any = None, **_: Any) -> Object:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         if self.down:
-            raise ConnectionError("down")
-        if method == "GET":
-            if not self.record:
-                raise ApiError(404, "NotFound", "")
-            return self.record
-        if method == "PUT" and body["metadata"]["resourceVersion"] != str(self.version):
-            raise ApiError(409, "Conflict", "")
-        if method == "POST" and self.record:
-            raise ApiError(409, "AlreadyExists", "")
-        self.version += 1
-        self.record = {**body, "metadata": {"name": "l", "resourceVersion": str(self.version)}}
-        return self.record
+            assert request.transport is not None
+            request.transport.close()
+        body = await request.json() if request.can_read_body else {}
+        version = self.lease.get("metadata", {}).get("resourceVersion", "")
+        if request.method == "GET" and not self.lease:
+            return refusal(404, "NotFound")
+        if request.method == "POST" and self.lease:
+            return refusal(409, "AlreadyExists")
+        if request.method == "PUT" and body["metadata"]["resourceVersion"] != version:
+            return refusal(409, "Conflict")
+        if request.method != "GET":
+            meta = {"name": NAME, "namespace": "ns", "resourceVersion": str(int(version or 0) + 1)}
+            self.lease = {**body, "metadata": meta}
+        return web.json_response(self.lease)
+
+    @property
+    def holder(self) -> str:
+        return str(self.lease["spec"]["holderIdentity"])
 
 
-class Clock:
-    now = 0.0
+def refusal(code: int, reason: str) -> web.Response:
+    return web.json_response({"kind": "Status", "code": code, "reason": reason}, status=code)
 
-    def __call__(self) -> float:
-        return self.now
+
+@dataclass
+class Candidate:
+    """An operator's Lease and its elector, which asks when the test says so."""
+
+    lease: Lease
+    elector: LeaderElection = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.elector = self.lease.elector()
+
+    @property
+    def leads(self) -> bool:
+        return self.lease.remaining_s() > 0
+
+    async def asks(self) -> bool:
+        await self.elector.try_acquire_or_renew()
+        return self.leads
+
+
+class Rig:
+    """Two candidates with a clock of their own."""
+
+    def __init__(self, server: Server, client: kube.Client) -> None:
+        self.server, self.now = server, 0.0
+        leases = [Lease(client, "ns", name, lambda: self.now, duration_s=10) for name in ("one", "two")]
+        self.one, self.two = map(Candidate, leases)
 
 
 @pytest.fixture
-def rig() -> tuple[Server, Clock, Lease, Lease]:
-    server, clock = Server(), Clock()
-    one, two = (Lease(server, "ns", "l", name, clock, duration_s=10) for name in ("one", "two"))  # type: ignore[arg-type]
-    return server, clock, one, two
+async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    server, app = Server(), web.Application()
+    app.router.add_route("*", "/{path:.*}", server.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = kube.Client(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    made = Rig(server, client)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: 1_760_000_000.25 + made.now)  # the elector's clock
+        yield made
+    await client.close()
+    await runner.cleanup()
 
 
-async def step(lease: Lease) -> bool:
-    try:
-        await lease._step()
-    except OSError:
-        pass
-    return lease.remaining_s() > 0
+async def test_the_first_leads_and_the_second_waits(rig: Rig) -> None:
+    assert (await rig.one.asks(), await rig.two.asks()) == (True, False)
+    for rig.now in (2.0, 9.0, 12.0, 21.0, 29.0):
+        assert (await rig.one.asks(), await rig.two.asks()) == (True, False)
 
 
-async def test_the_first_leads_and_the_second_waits(rig: Any) -> None:
-    _, clock, one, two = rig
-    assert (await step(one), await step(two)) == (True, False)
-    for clock.now in (2.0, 9.0, 12.0, 21.0, 29.0):
-        assert (await step(one), await step(two)) == (True, False)
+async def test_a_silent_leader_stops_before_another_begins(rig: Rig) -> None:
+    await rig.one.asks()
+    await rig.two.asks()
+    while not await rig.two.asks():
+        rig.now += 0.25
+        assert rig.now < 12.0
+    assert not rig.one.leads
+    assert (rig.now, rig.server.holder) == (10.0, "two")
 
 
-async def test_a_silent_leader_stops_before_another_begins(rig: Any) -> None:
-    server, clock, one, two = rig
-    await step(one)
-    await step(two)
-    taken = []
-    for tenth in range(130):
-        clock.now = tenth / 10
-        if await step(two):
-            taken.append(clock.now)
-            assert one.remaining_s() <= 0
-    assert 10.0 < taken[0] <= 10.2
-    assert server.record["spec"]["holderIdentity"] == "two"
-    assert server.record["spec"]["leaseTransitions"] == 2
+async def test_a_leader_that_slept_stops_before_it_asks(rig: Rig) -> None:
+    await rig.one.asks()
+    await rig.two.asks()
+    rig.now = 8.0
+    assert not rig.one.leads, "two seconds before another may begin"
+    rig.now = 11.0
+    assert await rig.two.asks()
+    assert not await rig.one.asks()
 
 
-async def test_a_leader_that_slept_knows_before_it_asks(rig: Any) -> None:
-    _, clock, one, two = rig
-    await step(one)
-    await step(two)
-    clock.now = 11.0
-    assert one.remaining_s() <= 0
-    assert await step(two)
-    assert not await step(one)
+async def test_a_leader_that_finds_another_holder_stops_at_once(rig: Rig) -> None:
+    """As after a step of the other's wall clock, or by an administrator's hand."""
+    await rig.one.asks()
+    rig.server.lease["spec"]["holderIdentity"] = "two"
+    rig.now = 1.0
+    assert not await rig.one.asks()
 
 
-async def test_a_leader_that_cannot_reach_the_server_stops_in_time(rig: Any) -> None:
-    server, clock, one, _ = rig
-    await step(one)
-    server.down = True
-    clock.now = 7.9
-    assert await step(one)
-    clock.now = 8.0
-    assert not await step(one)
+async def test_a_leader_that_cannot_reach_the_server_stops_in_time(rig: Rig) -> None:
+    await rig.one.asks()
+    rig.server.down = True
+    rig.now = 7.9
+    assert await rig.one.asks()
+    rig.now = 8.0
+    assert not await rig.one.asks()
+    rig.server.down = False
+    assert await rig.one.asks()
 
 
-async def test_of_two_that_try_one_wins(rig: Any) -> None:
-    server, _, one, two = rig
-    stale = dict(server.record)
-    await step(one)
-    two._seen = stale
-    record = claim({}, "l", "two", 10, datetime.now(UTC))
-    with pytest.raises(ApiError):
-        await two._put(record)
-    assert not await step(two)
+async def test_one_of_two_that_try_at_once_wins(rig: Rig) -> None:
+    await rig.one.asks()
+    await rig.one.lease.release()
+    for candidate in (rig.one, rig.two):
+        assert (await candidate.lease.get(NAME, "ns"))[0]
+    record = (await rig.one.lease.get(NAME, "ns"))[1]
+    for name in ("acquire_time", "renew_time"):
+        setattr(record, name, "2026-01-01 00:00:00.5")
+    record.lease_duration = "10"  # type: ignore[union-attr]
+    won = []
+    for candidate in (rig.one, rig.two):
+        record.holder_identity = candidate.lease.identity  # type: ignore[union-attr]
+        won.append(await candidate.lease.update(NAME, "ns", record))  # type: ignore[arg-type]
+    assert won == [True, False]
+    assert (rig.one.leads, rig.two.leads) == (True, False)
 
 
-async def test_who_ends_gives_it_back(rig: Any) -> None:
-    server, _, one, two = rig
-    await step(one)
-    await one._release()
-    assert one.remaining_s() <= 0
-    assert server.record["spec"]["holderIdentity"] == ""
-    assert await step(two)
+async def test_an_operator_that_ends_releases_the_lease(rig: Rig) -> None:
+    await rig.one.asks()
+    await rig.one.lease.release()
+    assert (rig.one.leads, rig.server.holder) == (False, "")
+    assert await rig.two.asks()
 
 
-@pytest.mark.parametrize(
-    ("holder", "age_s", "may"),
-    [
-        pytest.param("", 0.0, True, id="nobody's"),
-        pytest.param("me", 0.0, True, id="ours"),
-        pytest.param("other", 10.0, False, id="just still another's"),
-        pytest.param("other", 10.1, True, id="expired"),
-    ],
-)
-def test_who_may_take(holder: str, age_s: float, may: bool) -> None:
-    record = {"spec": {"holderIdentity": holder, "leaseDurationSeconds": 10}}
-    assert may_take(record, "me", age_s) is may
+async def test_an_operator_that_does_not_lead_releases_nothing(rig: Rig) -> None:
+    await rig.one.asks()
+    await rig.two.lease.release()
+    assert rig.server.holder == "one"

@@ -8,6 +8,7 @@ from perilune_operator.main import arguments
     [
         pytest.param("--listen=8080", "'8080' is not IP:PORT", id="no address"),
         pytest.param("--listen=127.0.0.1:http", "'127.0.0.1:http' is not IP:PORT", id="no number"),
+        pytest.param("--lease-seconds=1", "'1' is not a whole number of seconds from 2", id="too short"),
         pytest.param("--monitor-label=release", "'release' is not KEY=VALUE", id="no value"),
     ],
 )

@@ -17,7 +17,7 @@ from perilune_operator.kinds import (
     full_name,
     path,
 )
-from perilune_operator.observe import Observed
+from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 

@@ -40,6 +40,22 @@ async def test_a_pool_becomes_objects_and_follows_its_spec(
     )
 
 
+async def test_a_changed_condition_becomes_an_event(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    made = await client.request("POST", pools(namespace), pool())
+    bad = {"spec": {"engine": {"args": ["--listen=elsewhere"]}}}
+    await becomes(client, pools(namespace, "/p"), lambda p: condition(p, "Accepted").get("status") == "True")
+    await merge(client, pools(namespace, "/p"), bad)
+
+    async def told() -> list[tuple[str, str, bool]]:
+        listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/events")
+        mine = [e for e in listed["items"] if e["involvedObject"].get("uid") == made["metadata"]["uid"]]
+        return [(e["type"], e["reason"], e["message"].startswith("Accepted=")) for e in mine]
+
+    await until(told, lambda events: {("Normal", "Valid", True), ("Warning", "Invalid", True)} <= set(events))
+
+
 async def test_a_nodes_new_label_reaches_the_gateways_document(
     client: Client, namespace: str, operator: Operator
 ) -> None:
@@ -73,7 +89,7 @@ async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, op
     body = await becomes(
         client, pools(namespace, "/p"), lambda p: condition(p, "Progressing").get("reason") == "ApplyFailed"
     )
-    assert "Service p is there already" in condition(body, "Progressing")["message"]
+    assert "Service p exists and is not this pool's" in condition(body, "Progressing")["message"]
     assert await client.request("GET", f"{services}/p") == before
     assert await client.request("GET", deployments(namespace, "/p-engine"))
     await client.request("DELETE", f"{services}/p")

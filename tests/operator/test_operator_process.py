@@ -105,6 +105,18 @@ async def test_a_pool_deleted_behind_the_operators_back_stays_deleted(own_server
         await client.close()
 
 
+async def test_a_pool_can_be_deleted_while_no_operator_runs(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """No finalizer holds it, and garbage collection takes its objects."""
+    await client.request("POST", pools(namespace), pool())
+    await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))
+    operator.stop(signal.SIGKILL)
+    await client.request("DELETE", pools(namespace, "/p"))
+    for where in (pools(namespace), deployments(namespace)):
+        await becomes(client, where, lambda listed: listed["items"] == [])
+
+
 async def test_probes_and_a_quick_end(client: Client, namespace: str, operator: Operator) -> None:
     await until(lambda: operator.status("/readyz"), lambda s: s == 200)
     await client.request("POST", pools(namespace), pool())

@@ -18,8 +18,9 @@ from perilune_api.conditions import Condition
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.topology import Placement
 from perilune_api.kube import MERGE, ApiError, Client
-from perilune_operator import kinds, observe
-from perilune_operator.observe import Observed
+from perilune_operator import kinds
+from perilune_operator.observe import readers
+from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 from perilune_operator.render.placement import placement
@@ -148,7 +149,7 @@ class Racks:
             "topology": {"placement": wanted},
             **spec,
         }
-        seen = Observed("uid-1", 1, nodes=tuple(observe.node(n) for n in self.nodes))
+        seen = Observed("uid-1", 1, nodes=tuple(readers.node(n) for n in self.nodes))
         return plan("p", self.namespace, convert(body), seen, 1.0, Defaults())
 
     async def place(self, made: Plan) -> None:

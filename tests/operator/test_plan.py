@@ -1,4 +1,4 @@
-"""Properties of every plan, and what is planned of engines of the spec before."""
+"""Properties of every plan, and plans for engines of an earlier spec."""
 
 import json
 from datetime import UTC, datetime
@@ -15,9 +15,9 @@ from perilune_api.inference_pool.arguments import GATEWAY_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.pool import SpecError, parse
 from perilune_gateway.config import arguments
-from perilune_operator import observe
 from perilune_operator.kinds import OPTIONAL, full_name, path
-from perilune_operator.observe import NodeFacts, Observed, PodFacts
+from perilune_operator.observe import facts
+from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -53,7 +53,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
     first = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds))
     assert first.objects is not None
     stored = json.loads(msgspec.json.encode(first.status))
-    children = {observe.key(o): o for o in first.objects}
+    children = {facts.key(o): o for o in first.objects}
     second = made(spec, Observed("u", 1, stored, nodes, children=children, kinds=kinds), NOW + 60)
     assert second.objects == first.objects
     third = made(
@@ -68,7 +68,7 @@ def test_planning_its_own_result_changes_nothing(spec: Object, kinds: frozenset[
 @given(SPECS, KINDS, NODES)
 def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) -> None:
     objects = made(spec, Observed("u", 1, nodes=nodes, kinds=kinds)).objects or ()
-    keys = [observe.key(o) for o in objects]
+    keys = [facts.key(o) for o in objects]
     assert len(keys) == len(set(keys))
     for obj in objects:
         assert path(obj).startswith("/api")
@@ -154,12 +154,12 @@ def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str
         pytest.param({}, {"replicas": 0} | SPANS, [], [], id="none wanted"),
     ],
 )
-def test_engines_of_the_spec_before_serve_until_there_are_others(
+def test_engines_of_an_earlier_spec_serve_until_there_are_others(
     before: Object, after: Object, serving: list[tuple[str, int]], kept: list[str]
 ) -> None:
     kinds = frozenset({LWS})
     children = {
-        observe.key(o): o
+        facts.key(o): o
         for o in made({"model": {"name": "m"}} | before, Observed("u", 1, kinds=kinds)).objects or ()
     }
     pods = tuple(
@@ -170,7 +170,7 @@ def test_engines_of_the_spec_before_serve_until_there_are_others(
     )
     assert sorted(k.name for k in planned.kept) == kept
     progress = {c.type: c for c in planned.status.conditions}["Progressing"]
-    assert ("of the spec before" in progress.message) is bool(kept)
+    assert ("of an earlier spec" in progress.message) is bool(kept)
 
 
 def former(*, since: float | None = None, answered: bool = False, leaving: bool = False) -> PodFacts:
@@ -228,7 +228,7 @@ def former(*, since: float | None = None, answered: bool = False, leaving: bool 
 def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
     old: PodFacts, serving: int, kept: bool, marked: list[Object], draining: str
 ) -> None:
-    children = {observe.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
+    children = {facts.key(o): o for o in made({"model": {"name": "m"}}, Observed("u", 1)).objects or ()}
     pods = [
         PodFacts(f"new{n}", "engine", "both", "n", True, False, f"new{n}", group=n) for n in range(serving)
     ]
@@ -242,7 +242,10 @@ def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
     assert said["Draining"].reason == draining
     assert ("old" in said["Draining"].message) is (draining != "NothingLeaving")
     if kept and draining == "SessionsLeaving":
-        assert said["Progressing"].message == "p-engine of the spec before goes once its sessions have left."
+        assert (
+            said["Progressing"].message
+            == "p-engine of an earlier spec is removed once its sessions have left."
+        )
         assert planned.again_in <= 31
 
 

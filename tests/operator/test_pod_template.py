@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from plans import made
 
-from perilune_operator.observe import Observed
+from perilune_operator.observe.facts import Observed
 from perilune_operator.render.pod_template import overlaid
 
 Object = dict[str, Any]

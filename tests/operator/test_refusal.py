@@ -8,13 +8,12 @@ from appliers import applier
 from perilune_api import kube
 from perilune_api.inference_pool.checks import convert
 from perilune_api.kube import APPLY, ApiError
-from perilune_operator import refusal
-from perilune_operator.apply import HASH, digest
+from perilune_operator.apply import refusal
+from perilune_operator.apply.ownership import HASH, Owner, digest
 from perilune_operator.kinds import path
-from perilune_operator.observe import Object, Observed, key
+from perilune_operator.observe.facts import Object, Observed, key
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
-from perilune_operator.writer import Owner
 
 MODEL: Object = {"model": {"name": "m"}}
 
@@ -149,9 +148,10 @@ BAD: list[Any] = [
 async def test_a_refusal_names_the_pools_field(
     client: kube.Client, namespace: str, spec: Object, words: str
 ) -> None:
-    foreign, refused = await applier(client).look(Owner(namespace, "p", "u"), rendered(namespace, spec), {})
+    under_test = applier(client, Owner(namespace, "p", "u"))
+    foreign, refused = await under_test.look(rendered(namespace, spec), {})
     assert foreign == frozenset()
-    assert words in refusal.told(refused, MODEL | spec)
+    assert words in refusal.message(refused, MODEL | spec)
     listed = await client.request("GET", f"/apis/apps/v1/namespaces/{namespace}/deployments")
     assert listed["items"] == []
 
@@ -166,12 +166,11 @@ async def test_what_is_taken_is_asked_once(client: kube.Client, namespace: str) 
                 asked.append(where.rpartition("/")[2])
             return await client.request(method, where, *args, **more)
 
-    counted = applier(Counting())
-    owner = Owner(namespace, "p", "u")
+    counted = applier(Counting(), Owner(namespace, "p", "u"))
     for spec in ({"replicas": 1}, {"replicas": 1}, {"replicas": 7}):
-        assert await counted.look(owner, rendered(namespace, spec), {}) == (frozenset(), ())
+        assert await counted.look(rendered(namespace, spec), {}) == (frozenset(), ())
     assert sorted(asked) == ["p-engine", "p-gateway"]
-    await counted.look(owner, rendered(namespace, {"engine": {"image": "other"}}), {})
+    await counted.look(rendered(namespace, {"engine": {"image": "other"}}), {})
     assert sorted(asked) == ["p-engine", "p-engine", "p-gateway"]
 
 
@@ -184,7 +183,7 @@ async def test_an_object_that_is_as_wanted_is_not_asked_about() -> None:
         async def request(self, *args: Any, **more: Any) -> Object:
             raise AssertionError(args)
 
-    assert await applier(Silent()).look(Owner("ns", "p", "u"), objects, there) == (frozenset(), ())
+    assert await applier(Silent(), Owner("ns", "p", "u")).look(objects, there) == (frozenset(), ())
 
 
 async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client, namespace: str) -> None:
@@ -196,7 +195,8 @@ async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client,
     template = {**ours["spec"]["template"], "metadata": {"labels": labels}}
     theirs["spec"] = {**ours["spec"], "selector": {"matchLabels": labels}, "template": template}
     await client.request("PATCH", where, theirs, params={"fieldManager": "them"}, content_type=APPLY)
-    assert await applier(client).look(Owner(namespace, "p", "u"), [ours], {}) == ({key(ours)}, ())
+    under_test = applier(client, Owner(namespace, "p", "u"))
+    assert await under_test.look([ours], {}) == ({key(ours)}, ())
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ async def test_a_mistake_in_two_containers_is_told_once(client: kube.Client, nam
     spec: Object = {"engine": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}}}
     spec["mooncake"] = {"store": {"enabled": True}}
     objects = [engine_of(rendered(namespace, spec))]
-    _, refused = await applier(client).look(Owner(namespace, "p", "u"), objects, {})
+    _, refused = await applier(client, Owner(namespace, "p", "u")).look(objects, {})
     assert len(refused[0].causes) == 2
     where = "must be less than or equal to cpu limit of 1 - at `$.spec.engine.resources.requests`"
-    assert refusal.told(refused, MODEL | spec).endswith(where)
-    assert refusal.told(refused, MODEL | spec).count("$.spec") == 1
+    assert refusal.message(refused, MODEL | spec).endswith(where)
+    assert refusal.message(refused, MODEL | spec).count("$.spec") == 1
 
 
 def test_a_long_list_is_cut() -> None:
     obj = engine_of(rendered("ns", {}))
     many = refusal.Refusal(obj, tuple((f"spec.{i}", "bad") for i in range(9)))
-    assert refusal.told([many, many], MODEL).endswith("bad - at `Deployment p-engine: spec.4`; and 4 more")
+    assert refusal.message([many, many], MODEL).endswith("bad - at `Deployment p-engine: spec.4`; and 4 more")

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from perilune_operator.observe import PodFacts
+from perilune_operator.observe.facts import PodFacts
 from perilune_operator.rollout import Drain, Mark, drain
 
 Object = dict[str, Any]

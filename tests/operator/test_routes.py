@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from perilune_operator.observe import Listener, Rival
-from perilune_operator.routes import rivals
+from perilune_operator.observe.facts import Listener, Rival
+from perilune_operator.observe.routes import rivals
 
 Object = dict[str, Any]
 ANY = {"ns/g": {"http": Listener()}}

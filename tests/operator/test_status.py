@@ -7,8 +7,17 @@ import pytest
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.status import InferencePoolStatus
-from perilune_operator import observe, status
-from perilune_operator.observe import GatewayStats, Key, NodeFacts, Observed, ParentFacts, PodFacts, Rival
+from perilune_operator import status
+from perilune_operator.observe import readers
+from perilune_operator.observe.facts import (
+    GatewayStats,
+    Key,
+    NodeFacts,
+    Observed,
+    ParentFacts,
+    PodFacts,
+    Rival,
+)
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
 
@@ -57,7 +66,7 @@ def gateway(
 
     told = [{"name": name, "conditions": said(status)} for name, status in listeners]
     status = {"conditions": said(programmed) if programmed else [], "listeners": told}
-    return observe.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
+    return readers.parent({"metadata": {"name": "g", "generation": 1}, "status": status})
 
 
 SPEC: Object = {"model": {"name": "m"}, "replicas": 2, "gateway": {"parent": {"name": "g"}}}
@@ -202,29 +211,29 @@ def test_what_is_wrong_has_a_reason(
             seen(verdict("BackendTrafficPolicy", of=1)),
             "",
             Reason.WAITING_FOR_ROUTE,
-            "What is said of the BackendTrafficPolicy is pending: it is undecided, or of an earlier one.",
+            "The report on the BackendTrafficPolicy is undecided, or about an earlier version of it.",
             id="an old yes",
         ),
         pytest.param(
             seen(verdict("HTTPRoute", "False", "parents", of=1)),
             "",
             Reason.WAITING_FOR_ROUTE,
-            "What is said of the HTTPRoute is pending",
+            "The report on the HTTPRoute is undecided",
             id="an old no",
         ),
         pytest.param(
             seen(verdict("EnvoyExtensionPolicy", "Unknown")),
             "",
             Reason.WAITING_FOR_ROUTE,
-            "What is said of the EnvoyExtensionPolicy is pending",
+            "The report on the EnvoyExtensionPolicy is undecided",
             id="neither yes nor no",
         ),
         pytest.param(
             seen(rival=Rival(("other", "q"), ())),
             "",
             Reason.ROUTE_SHADOWED,
-            "Requests at Gateway g go to pool other/q, whose route is older: give each pool hosts"
-            " (gateway.hostnames) or a listener (gateway.parent.sectionName) of its own.",
+            "Requests at Gateway g go to pool other/q, whose route is older. Give each pool its own hosts"
+            " (gateway.hostnames) or listener (gateway.parent.sectionName).",
             id="an older pool has it all",
         ),
         pytest.param(
@@ -242,7 +251,11 @@ def test_what_is_wrong_has_a_reason(
             id="refused, and an older one besides",
         ),
         pytest.param(
-            seen(parent=ParentFacts()), "", Reason.GATEWAY_NOT_PROGRAMMED, "There is no Gateway g.", id="none"
+            seen(parent=ParentFacts()),
+            "",
+            Reason.GATEWAY_NOT_PROGRAMMED,
+            "Gateway g does not exist.",
+            id="none",
         ),
         pytest.param(
             seen(parent=gateway("False")),
@@ -255,7 +268,7 @@ def test_what_is_wrong_has_a_reason(
             seen(parent=gateway("")),
             "",
             Reason.WAITING_FOR_ROUTE,
-            "Whether Gateway g is programmed is pending.",
+            "No controller has reported yet whether Gateway g is programmed.",
             id="nobody has said",
         ),
         pytest.param(
@@ -304,20 +317,24 @@ def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted", namespac
     [
         pytest.param([pool_verdict("True")], "True", Reason.PROGRAMMED, "Envoy asks", id="accepted"),
         pytest.param(
-            [], "False", Reason.WAITING_FOR_ROUTE, "Nobody has taken up the InferencePool", id="none"
+            [],
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            "No controller has reported on the InferencePool",
+            id="none",
         ),
         pytest.param(
             [pool_verdict("True", of="another")],
             "False",
             Reason.WAITING_FOR_ROUTE,
-            "Nobody has taken up the InferencePool",
+            "No controller has reported on the InferencePool",
             id="another Gateway's",
         ),
         pytest.param(
             [pool_verdict("True", namespace="other")],
             "False",
             Reason.WAITING_FOR_ROUTE,
-            "Nobody has taken up the InferencePool",
+            "No controller has reported on the InferencePool",
             id="a Gateway of the same name elsewhere",
         ),
         pytest.param(
@@ -335,7 +352,11 @@ def pool_verdict(accepted: str, of: str = "g", type_: str = "Accepted", namespac
             id="another Gateway's no",
         ),
         pytest.param(
-            [pool_verdict("Unknown")], "False", Reason.WAITING_FOR_ROUTE, "What is said", id="undecided"
+            [pool_verdict("Unknown")],
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            "The report on the InferencePool is undecided",
+            id="undecided",
         ),
         pytest.param(
             [pool_verdict("False")],
@@ -371,8 +392,7 @@ def test_a_gateway_whose_owner_has_a_policy_of_his_own_is_told_what_it_has_to_do
     (told,) = [c for c in made.conditions if c.type is Condition.ROUTE_PROGRAMMED]
     assert (told.status, told.reason) == ("True", "Programmed")
     assert (
-        "ClientTrafficPolicy g-perilune: Conflicted: the one that counts has to remove x-gateway"
-        in told.message
+        "ClientTrafficPolicy g-perilune: Conflicted: the one in force has to remove x-gateway" in told.message
     )
     assert conditions(made)["Ready"] == ("True", "Serving")
 

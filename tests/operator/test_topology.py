@@ -3,8 +3,8 @@ import pytest
 from perilune_api.inference_pool.topology import LevelName, LevelSpec, TopologySpec
 from perilune_api.pool import NodePlace
 from perilune_api.topology import Bandwidth, Level
-from perilune_operator.observe import NodeFacts, PodFacts
-from perilune_operator.topology import resolve
+from perilune_operator.observe.facts import NodeFacts, PodFacts
+from perilune_operator.observe.topology import resolve
 
 RACK, SPINE = "topology.kubernetes.io/rack", "topology.kubernetes.io/spine"
 

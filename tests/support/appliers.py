@@ -1,10 +1,15 @@
-"""An Applier of an operator that leads for good, with a clock that stands still."""
+"""An Applier of an operator that leads for good, with a clock that stands still; and the plans that it
+applies."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
-from perilune_operator.apply import Applier
-from perilune_operator.writer import Writer
+from perilune_api.inference_pool.status import InferencePoolStatus
+from perilune_operator.apply.applier import Applier
+from perilune_operator.apply.ownership import Owner
+from perilune_operator.apply.writer import Writer
+from perilune_operator.observe.facts import Object
+from perilune_operator.plan import Plan
 
 
 class _Leader:
@@ -12,5 +17,10 @@ class _Leader:
         return 60.0
 
 
-def applier(client: Any, on_write: Callable[[str, str], None] = lambda method, kind: None) -> Applier:
-    return Applier(client, Writer(client, _Leader(), on_write), clock=lambda: 0.0)
+def applier(client: Any, owner: Owner) -> Applier:
+    return Applier(Writer(client, _Leader()), owner, clock=lambda: 0.0)
+
+
+def plan_of(objects: Iterable[Object]) -> Plan:
+    """A plan of these objects and nothing else."""
+    return Plan(tuple(objects), InferencePoolStatus(), again_in=30.0)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from perilune_api.inference_pool.checks import convert
-from perilune_operator.observe import Observed
+from perilune_operator.observe.facts import Observed
 from perilune_operator.plan import Plan, plan
 from perilune_operator.render.objects import Defaults
 

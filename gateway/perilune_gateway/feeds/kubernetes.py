@@ -23,7 +23,7 @@ writes the annotations of draining pods.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -131,11 +131,11 @@ class KubernetesPool:
     async def run(self, on_pool: Callable[[Pool], None]) -> None:
         """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
 
-        def documents(found: dict[str, Object]) -> None:
+        def documents(found: dict[str, Object], _: Collection[str]) -> None:
             self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
             self.offer(on_pool)
 
-        def pods(found: dict[str, Object]) -> None:
+        def pods(found: dict[str, Object], _: Collection[str]) -> None:
             self.pods = list(found.values())
             self.offer(on_pool)
 

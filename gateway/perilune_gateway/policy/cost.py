@@ -128,20 +128,18 @@ def blocks(tokens: float, request: RequestView) -> float:
 
 def pending_costs(candidates: Sequence[Candidate]) -> list[Cost]:
     """Cost = pending prefill tokens; the terms are what `least_pending` compares."""
-    return [
-        Cost(
-            c.endpoint.address,
-            float(c.load.pending_prefill_tokens),
-            {
-                "pending_prefill_tokens": float(c.load.pending_prefill_tokens),
-                "pending_prefill_s": c.load.pending_prefill_s,
-                "in_flight": float(c.load.in_flight),
-                "cached_tokens": float(c.overlap.device_tokens),
-                "prefill_s": c.prefill_s,
-            },
-        )
-        for c in candidates
-    ]
+    costs = []
+    for endpoint, load, overlap, prefill_s, *_ in candidates:
+        pending = float(load.pending_prefill_tokens)
+        terms = {
+            "pending_prefill_tokens": pending,
+            "pending_prefill_s": load.pending_prefill_s,
+            "in_flight": float(load.in_flight),
+            "cached_tokens": float(overlap.device_tokens),
+            "prefill_s": prefill_s,
+        }
+        costs.append(Cost(endpoint.address, pending, terms))
+    return costs
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------

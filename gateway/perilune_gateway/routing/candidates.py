@@ -17,7 +17,6 @@ from perilune_api.pool import Pool
 from perilune_api.topology import Link
 from perilune_gateway.model import (
     Candidate,
-    EngineModel,
     Location,
     Overlap,
     Prefix,
@@ -109,36 +108,35 @@ class CandidateBuilder:
     ) -> list[Candidate]:
         """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`."""
         calibration, now = self._state.calibration, context.now
-        prefill_s: dict[tuple[EngineModel, int], float] = {}
         candidates = []
         for view in context.eligible:
             address = view.endpoint.address
-            speed = calibration.speed(address, now)
+            engine, decode_s, ttft_ratio = calibration.speed(address, now)
             overlap = overlaps.get(address, elsewhere)
             device = overlap.device_tokens
-            alike = (speed.engine, device)
-            if alike not in prefill_s:
-                prefill_s[alike] = speed.engine.prefill_s(prompt_tokens - device, device)
             candidates.append(
                 Candidate(
                     view.endpoint,
                     view.load,
                     overlap,
-                    prefill_s[alike],
+                    engine.prefill_s(prompt_tokens - device, device),
                     view.seconds_since_move,
                     self._links(view, context.prefix, now),
-                    speed.engine,
-                    speed.decode_s,
-                    speed.ttft_ratio,
+                    engine,
+                    decode_s,
+                    ttft_ratio,
                 )
             )
         return candidates
 
     def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
-        """Links to the holders of the prefix, as slow as they were observed to be."""
-        here, slowdown = view.endpoint.address, self._state.calibration.slowdown
+        """Links to the holders of the prefix, as slow as they were observed to be. As long as no transfer was
+        observed, these are simply all links of the endpoint."""
+        calibration, here = self._state.calibration, view.endpoint.address
+        if not calibration.transfers:
+            return view.links
         return {
-            there: view.links[there]._replace(slowdown=slowdown(there, here, now))
+            there: view.links[there]._replace(slowdown=calibration.slowdown(there, here, now))
             for there, _ in prefix.locations
             if there in view.links
         }

@@ -130,6 +130,8 @@ class Calibration:
     def __init__(self, engine: EngineModel = H20_30B) -> None:
         """`engine`: the pool's engines as believed before anything is observed."""
         self.engine = engine
+        self.transfers = 0
+        """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
         """By address: how fast it is believed to be, and until when that holds."""
         self._pool = _Endpoint()
@@ -161,6 +163,7 @@ class Calibration:
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """`target` pulled from `source`."""
+        self.transfers += 1
         self._pool.sends.observe(observed_s, predicted_s, now)
         self._endpoint(source).sends.observe(observed_s, predicted_s, now)
         self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)

@@ -1,13 +1,13 @@
-"""What an engine does before it is stopped: its preStop hook waits until what runs there has ended, so that a
-rollout or a scale-down fails no request.
+"""An engine's preStop hook: it waits until the engine's requests have ended, so that a rollout or a
+scale-down fails no request.
 """
 
 from perilune_api import names
 
 NOTICE_SECONDS = 5
-"""Until every Envoy and gateway knows that an endpoint leaves."""
+"""Time until every Envoy and gateway knows that an endpoint is leaving."""
 SPARE_SECONDS = 30
-"""Between the end of draining and the kill."""
+"""Time between the end of draining and the kill."""
 
 DRAIN = """\
 import re, socket, sys, time, urllib.request
@@ -29,15 +29,15 @@ while time.monotonic() < until and idle < 2:
     idle = 0 if busy else idle + 1
     time.sleep(0.5)
 """
-"""Run by preStop: wait for NOTICE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
-itself, whatever proxy the environment names; one that cannot tell is busy, one that refuses is gone, and so
-is a leader that has no address any more."""
+"""The hook: waits for NOTICE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
+directly, whatever proxy the environment names. An engine that gives no number counts as busy; one that
+refuses the connection, or a leader that has no address any more, counts as gone."""
 WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
-"""The same for a worker of an endpoint that spans nodes: it stays while its leader has requests."""
+"""The hook of a worker of an endpoint that spans nodes: it stays while its leader has requests."""
 
 
 def command(drain_seconds: int, *, serve: bool) -> list[str]:
-    """`drain_seconds`: how long at most. `serve`: of a pod that serves; else of a worker."""
+    """`drain_seconds`: the longest wait. `serve`: whether the pod serves, or is a worker."""
     times = [str(drain_seconds), str(NOTICE_SECONDS)]
     if serve:
         return ["python3", "-c", DRAIN, *times, f"http://127.0.0.1:{names.ENGINE_PORT}/metrics"]
@@ -45,5 +45,5 @@ def command(drain_seconds: int, *, serve: bool) -> list[str]:
 
 
 def grace_seconds(drain_seconds: int) -> int:
-    """Until a pod that is being stopped is killed."""
+    """Time after which a pod that is being stopped is killed."""
     return drain_seconds + SPARE_SECONDS

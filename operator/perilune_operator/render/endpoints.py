@@ -1,16 +1,16 @@
 """What an endpoint is: its workload's name, its GPUs, and over how many nodes they are.
 
-An endpoint is one pod, or where its GPUs are more than a node has, a group of pods (a LeaderWorkerSet's), of
-which the first, the leader, serves and counts. `engines.py` makes objects of it.
+An endpoint is one pod. If it has more GPUs than a node, it is a group of pods (of a LeaderWorkerSet), of
+which the first, the leader, serves and is counted. `engines.py` renders its objects.
 """
 
 from perilune_api import names
 from perilune_api.inference_pool.engine import EngineKind
-from perilune_operator.observe import Key, Object
+from perilune_operator.observe.facts import Key, Object
 from perilune_operator.render.objects import Context
 
 WORKLOADS = ("Deployment", "LeaderWorkerSet")
-"""Kinds that run engines."""
+"""Kinds of workloads that run engines."""
 
 
 ROLE = "both"
@@ -23,14 +23,15 @@ def workload_name(pool: str) -> str:
 
 
 def gpus(pool: Context) -> int:
-    """Of one endpoint."""
+    """GPUs of one endpoint."""
     engine = pool.spec.engine
     return 0 if engine.kind is EngineKind.SIMULATED else engine.tensor_parallel * engine.pipeline_parallel
 
 
 def nodes_per_endpoint(pool: Context) -> int:
-    """As few as can be that get the same number of GPUs, which is how vLLM counts ranks over nodes, and whole
-    stages of the pipeline, so that the tensors of none are split between nodes, unless it fills several."""
+    """The smallest number of nodes such that each gets the same number of GPUs, which vLLM's ranks require,
+    and whole pipeline stages, so that no tensors are split between nodes. A stage larger than a node fills
+    several."""
     engine, total = pool.spec.engine, gpus(pool)
     a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
     if total <= a_node:
@@ -45,14 +46,14 @@ def gpus_per_pod(pool: Context) -> int:
 
 
 def every_pod(pool: Context) -> Object:
-    """Selector of all pods of all endpoints, workers too: who loses one of them has to begin anew."""
+    """Selects all pods of all endpoints, workers too: an endpoint that loses one of them starts anew."""
     if nodes_per_endpoint(pool) == 1:
         return {"matchLabels": pool.labels("engine")}
     return engine_pods(pool.name)
 
 
 def engine_pods(pool: str) -> Object:
-    """The same, whatever an endpoint of this pool is made of."""
+    """Selects the same pods, whatever the number of nodes of an endpoint."""
     components = {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
     return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
 

@@ -1,7 +1,7 @@
-"""The program in an engine's container, vLLM or the simulated one: its command, arguments and variables.
+"""The program in an engine's container, vLLM or the simulated engine: its command, arguments and environment.
 
-Whatever is written here, users may not give themselves: `perilune_api.inference_pool.arguments` has the list.
-`serve` is true of a pod that serves HTTP; false of a worker, a further pod of an endpoint that spans nodes.
+Users may not set what is set here; `perilune_api.inference_pool.arguments` refuses it. `serve` is true for a
+pod that serves HTTP, and false for a worker, which is a further pod of an endpoint that spans nodes.
 """
 
 import json
@@ -10,7 +10,7 @@ from perilune_api import names
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.objects import Context
@@ -18,11 +18,11 @@ from perilune_operator.render.objects import Context
 EVENTS_PORT = 5557
 REPLAY_PORT = EVENTS_PORT + 1
 PEER_PORT = 5710
-"""The offload tier's, for other engines."""
+"""Port at which other engines read the offload tier."""
 MEETING_PORT = 29_501
-"""Where the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
+"""Port at which the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label of each pod of a LeaderWorkerSet; 0: the leader."""
+"""Label of each pod of a LeaderWorkerSet; the leader has 0."""
 LEADER_ANSWERS = f"""\
 import os, socket
 socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
@@ -30,12 +30,12 @@ socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
 
 
 def command(pool: Context, serve: bool) -> list[str]:
-    """Of the container; the program's arguments follow."""
+    """The container's command; the program's arguments follow."""
     if pool.spec.engine.kind is EngineKind.SIMULATED:
         return ["perilune", "engine"]
     if serve:
         return ["vllm", "serve"]
-    # a worker starts with its leader, and one that ends has the whole group made anew: so it waits
+    # A worker that ends makes the LeaderWorkerSet recreate the whole group, so it waits for its leader.
     join = 'until python3 -c "$0" 2>/dev/null; do sleep 1; done; exec vllm serve "$@"'
     return ["/bin/sh", "-c", join, LEADER_ANSWERS]
 
@@ -51,7 +51,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
         field("POD_IP", "status.podIP"),
         field("POD_NAME", "metadata.name"),
         {"name": "HOME", "value": "/home/perilune"},
-        {"name": "USER", "value": "perilune"},  # torch asks for the user's name, which our uid has not
+        {"name": "USER", "value": "perilune"},  # torch asks for a user name, which the uid does not have
     ]
     if engine.kind is EngineKind.VLLM:
         made.append({"name": "VLLM_HOST_IP", "value": "$(POD_IP)"})
@@ -60,7 +60,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
             made.append({"name": "PYTHONHASHSEED", "value": engine.hashing.seed})
         if pool.spec.mooncake.store.enabled:
             made.extend(mooncake.env())
-        if not serve:  # newer LeaderWorkerSets say so themselves
+        if not serve:  # newer LeaderWorkerSets set it themselves
             made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
     by_name = {variable["name"]: variable for variable in made}
     for variable in engine.env:
@@ -79,8 +79,8 @@ def args(pool: Context, serve: bool) -> list[str]:
 
 
 def _group_args(pool: Context, serve: bool) -> list[str]:
-    """By which vLLM makes one engine of several nodes, with its own multiprocessing: its images have had no
-    Ray since 0.19."""
+    """The arguments by which vLLM forms one engine of several nodes. It uses its own multiprocessing, because
+    its images have not contained Ray since 0.19."""
     nodes = nodes_per_endpoint(pool)
     if nodes == 1:
         return []

@@ -12,7 +12,7 @@ from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import SpecError
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import drain_hook, engine_process, mooncake
 from perilune_operator.render.endpoints import (
     can_run,
@@ -36,8 +36,8 @@ from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
 
 LONGEST_SET = names.LONGEST_LABEL - len("-0123456789") - len("-999")
-"""Name of a LeaderWorkerSet: the workers of a group are a StatefulSet of that name and the group's index,
-whose pods bear a label of its name and a hash."""
+"""The longest name of a LeaderWorkerSet. A group's workers are a StatefulSet of that name and the group's
+index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 
 def engines(pool: Context) -> Iterator[Object]:
@@ -183,7 +183,7 @@ def _image(pool: Context) -> str:
 
 
 def _devices(pool: Context) -> dict[str, str]:
-    """Extended resources of one pod: GPUs, and as many RDMA devices."""
+    """The extended resources of one pod: GPUs, and as many RDMA devices."""
     engine, here = pool.spec.engine, gpus_per_pod(pool)
     made = {engine.gpu_resource: str(here)} if here else {}
     return made | ({engine.rdma_resource: str(max(1, here))} if engine.rdma_resource else {})
@@ -196,12 +196,13 @@ def _needs(pool: Context) -> Resources:
 
 
 def _shares_memory(pool: Context) -> bool:
-    """NCCL and vLLM's processes, one for each GPU, talk through it."""
+    """Whether the pod needs shared memory: NCCL and vLLM's processes, one for each GPU, communicate through
+    it."""
     return gpus(pool) > 1
 
 
 def _served(pool: Context) -> Object:
-    """Ports and probes."""
+    """Ports and probes of a container that serves."""
     health = {"httpGet": {"path": "/health", "port": "http"}}
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     step = 1 if simulated else 5
@@ -222,7 +223,7 @@ def _served(pool: Context) -> Object:
 
 
 def _autoscaler(pool: Context) -> Object:
-    """Sets the pool's `replicas` through its scale subresource."""
+    """An autoscaler that sets the pool's `replicas` through its scale subresource."""
     scaling = pool.spec.scaling
     assert scaling is not None
     return pool.object(

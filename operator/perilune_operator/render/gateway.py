@@ -1,7 +1,8 @@
 """The gateway: its pool document, Deployment, Service, and a Role for exactly what it watches.
 
-The document (ConfigMap) has everything but endpoints, which the gateway sees as pods. What a running gateway
-cannot change (model, engine) is hashed into the pod template, so that such a change rolls it.
+The document (a ConfigMap) contains everything but the endpoints, which the gateway sees as pods. A running
+gateway cannot change its model and engine, so these are hashed into the pod template, and a change of them
+rolls it.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from perilune_api import crd, names
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
-from perilune_operator.observe import MANAGER, Object
+from perilune_operator.observe.facts import MANAGER, Object
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -25,53 +26,60 @@ from perilune_operator.render.objects import (
 from perilune_operator.render.pod_template import overlaid
 
 EXT_PROC_PORT = 9_002
-ADMIN_PORT = 9_003
 GRACE_SECONDS = 30
 ROUTE_SECONDS = 3
-"""Until Envoy knows that a gateway leaves."""
+"""Time until Envoy knows that a gateway is leaving."""
 RESTART_HASH = "perilune.dev/restart-hash"
-MALLOC = {  # glibc gives large blocks back at once by default; the page faults then dominate large bodies
-    "MALLOC_MMAP_THRESHOLD_": "67108864",
-    "MALLOC_TRIM_THRESHOLD_": "268435456",
-    "MALLOC_TOP_PAD_": "16777216",
-}
 
 
 def gateway(pool: Context) -> Iterator[Object]:
-    """All objects of the gateway itself; how requests come to it is routing.py's."""
+    """All objects of the gateway itself; routing.py renders how requests reach it."""
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
-    labels = pool.labels("gateway")
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
-    yield pool.object("ServiceAccount", name, "gateway", automountServiceAccountToken=False)
-    watch = ["get", "list", "watch"]
-    yield pool.object(
-        "Role",
-        name,
-        "gateway",
-        rules=[
-            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
-            {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
-            {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
-            {  # no request of the API: the chart's restrictGateways knows a gateway and its pool by it
-                "apiGroups": [names.GROUP],
-                "resources": [crd.PLURAL],
-                "resourceNames": [pool.name],
-                "verbs": ["drain"],
-            },
-        ],
-    )
-    yield pool.object(
-        "RoleBinding",
-        name,
-        "gateway",
-        roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name},
-        subjects=[{"kind": "ServiceAccount", "name": name, "namespace": pool.namespace}],
-    )
+    yield from _account(pool, name)
+    yield _deployment(pool, name, restart_hash=_hash((document.spec.model, document.spec.engine)))
+    yield _service(pool, name)
     scaled = spec.min_replicas is not None and spec.max_replicas is not None
-    stated = (document.spec.model, document.spec.engine)
-    digest = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()[:16]
-    deployment = pool.object(
+    if scaled or spec.replicas > 1:
+        budget = disruption_budget({"matchLabels": pool.labels("gateway")})
+        yield pool.object("PodDisruptionBudget", name, "gateway", spec=budget)
+    if scaled:
+        yield _autoscaler(pool, name)
+
+
+def _hash(values: tuple[object, ...]) -> str:
+    return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:16]
+
+
+def _account(pool: Context, name: str) -> Iterator[Object]:
+    """The gateway's service account, and its rights."""
+    watch = ["get", "list", "watch"]
+    rules = [
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
+        {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
+        {  # not a verb of the API: the chart's restrictGateways recognises a gateway and its pool by it
+            "apiGroups": [names.GROUP],
+            "resources": [crd.PLURAL],
+            "resourceNames": [pool.name],
+            "verbs": ["drain"],
+        },
+    ]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    account = {"kind": "ServiceAccount", "name": name, "namespace": pool.namespace}
+    yield pool.object("ServiceAccount", name, "gateway", automountServiceAccountToken=False)
+    yield pool.object("Role", name, "gateway", rules=rules)
+    yield pool.object("RoleBinding", name, "gateway", roleRef=role, subjects=[account])
+
+
+def _deployment(pool: Context, name: str, restart_hash: str) -> Object:
+    labels = pool.labels("gateway")
+    template = {
+        "metadata": {"labels": labels, "annotations": {RESTART_HASH: restart_hash}},
+        "spec": _pod(pool),
+    }
+    made = pool.object(
         "Deployment",
         name,
         "gateway",
@@ -79,65 +87,49 @@ def gateway(pool: Context) -> Iterator[Object]:
             **({} if pool.gateways is None else {"replicas": pool.gateways}),
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-            "template": overlaid(
-                {
-                    "metadata": {"labels": labels, "annotations": {RESTART_HASH: digest}},
-                    "spec": _pod(pool),
-                },
-                spec.pod_template,
-                "$.spec.gateway.podTemplate",
-            ),
+            "template": overlaid(template, pool.spec.gateway.pod_template, "$.spec.gateway.podTemplate"),
         },
     )
     if pool.gateways_read_at is not None:
-        deployment["metadata"]["resourceVersion"] = pool.gateways_read_at
-    yield deployment
-    yield pool.object(
-        "Service",
+        made["metadata"]["resourceVersion"] = pool.gateways_read_at
+    return made
+
+
+def _service(pool: Context, name: str) -> Object:
+    ports = [
+        {
+            "name": "ext-proc",
+            "port": EXT_PROC_PORT,
+            "targetPort": EXT_PROC_PORT,
+            "appProtocol": "kubernetes.io/h2c",
+        },
+        {"name": "admin", "port": names.ADMIN_PORT, "targetPort": names.ADMIN_PORT},
+    ]
+    return pool.object("Service", name, "gateway", spec={"selector": pool.labels("gateway"), "ports": ports})
+
+
+def _autoscaler(pool: Context, name: str) -> Object:
+    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
+    return pool.object(
+        "HorizontalPodAutoscaler",
         name,
         "gateway",
         spec={
-            "selector": labels,
-            "ports": [
-                {
-                    "name": "ext-proc",
-                    "port": EXT_PROC_PORT,
-                    "targetPort": EXT_PROC_PORT,
-                    "appProtocol": "kubernetes.io/h2c",
-                },
-                {"name": "admin", "port": ADMIN_PORT, "targetPort": ADMIN_PORT},
-            ],
+            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
+            "minReplicas": pool.spec.gateway.min_replicas,
+            "maxReplicas": pool.spec.gateway.max_replicas,
+            "metrics": [{"type": "Resource", "resource": cpu}],
         },
     )
-    if scaled or spec.replicas > 1:
-        yield pool.object(
-            "PodDisruptionBudget",
-            name,
-            "gateway",
-            spec=disruption_budget({"matchLabels": labels}),
-        )
-    if scaled:
-        cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
-        yield pool.object(
-            "HorizontalPodAutoscaler",
-            name,
-            "gateway",
-            spec={
-                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
-                "minReplicas": spec.min_replicas,
-                "maxReplicas": spec.max_replicas,
-                "metrics": [{"type": "Resource", "resource": cpu}],
-            },
-        )
 
 
 def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | None]:
-    """What to claim of the Deployment's replicas (None: nothing, they belong to the autoscaler), and the
-    version of it that this was read from, if it holds for no other.
+    """The replicas to apply (None: they belong to the autoscaler), and the version of the Deployment from
+    which they were read, if they hold for no other version.
 
-    Whoever stops to claim a field deletes it, unless another claims it too: replicas would fall to 1 on the
-    way to autoscaling. So the number of now is claimed until somebody else has written one; should that be
-    done between our reading and our writing, the server refuses ours.
+    A manager that stops applying a field deletes it, unless another manager owns it too; replicas would fall
+    to 1 on the way to autoscaling. So the present number is applied until another manager has written one. If
+    that happens between reading and writing, the server refuses the operator's write because of the version.
     """
     if spec.min_replicas is None or spec.max_replicas is None:
         return spec.replicas, None
@@ -151,17 +143,16 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 
 def _readiness(args: Sequence[str]) -> Object:
-    """As Envoy asks; but where that is over TLS, which kubelets do not do, the admin server tells that the
-    gateway serves. (/readyz would say no where merely no engine is ready.)"""
+    """The probe that Envoy uses too. Kubelets cannot probe gRPC over TLS; then the admin server answers. (Its
+    /readyz would fail where merely no engine is ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
         return {"httpGet": {"path": "/healthz", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}
 
 
 def _pod(pool: Context) -> Object:
-    spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     return {
-        "serviceAccountName": name,
+        "serviceAccountName": names.gateway_name(pool.name),
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
@@ -176,51 +167,51 @@ def _pod(pool: Context) -> Object:
                 "matchLabelKeys": ["pod-template-hash"],
             }
         ],
-        "containers": [
-            {
-                "name": "gateway",
-                "image": spec.image or pool.defaults.image,
-                "imagePullPolicy": spec.image_pull_policy,
-                "command": ["perilune-gateway"],
-                "args": [
-                    f"--kubernetes={pool.namespace}/{pool.name}",
-                    f"--listen=0.0.0.0:{EXT_PROC_PORT}",
-                    f"--admin=0.0.0.0:{ADMIN_PORT}",
-                    f"--grace-seconds={GRACE_SECONDS}",
-                    f"--log-level={spec.log_level}",
-                    "--log-format=json",
-                    *spec.args,
-                ],
-                "env": [
-                    {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-                    *({"name": key, "value": value} for key, value in MALLOC.items()),
-                ],
-                "ports": [
-                    {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
-                    {"name": "admin", "containerPort": ADMIN_PORT},
-                ],
-                "startupProbe": {
-                    "httpGet": {"path": "/healthz", "port": "admin"},
-                    "periodSeconds": 1,
-                    "failureThreshold": 60,
-                },
-                "readinessProbe": {
-                    **_readiness(spec.args),
-                    "periodSeconds": 2,
-                    "timeoutSeconds": 2,
-                    "failureThreshold": 2,
-                },
-                "livenessProbe": {
-                    "httpGet": {"path": "/healthz", "port": "admin"},
-                    "periodSeconds": 10,
-                    "timeoutSeconds": 5,
-                    "failureThreshold": 3,
-                },
-                "lifecycle": {"preStop": {"sleep": {"seconds": ROUTE_SECONDS}}},
-                "resources": resources(spec.resources),
-                "securityContext": container_security(),
-                "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
-            }
-        ],
+        "containers": [_container(pool)],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+
+
+def _container(pool: Context) -> Object:
+    spec = pool.spec.gateway
+    return {
+        "name": "gateway",
+        "image": spec.image or pool.defaults.image,
+        "imagePullPolicy": spec.image_pull_policy,
+        "command": ["perilune-gateway"],
+        "args": [
+            f"--kubernetes={pool.namespace}/{pool.name}",
+            f"--listen=0.0.0.0:{EXT_PROC_PORT}",
+            f"--admin=0.0.0.0:{names.ADMIN_PORT}",
+            f"--grace-seconds={GRACE_SECONDS}",
+            f"--log-level={spec.log_level}",
+            "--log-format=json",
+            *spec.args,
+        ],
+        "env": [
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        ],
+        "ports": [
+            {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
+            {"name": "admin", "containerPort": names.ADMIN_PORT},
+        ],
+        **_probes(spec.args),
+        "lifecycle": {"preStop": {"sleep": {"seconds": ROUTE_SECONDS}}},
+        "resources": resources(spec.resources),
+        "securityContext": container_security(),
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+
+
+def _probes(args: Sequence[str]) -> Object:
+    alive = {"httpGet": {"path": "/healthz", "port": "admin"}}
+    return {
+        "startupProbe": {**alive, "periodSeconds": 1, "failureThreshold": 60},
+        "readinessProbe": {
+            **_readiness(args),
+            "periodSeconds": 2,
+            "timeoutSeconds": 2,
+            "failureThreshold": 2,
+        },
+        "livenessProbe": {**alive, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 3},
     }

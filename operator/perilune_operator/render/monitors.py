@@ -1,9 +1,9 @@
-"""Who scrapes whom, where the cluster has the Prometheus operator's kinds."""
+"""What Prometheus scrapes, where the cluster has the Prometheus operator's kinds."""
 
 from collections.abc import Iterator
 
 from perilune_api import names
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import Context
 
 
@@ -17,8 +17,8 @@ def monitors(pool: Context) -> Iterator[Object]:
 
 
 def _monitor(pool: Context, component: names.Component, port: str, kind: str) -> Object:
-    """The gateway's by its Service, which is the object that the engines' autoscaler asks about. Its metrics
-    have a label `endpoint`, as every scraped port has: theirs is kept."""
+    """Gateways are scraped through their Service, because the engines' autoscaler asks for its metrics. The
+    gateway's own label `endpoint` is kept in place of the one that Prometheus adds."""
     pods = kind == "PodMonitor"
     scraped = {"port": port, "path": "/metrics", "interval": "15s"}
     made = pool.object(

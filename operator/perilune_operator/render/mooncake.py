@@ -1,7 +1,8 @@
 """Mooncake Store: the master (Deployment, Service) and the engines' client configuration (ConfigMap).
 
-The master is ready once it says `service_ready`; engines wait for that before they start. It keeps nothing on
-disk: after its restart the store is empty, so it is never replaced by a rolling update that would run two.
+The master is ready once it reports `service_ready`; engines wait for that before they start. It keeps nothing
+on disk: after its restart the store is empty. It is not replaced by a rolling update, which would run two
+masters.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 from perilune_api.inference_pool.mooncake import Mooncake, Transfer
 from perilune_api.quantities import quantity
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -44,7 +45,8 @@ while True:
 
 
 def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
-    """Host memory of one of an endpoint's pods, which has `gpus` `of` its GPUs, for what others may read."""
+    """Host memory, in bytes, of one pod of an endpoint for blocks that other engines may read. The pod has
+    `gpus` of the endpoint's `of` GPUs."""
     store, total = made.store, 0
     if store.enabled:
         total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
@@ -58,7 +60,7 @@ def master_name(pool: str) -> str:
 
 
 def store(pool: Context) -> Iterator[Object]:
-    """All objects of the store; none without one."""
+    """All objects of the store, if the pool has one."""
     if not pool.spec.mooncake.store.enabled:
         return
     made, name = pool.spec.mooncake, master_name(pool.name)
@@ -99,7 +101,7 @@ def store(pool: Context) -> Iterator[Object]:
 
 
 def client(pool: Context) -> str:
-    """MOONCAKE_CONFIG_PATH's file. An engine reads it once, at its start."""
+    """The client configuration (MOONCAKE_CONFIG_PATH), which an engine reads once, at its start."""
     made = pool.spec.mooncake
     said = {
         "mode": "embedded",
@@ -114,7 +116,7 @@ def client(pool: Context) -> str:
 
 
 def client_hash(pool: Context) -> Object:
-    """Annotation of an engine's template: another file takes other engines."""
+    """An annotation of the engines' pod template, so that another client configuration rolls them."""
     return {CLIENT_HASH: hashlib.sha256(client(pool).encode()).hexdigest()[:16]}
 
 
@@ -162,9 +164,9 @@ def volume(pool: Context) -> Object:
 
 
 def env() -> list[Object]:
-    """Of an engine. A segment is reached at the pod's address and belongs to the node, which the master's
-    local_first goes by: that is all of the fabric that Mooncake takes. (MOONCAKE_HOST_ID is newer than
-    0.3.13, kvcache-ai/Mooncake#3782; before, a segment's host is its pod: only its own blocks stay near.)
+    """An engine's environment. A segment is reached at the pod's address and belongs to the node, by which
+    the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13, kvcache-ai/Mooncake#3782;
+    before, a segment's host is its pod, and only the pod's own blocks count as local.)
     """
     return [
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
@@ -174,9 +176,9 @@ def env() -> list[Object]:
 
 
 def wait(pool: Context, image: str, engine: Object) -> Object:
-    """Init container: ends once the master serves. `engine`: resources of the engine, but for its
-    devices. It ends before that begins, so the same costs nothing; a ResourceQuota wants them of every
-    container, and a pod is Guaranteed only where all are."""
+    """An init container that ends once the master serves. `engine`: the engine's resources without devices.
+    The init container has the same, which costs nothing as it ends before the engine starts: a ResourceQuota
+    requires them of every container, and a pod is Guaranteed only if all of its containers have limits."""
     url = f"http://{master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
     return {
         "name": WAITER,

@@ -1,7 +1,7 @@
-"""Who may talk to whom, for clusters whose network enforces it: one NetworkPolicy for each component.
+"""Who may connect to whom, for clusters whose network enforces it: one NetworkPolicy for each component.
 
-Engines serve whoever can reach their port, since Envoy sends requests there; what else they open, and the
-store, is for the pool's own pods; gateways answer the Gateway's Envoys.
+An engine's HTTP port is open, since Envoy sends requests there. The engines' other ports and the store are
+open to the pool's own pods only, and gateways to the Gateway's Envoys.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
-from perilune_operator.render.gateway import ADMIN_PORT, EXT_PROC_PORT
+from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 from perilune_operator.render.routing import mode
 
@@ -23,7 +23,7 @@ ENVOY: Object = {
 }
 """Labels of every Envoy that Envoy Gateway runs (its internal/infrastructure/kubernetes/proxy, v1.9)."""
 METRICS_LABEL = "perilune.dev/metrics"
-"""On a namespace, `true`: its pods may scrape ours."""
+"""Label of a namespace; with the value `true`, its pods may scrape the pool's."""
 
 
 def network_policies(pool: Context) -> Iterator[Object]:
@@ -34,12 +34,15 @@ def network_policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
     yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
-    if nodes_per_endpoint(pool) > 1:  # who reaches a worker's queues can run what he likes there
+    if nodes_per_endpoint(pool) > 1:  # access to a worker's queues allows to run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,
         "gateway",
-        [{"ports": _ports(EXT_PROC_PORT), **_askers(pool)}, {"ports": _ports(ADMIN_PORT), "from": watchers}],
+        [
+            {"ports": _ports(EXT_PROC_PORT), **_askers(pool)},
+            {"ports": _ports(names.ADMIN_PORT), "from": watchers},
+        ],
     )
     if pool.spec.mooncake.store.enabled:
         yield _allow(
@@ -50,10 +53,10 @@ def network_policies(pool: Context) -> Iterator[Object]:
 
 
 def _askers(pool: Context) -> Object:
-    """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its namespace or in
-    the Gateway's, so labels tell them; where Gateways of a class share their Envoys, these bear the class's,
-    and it can run no others for a Gateway whose name is too long for a label.
-    Other gateways have no labels that we know: anybody may ask."""
+    """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its own namespace or
+    the Gateway's, so they are selected by labels. Where the Gateways of a class share Envoys, these carry the
+    class's label, and a Gateway whose name is too long for a label can only have such. The Envoys of other
+    implementations have no known labels, so that any pod may ask."""
     parent = pool.spec.gateway.parent
     if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
         return {}

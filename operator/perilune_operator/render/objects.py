@@ -1,8 +1,10 @@
-"""What every rendered object shares: names, labels, owner; how containers are locked down, what they need."""
+"""What rendered objects share: names, labels, owner; the containers' security and resources."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+
+import kopf
 
 from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
@@ -10,24 +12,24 @@ from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import Resources
 from perilune_api.quantities import quantity
 from perilune_operator.kinds import KINDS, full_name
-from perilune_operator.observe import MANAGED_BY, MANAGER, Object
-from perilune_operator.topology import Fabric
+from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
+from perilune_operator.observe.topology import Fabric
 
 USER = 65_532
-"""uid and gid of every container that we render."""
+"""uid and gid of every container."""
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the operator was started with."""
+    """The settings with which the operator was started."""
 
     image: str = "ghcr.io/perilune/perilune:0.1.0"
     """Our own image: operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
-    """With mooncake_master; empty: the engine's image."""
+    """The image with mooncake_master; empty: the engine's image."""
     namespace: str = "perilune-system"
-    """The operator's own."""
+    """The operator's own namespace."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
     """Of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own."""
     simulated_image: str = "ghcr.io/perilune/perilune-engine:0.1.0"
@@ -44,14 +46,14 @@ class Context:
     spec: InferencePoolSpec
     fabric: Fabric
     kinds: frozenset[str]
-    """`group/Kind` of the optional ones that the cluster has."""
+    """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
     replicas: int | None = None
     """Of the engines, where that is not what the spec wants: some wait for their sessions to leave."""
     gateways: int | None = None
-    """Replicas of the gateway; None: not ours to say, an autoscaler has said."""
+    """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
-    """Version of the gateway's Deployment that `gateways` was read from and holds for alone."""
+    """The version of the gateway's Deployment for which alone `gateways` holds; None: for any."""
 
     @property
     def replicas_now(self) -> int:
@@ -59,31 +61,24 @@ class Context:
         return self.spec.replicas if self.replicas is None else self.replicas
 
     def labels(self, component: names.Component) -> dict[str, str]:
-        """That select the pods of one component."""
+        """The labels that select the pods of one component."""
         return {names.POOL_LABEL: self.name, names.COMPONENT_LABEL: component}
 
     def object(self, kind: str, name: str, component: names.Component, **body: Any) -> Object:
         """An object that belongs to the pool."""
-        return {
+        made: Object = {
             "apiVersion": KINDS[kind].api,
             "kind": kind,
             "metadata": {
                 "name": name,
                 "namespace": self.namespace,
                 "labels": {**self.labels(component), MANAGED_BY: MANAGER},
-                "ownerReferences": [
-                    {
-                        "apiVersion": API_VERSION,
-                        "kind": KIND,
-                        "name": self.name,
-                        "uid": self.uid,
-                        "controller": True,
-                        "blockOwnerDeletion": False,
-                    }
-                ],
             },
             **body,
         }
+        owner = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": self.name, "uid": self.uid}}
+        kopf.append_owner_reference(made, kopf.Body(cast(kopf.RawBody, owner)), block_owner_deletion=False)
+        return made
 
     def has(self, kind: str) -> bool:
         """Whether the cluster has an optional kind."""
@@ -91,7 +86,7 @@ class Context:
 
 
 EVICT_SECONDS = 10
-"""After which pods of a lost node are made elsewhere; Kubernetes' default is five minutes."""
+"""Time after which the pods of a lost node are recreated elsewhere; Kubernetes' default is five minutes."""
 QUICK_EVICTION: Sequence[Object] = tuple(
     {
         "key": f"node.kubernetes.io/{why}",
@@ -101,7 +96,7 @@ QUICK_EVICTION: Sequence[Object] = tuple(
     }
     for why in ("not-ready", "unreachable")
 )
-"""Tolerations of every pod that requests depend on."""
+"""Tolerations of every pod on which requests depend."""
 
 POD_SECURITY: Mapping[str, Any] = {
     "runAsNonRoot": True,
@@ -113,7 +108,7 @@ POD_SECURITY: Mapping[str, Any] = {
 
 
 def disruption_budget(selector: Object) -> Object:
-    """One at a time; pods that do not work are nobody's to protect."""
+    """Allows to evict one ready pod at a time, and any pod that is not ready."""
     return {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -131,14 +126,15 @@ def container_security(*capabilities: str) -> Object:
 
 
 def resources(given: Resources, **more: str) -> Object:
-    """Kubernetes' resources; `more`: extended resources, whose requests are their limits."""
+    """A container's resources; `more`: extended resources, whose requests equal their limits."""
     limits = {**given.limits, **more}
     made = {"requests": dict(given.requests), "limits": limits}
     return {name: value for name, value in made.items() if value}
 
 
 def with_memory(given: Resources, more_bytes: int) -> Resources:
-    """More of it, in requests and in a limit. A limit alone is also what Kubernetes takes as request."""
+    """Add memory to the request and to the limit. Without a request, Kubernetes takes the limit as
+    request."""
     if not more_bytes:
         return given
     limit = given.limits.get("memory")
@@ -150,7 +146,7 @@ def with_memory(given: Resources, more_bytes: int) -> Resources:
 
 
 def _size(number: int) -> str:
-    """In the largest unit that divides it."""
+    """A quantity in the largest unit that divides the number of bytes."""
     fitting = ((unit, 2**bits) for unit, bits in (("Gi", 30), ("Mi", 20), ("Ki", 10)))
     unit, size = next(((unit, size) for unit, size in fitting if number % size == 0), ("", 1))
     return f"{number // size}{unit}"

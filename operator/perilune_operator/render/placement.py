@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from perilune_api import names
 from perilune_api.inference_pool.topology import Placement
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.endpoints import engine_pods
 
 
 def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapping[str, str]) -> Object:
-    """`affinity` and `topologySpreadConstraints` of a pod spec; `labels`: of the pods to be placed.
+    """`affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`: the
+    labels of the pods to be placed.
 
     All of a pool's engines pack together, or spread. While a
     Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.

@@ -1,22 +1,23 @@
-"""A user's podTemplate laid over the one that we render.
+"""A user's podTemplate, laid over the one that the operator renders.
 
-Not quite a strategic merge: it needs no schema, and what cannot be laid over ours is refused with its path.
+It resembles a strategic merge patch, but needs no schema, and refuses with its path what has another shape
+than the operator's template.
 """
 
 from typing import Any
 
 from perilune_api.pool import SpecError
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 
 ONE_OF = frozenset({"volumes", "volumeMounts", "env"})
-"""Lists whose things have one of several fields (a volume's or a variable's source) or are of one piece (a
-mount): replaced."""
+"""Lists whose items are replaced, not merged: an item has one of several fields (the source of a volume or
+variable), or makes sense only as a whole (a mount)."""
 
 
 def overlaid(base: Object, over: Object, at: str = "$") -> Object:
-    """`over` laid over `base`: maps by key, lists of named things by name (mounts by path: a volume may have
-    several), anything else replaced. `at`: path of `over`. Raises SpecError where it is not shaped like what
-    it is laid over."""
+    """Lay `over` over `base`: maps by key, lists of named items by name (mounts by path, since a volume may
+    have several), anything else replaced. `at`: the path of `over`. Raises SpecError where its shape
+    differs."""
     return {
         **base,
         **{

@@ -1,11 +1,11 @@
-"""How requests come to the gateway, and with its answer to an engine: a route, and what stands beside it.
+"""How requests reach the gateway, and with its answer an engine: a route, and the policies beside it.
 
-Envoy Gateway is told with four stock objects: an HTTPRoute to one Service that selects all engine pods, a
+Envoy Gateway is configured by four objects: an HTTPRoute to one Service that selects all engine pods, a
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
-ClientTrafficPolicy on the Gateway that takes away a destination that a client sends itself (with fail-open
-it would be obeyed). The last is per Gateway: pools that share one share it, and it can only be ours in the
-pool's own namespace. A gateway of the inference extension is given an InferencePool whose picker is our
-Service.
+ClientTrafficPolicy on the Gateway that removes a destination that a client sends itself (with failOpen, Envoy
+would obey it). The last belongs to the Gateway: pools that share a Gateway share it, and it must be in the
+Gateway's namespace, so the operator creates it only if that is the pool's. An implementation of the inference
+extension gets an InferencePool whose endpoint picker is the gateway's Service.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,15 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
 from perilune_operator.kinds import GATEWAY_API, INFERENCE
-from perilune_operator.observe import Object
+from perilune_operator.observe.facts import Object
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
 
 BUFFER = "32Mi"
 AT_ONCE = 65_536
-"""Requests that one Envoy may have under way to the engines, and so to the gateway: every running answer is
-one, for minutes. Of more than its own 1,024 it would answer 503; who is refused is the gateway's business."""
+"""Requests that one Envoy may have under way to the engines, and so to the gateway; a running answer is one,
+for minutes. Above its default of 1,024, Envoy would answer 503; refusing requests is the gateway's
+decision."""
 BREAKER: Object = {
     "maxConnections": AT_ONCE,
     "maxPendingRequests": AT_ONCE,
@@ -29,7 +30,7 @@ BREAKER: Object = {
 
 
 def mode(pool: Context) -> GatewayMode:
-    """What `auto` stands for in this cluster."""
+    """The mode of the spec, where `auto` is replaced by what this cluster offers."""
     given = pool.spec.gateway.mode
     if given is not GatewayMode.AUTO:
         return given
@@ -41,7 +42,7 @@ def mode(pool: Context) -> GatewayMode:
 
 
 def routing(pool: Context) -> Iterator[Object]:
-    """All of it; nothing where there is no Gateway to attach a route to, or nobody who would read it."""
+    """All objects of the route; none without a Gateway to attach it to, or without the APIs."""
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
@@ -95,10 +96,10 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
                 "numRetries": 2,
-                # reset: whatever no engine has begun to answer; a lost node then costs nobody a request
+                # reset: requests that no engine has begun to answer, so that a lost node fails none of them
                 "retryOn": {"triggers": ["connect-failure", "refused-stream", "reset"]},
             },
-            # of a connection to a lost node, on which an answer is awaited
+            # detects a lost node while an answer is awaited
             "tcpKeepalive": {"probes": 3, "idleTime": "1s", "interval": "1s"},
         },
     )
@@ -117,7 +118,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                     "processingMode": {
                         "allowModeOverride": True,
                         "request": {"body": "Buffered"},
-                        # who really served: a pick that failed is then known, and not made again
+                        # the endpoint that really served, so that a failed pick is not repeated
                         "response": {"attributes": ["upstream.address"]},
                     },
                     "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
@@ -158,12 +159,13 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
 
 
 def shared_policy_name(parent: ParentRef) -> str:
-    """Of the ClientTrafficPolicy of all pools behind one Gateway."""
+    """The name of the ClientTrafficPolicy of all pools behind one Gateway."""
     return f"{parent.name}-perilune"
 
 
 def _shared(obj: Object) -> Object:
-    """Owned by every pool that wants it: no one controls it, and no pool's label marks it for pruning."""
+    """An object owned by every pool that wants it. No pool controls it, and no pool's label makes it
+    prunable."""
     meta = obj["metadata"]
     owners = [{k: v for k, v in o.items() if k != "controller"} for o in meta["ownerReferences"]]
     labels = {k: v for k, v in meta["labels"].items() if k != names.POOL_LABEL}

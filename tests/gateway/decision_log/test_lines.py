@@ -50,7 +50,7 @@ CANDIDATES = (
     candidate("[::1]:80", draining=True),
 )
 RECORD = DecisionRecord(
-    request(ordinal=3, tokens=500, of=session("a"), prefix=prefix(a=64, score=0.5)),
+    request(ordinal=3, tokens=500, of=session("a"), prefix=prefix(a=64, b=32, score=0.5)),
     Decision("a", Reason.HOST, tuple(Cost(c.address, 0.1 * i, {"x": 1.0}) for i, c in enumerate(CANDIDATES))),
     "perilune",
     CANDIDATES,

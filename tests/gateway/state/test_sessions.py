@@ -191,9 +191,9 @@ def test_sessions_are_counted_by_host(sessions: Sessions) -> None:
     assert sessions.bound == {"h": 1, "other": 1}
 
 
-def test_whoever_counts_the_bound_is_told_whose_number_changes(sessions: Sessions) -> None:
+def test_whoever_counts_the_bound_is_told_whose_number_changes() -> None:
     told: list[str] = []
-    sessions.rebound = told.append
+    sessions = Sessions(100, 60.0, told.append)
     session = bound(sessions, A, "h")
     sessions.bind(session, "h", 1.0)
     sessions.bind(session, "other", 1.0)

@@ -36,6 +36,7 @@ from perilune_gateway.model import (
     EngineModel,
     Load,
     Overlap,
+    Prefix,
     Refusal,
     tenant_hash,
 )
@@ -92,7 +93,7 @@ class Writer:
     def decision(self, number: int, record: DecisionRecord) -> bytes:
         """The line of a decision, after lines for the endpoints and engines that have no number yet."""
         new: list[bytes] = []
-        rows = [self._row(candidate, new) for candidate in record.candidates]
+        rows = [self._row(candidate, record.view.prefix, new) for candidate in record.candidates]
         line = {
             "kind": "decision",
             "n": number,
@@ -113,7 +114,8 @@ class Writer:
     def end(self, number: int, ending: Ending) -> bytes:
         return _line({"kind": "end", "n": number} | msgspec.to_builtins(ending))
 
-    def _row(self, c: Candidate, new: list[bytes]) -> tuple[object, ...]:
+    def _row(self, c: Candidate, prefix: Prefix, new: list[bytes]) -> tuple[object, ...]:
+        """One candidate, with its links to the holders of the prefix."""
         endpoint, load, overlap, prefill_s, since_move_s, links, engine, decode_s, ttft_ratio = c
         return (
             self._endpoints.of(endpoint, new),
@@ -121,7 +123,7 @@ class Writer:
             overlap,
             prefill_s,
             since_move_s,
-            links,
+            {there: links[there] for there, _ in prefix.locations if there in links},
             self._engines.of(engine, new),
             decode_s,
             ttft_ratio,

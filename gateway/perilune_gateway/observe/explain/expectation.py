@@ -13,7 +13,7 @@ from perilune_gateway.routing.admission import predict
 
 
 class Expected(NamedTuple):
-    """What the request can expect of an endpoint."""
+    """Predicted time and cached tokens of a request on an endpoint."""
 
     ttft_s: float
     """Predicted seconds to the first token: queue, fetching, prefill of the rest and overhead, corrected by

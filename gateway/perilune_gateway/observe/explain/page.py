@@ -104,6 +104,7 @@ def _candidate(record: DecisionRecord, candidate: Candidate, cost: Cost | None) 
                 "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
                 "slowdown": link.slowdown,
             }
-            for address, link in candidate.links.items()
+            for address, _ in record.view.prefix.locations
+            if (link := candidate.links.get(address))
         },
     }

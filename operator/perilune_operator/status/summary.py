@@ -1,8 +1,6 @@
-"""Spec, facts and plan → the pool's status: numbers, and conditions with reason, message and generation.
+"""The whole status of a pool: counts, and the conditions in order, summed up as Ready, and dated.
 
-What each condition says is `conditions/`'s; here they are put in order, summed up as Ready, and dated. A
-condition's transition time is kept while its status is, so that writing the same status twice writes the same
-bytes; `changed` says which events to send. Pure.
+A condition keeps its transition time as long as its status, so that the same facts yield the same bytes.
 """
 
 from collections.abc import Sequence
@@ -11,14 +9,14 @@ import msgspec
 
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
-from perilune_operator.conditions import workloads
-from perilune_operator.conditions.fact import Fact
-from perilune_operator.conditions.route import route
-from perilune_operator.observe import Object, Observed
+from perilune_operator.observe.facts import Object, Observed
+from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
-from perilune_operator.rollout import Drain, Former
-from perilune_operator.stamps import stamp
+from perilune_operator.rollout import Drain, Replaced
+from perilune_operator.status import workloads
+from perilune_operator.status.fact import Fact
+from perilune_operator.status.route import route
 
 
 def of_pool(
@@ -26,9 +24,10 @@ def of_pool(
     observed: Observed,
     leave: Drain,
     now: float,
-    former: Former,
+    replaced: Replaced,
 ) -> InferencePoolStatus:
-    """Everything that can be said of an accepted spec. `observed`: without engines of the spec before."""
+    """The status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds since
+    the epoch."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
     facts = [
@@ -38,8 +37,8 @@ def of_pool(
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
-        workloads.progress(pool, observed, former),
-        workloads.draining(pool, observed, [leave, former.drain], former),
+        workloads.progress(pool, observed, replaced),
+        workloads.draining(pool, observed, [leave, replaced.drain], replaced),
     ]
     facts.append(_ready(pool, facts))
     fabric, stats = pool.fabric, observed.gateway
@@ -58,7 +57,7 @@ def of_pool(
 
 
 def of_refusal(error: str, observed: Observed, now: float) -> InferencePoolStatus:
-    """A spec that cannot be acted on: what runs is left alone, and the rest of the status stays as it was."""
+    """The status for a refused spec: what runs is left alone, and the rest of the status stays as it was."""
     try:
         old = msgspec.convert(observed.status, InferencePoolStatus)
     except msgspec.ValidationError:
@@ -75,7 +74,7 @@ def of_refusal(error: str, observed: Observed, now: float) -> InferencePoolStatu
 def with_failure(
     status: InferencePoolStatus, error: str, observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The API server refused an object."""
+    """The status when the API server refused to write an object."""
     fact = Fact(Condition.PROGRESSING, "True", Reason.APPLY_FAILED, error)
     (failed,) = _dated([fact], observed, now)
     conditions = tuple(failed if c.type is Condition.PROGRESSING else c for c in status.conditions)
@@ -83,13 +82,13 @@ def with_failure(
 
 
 def _dated(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[StatusCondition, ...]:
-    """Facts as conditions: a transition time changes only with the status."""
+    """Add transition times, which change only with the condition's status."""
     old = {c["type"]: c for c in observed.status.get("conditions") or ()}
 
     def since(fact: Fact) -> str:
         before = old.get(fact.type, {})
         same = before.get("status") == fact.status and "lastTransitionTime" in before
-        return str(before["lastTransitionTime"]) if same else stamp(now)
+        return str(before["lastTransitionTime"]) if same else timestamp(now)
 
     return tuple(
         StatusCondition(f.type, f.status, f.reason.value, f.message, since(f), observed.generation)
@@ -98,16 +97,16 @@ def _dated(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[Statu
 
 
 def changed(old: Object, new: InferencePoolStatus) -> list[StatusCondition]:
-    """Conditions whose status or reason is another than before: each is worth one event. Of a new pool's,
-    only whether it is accepted: that nothing is there yet is no news."""
+    """The conditions to report as events: those with another status or reason than before. A new pool reports
+    only whether it is accepted, since everything else is still missing."""
     before = {c["type"]: (c["status"], c["reason"]) for c in old.get("conditions") or ()}
     news = [c for c in new.conditions if before.get(c.type) != (c.status, c.reason)]
     return [c for c in news if before or c.type is Condition.ACCEPTED]
 
 
 def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
-    """What all conditions that concern requests say together; the first that does not hold names it. As few
-    engines or gateways as the spec wants may be too few."""
+    """Whether requests are answered: all conditions that concern requests hold, and the spec wants at least
+    one engine and one gateway (or failOpen). The first condition that does not hold gives the reason."""
     needed = (
         Condition.ENGINES_READY,
         Condition.STORE_READY,

@@ -1,26 +1,28 @@
-"""Whose requests are whose, where routes of several pools want the same ones of a Gateway.
+"""Pools whose routes compete for the same requests of a Gateway, and which of them gets these requests.
 
-1. *Claims* of a route: each host on each listener that it names and that takes it. Its own hostnames,
-   narrowed to the listener's where the Gateway can be seen; a wider host than another's (`*.a`, any) is
-   another claim, since it gets what the narrower one leaves.
-2. The oldest route has what it claims; of the same second, the first by namespace and name. So Gateway API
-   (v1, HTTPRouteRule.matches) decides between routes that match alike, and ours all do: one path each.
-3. Whoever claims what an older one has, has a *rival*. His route is accepted all the same, and nobody but us
-   tells him that it gets nothing.
+1. *Claims* of a route: each host on each listener that it names and that accepts it. The hosts are the
+   route's own, narrowed to the listener's where the Gateway is watched. A wider host than another's (`*.a`,
+   any) is a different claim, since it gets what the narrower one leaves.
+2. The oldest route gets what it claims; among routes of the same second, the first by namespace and name.
+   Gateway API decides so between routes that match alike (v1, HTTPRouteRule.matches), and all pools' routes
+   do: each has the same path.
+3. A pool that claims what an older one has, has a *rival*. Its route is accepted nevertheless, and only the
+   operator's status tells that it gets no requests.
 
-Pure; costs a look at each claim. Routes that others than pools have made are not looked at.
+Pure. Costs a look at each claim. Routes that do not belong to pools are ignored.
 """
 
 from collections.abc import Iterator, Mapping
 
-from perilune_operator.observe import Listener, Object, PoolName, Rival, verdicts
+from perilune_operator.observe.facts import Listener, Object, PoolName, Rival
+from perilune_operator.observe.readers import verdicts
 
 
 def rivals(
     routes: Mapping[PoolName, Object], gateways: Mapping[str, Mapping[str, Listener]]
 ) -> dict[PoolName, Rival]:
-    """Of the pools that have one, the oldest. `routes`: HTTPRoutes of pools. `gateways`: namespace/name →
-    listeners by their names, of those that can be seen."""
+    """The oldest rival of each pool that has one. `routes`: HTTPRoutes of pools. `gateways`: namespace/name →
+    listeners by name, for the Gateways that are watched."""
     standing = {pool: route for pool, route in routes.items() if not _is_refused(route)}
     sections: dict[str, set[str]] = {}
     for route in standing.values():
@@ -42,7 +44,7 @@ def rivals(
 
 
 def _claims(route: Object, listeners: Mapping[str, Mapping[str, Listener]]) -> Iterator[tuple[str, str, str]]:
-    """Gateway, listener, host. `listeners`: by Gateway."""
+    """Yield Gateway, listener and host of each claim. `listeners`: by Gateway."""
     here, wanted = route["metadata"]["namespace"], route["spec"].get("hostnames") or [""]
     for gateway, section in _parents(route):
         for name, listener in listeners[gateway].items():
@@ -59,7 +61,7 @@ def _covers(wide: str, narrow: str) -> bool:
 
 
 def _parents(route: Object) -> list[tuple[str, str]]:
-    """Gateways, and the listener of each; empty: all."""
+    """The route's Gateways, each with a listener; an empty listener stands for all of them."""
     here = route["metadata"]["namespace"]
     given = route["spec"].get("parentRefs") or ()
     return [(f"{p.get('namespace') or here}/{p['name']}", p.get("sectionName", "")) for p in given]

@@ -1,15 +1,15 @@
-"""Node labels → the fabric: each node's rack, spine, GPU and network cards; the labels to schedule by.
+"""Node labels → the fabric: each node's rack, spine, GPU and network cards, and the labels to schedule by.
 
-A level has several labels that may name it (clouds differ); on each node the first that it carries counts.
-Placement needs one label key per level: the first of the level's list that any node carries. Unlabelled
-nodes work; they stand alone, and are counted so that a condition can say so.
+Clouds name a level (rack, spine) by different labels; on each node the first label of the level's list that
+it carries counts. Placement needs one label per level: the first of the list that any node carries. Nodes
+without a rack label work, count as far from every other node, and are reported in a condition.
 
 No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
 NodeFeatureRule of Node Feature Discovery can write. Their speed scales the bandwidth of links; their number
 scales nothing, since one transfer uses one card.
 
-Mooncake has no word for a rack. What it takes is the host that a segment is on (mooncake.py), and the gateway
-joins that with these nodes. Segments lie in the engines' own pods, so engines' placement is theirs too.
+Mooncake does not know racks. It knows the host of a segment (render/mooncake.py), which the gateway joins
+with these nodes. Segments lie in the engines' own pods, so the engines' placement is theirs too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from math import inf
 
 from perilune_api import names, pool
 from perilune_api.inference_pool.topology import DEFAULT_LEVELS, LevelName, LevelSpec, TopologySpec
-from perilune_operator.observe import NodeFacts, PodFacts
+from perilune_operator.observe.facts import NodeFacts, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
@@ -27,20 +27,20 @@ GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.goo
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What the nodes tell."""
+    """Where the nodes are."""
 
     topology: pool.Topology
     """For the gateway."""
     keys: Mapping[str, str]
-    """Level → the label that names it: for affinity and topology spread."""
+    """Level → the label that names it, for affinity and topology spread."""
     unlabelled: tuple[str, ...]
-    """Nodes that name no rack."""
+    """Nodes without a rack label."""
     racks: int
     spines: int
 
 
 def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFacts]) -> Fabric:
-    """The fabric of the nodes that matter: those with GPUs, and those that run pods of the pool."""
+    """The fabric of the relevant nodes: those with GPUs, and those that run pods of the pool."""
     levels = {level.name: level for level in spec.levels or DEFAULT_LEVELS}
     used = {pod.node for pod in pods if pod.node}
     relevant = sorted((n for n in nodes if n.gpus or n.name in used), key=lambda n: n.name)
@@ -72,7 +72,7 @@ def _value(node: NodeFacts, level: LevelSpec | None) -> str:
 
 
 def _number(node: NodeFacts, key: str) -> float:
-    """0: not told, or no number above 0."""
+    """0 when the label is missing or is not a positive number."""
     try:
         number = float(node.labels.get(key, "0"))
     except ValueError:

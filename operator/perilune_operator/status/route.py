@@ -1,8 +1,9 @@
-"""Whether requests come to the gateway: what controllers say of the route, of the objects beside it, and of
-the Gateway itself.
+"""Condition RouteProgrammed: whether requests reach the gateway.
 
-The first that does not hold is told, in this order: a route is asked for and can be made; every object of it
-is taken up, decided on as it is now, accepted; the Gateway serves; no older pool has the same requests.
+It reads what other controllers report about the route, the objects beside it, and the Gateway. The checks
+come in this order, and the first that fails is reported: the spec asks for a route that can be made; a
+controller has accepted the current version of each of its objects; the Gateway serves; no older pool has the
+same requests.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,22 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
-from perilune_operator.conditions.fact import Fact, listed
-from perilune_operator.observe import Key, Object, Observed, ParentFacts, Rival, Verdict, verdicts
+from perilune_operator.observe.facts import Key, Object, Observed, ParentFacts, Rival, Verdict
+from perilune_operator.observe.readers import verdicts
 from perilune_operator.render import routing
 from perilune_operator.render.objects import Context
+from perilune_operator.status.fact import Fact, listed
 
 _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
     GatewayMode.ENVOY_GATEWAY: ("BackendTrafficPolicy", "EnvoyExtensionPolicy"),
     GatewayMode.INFERENCE_EXTENSION: ("InferencePool",),
 }
-"""What controllers have to accept beside the HTTPRoute."""
+"""Objects that a controller has to accept besides the HTTPRoute."""
 
 
 def route(pool: Context, observed: Observed) -> Fact:
     kind, made = Condition.ROUTE_PROGRAMMED, routing.mode(pool)
     if pool.spec.gateway.mode is GatewayMode.NONE:
-        return Fact(kind, "True", Reason.PROGRAMMED, "No route is asked for.")
+        return Fact(kind, "True", Reason.PROGRAMMED, "The spec asks for no route.")
     if made is GatewayMode.NONE:
         return Fact(
             kind,
@@ -46,14 +48,16 @@ def route(pool: Context, observed: Observed) -> Fact:
 
 
 def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Fact | None:
-    """What controllers have against one of its objects; None: nothing."""
+    """Why one of the route's objects is not accepted; None when all of them are."""
     kind = Condition.ROUTE_PROGRAMMED
     for name in ("HTTPRoute", *_BESIDE[made]):
         said = _verdicts(observed.children.get(Key(name, pool.namespace, pool.name)) or {}, parent)
         if not said:
-            return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Nobody has taken up the {name} yet.")
+            return Fact(
+                kind, "False", Reason.WAITING_FOR_ROUTE, f"No controller has reported on the {name} yet."
+            )
         if any(verdict.pending or verdict.status == "Unknown" for verdict in said):
-            waits = f"What is said of the {name} is pending: it is undecided, or of an earlier one."
+            waits = f"The report on the {name} is undecided, or about an earlier version of it."
             return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, waits)
         for verdict in said:
             if verdict.status == "False":
@@ -63,8 +67,9 @@ def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: Ga
 
 
 def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
-    """Conditions Accepted and ResolvedRefs that controllers wrote of it, for our Gateway: a route of somebody
-    else's may attach an InferencePool to another one. (A policy's ancestors are whatever its target has.)"""
+    """Conditions Accepted and ResolvedRefs that controllers wrote on an object for the pool's Gateway. A
+    user's own route may attach an InferencePool to another Gateway. (A policy lists its target's
+    Gateways.)"""
     status, meta = child.get("status") or {}, child.get("metadata", {})
     reports = [
         report
@@ -81,23 +86,28 @@ def _verdicts(child: Object, gateway: ParentRef) -> list[Verdict]:
 
 
 def _is_of(reference: Object, gateway: ParentRef, here: str) -> bool:
-    """A reference without a namespace is believed to mean ours."""
+    """A reference without a namespace counts as naming the pool's Gateway."""
     namespace = gateway.namespace or here
     return (reference.get("namespace") or namespace, reference.get("name")) == (namespace, gateway.name)
 
 
 def _not_programmed(named: ParentRef, parent: ParentFacts | None) -> Fact | None:
-    """What keeps the Gateway from serving; None: nothing that can be seen from here."""
+    """Why the Gateway does not serve; None when it does, or when it is outside the watched namespace."""
     if parent is None:
         return None
     kind, of = Condition.ROUTE_PROGRAMMED, f"Gateway {named.name}"
     if not parent.exists:
-        return Fact(kind, "False", Reason.GATEWAY_NOT_PROGRAMMED, f"There is no {of}.")
+        return Fact(kind, "False", Reason.GATEWAY_NOT_PROGRAMMED, f"{of} does not exist.")
     said = parent.programmed
     if named.section_name and (said is None or said.status == "True"):
         of, said = f"Listener {named.section_name} of {of}", parent.listeners.get(named.section_name, said)
     if said is None or said.pending:
-        return Fact(kind, "False", Reason.WAITING_FOR_ROUTE, f"Whether {of} is programmed is pending.")
+        return Fact(
+            kind,
+            "False",
+            Reason.WAITING_FOR_ROUTE,
+            f"No controller has reported yet whether {of} is programmed.",
+        )
     if said.status != "True":
         words = f"{of} is not programmed: {said.reason}: {said.message}"
         return Fact(kind, "False", Reason.GATEWAY_NOT_PROGRAMMED, words[:400])
@@ -107,13 +117,14 @@ def _not_programmed(named: ParentRef, parent: ParentFacts | None) -> Fact | None
 def _shadowed(parent: ParentRef, rival: Rival) -> str:
     which = f"Requests for {listed(rival.hosts)}" if rival.hosts else "Requests"
     return (
-        f"{which} at Gateway {parent.name} go to pool {'/'.join(rival.pool)}, whose route is older: "
-        "give each pool hosts (gateway.hostnames) or a listener (gateway.parent.sectionName) of its own."
+        f"{which} at Gateway {parent.name} go to pool {'/'.join(rival.pool)}, whose route is older. "
+        "Give each pool its own hosts (gateway.hostnames) or listener (gateway.parent.sectionName)."
     )
 
 
 def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Iterator[str]:
-    """Where a client's own destination may be obeyed: the ClientTrafficPolicy that removes it is not ours."""
+    """Warnings where Envoy may obey a destination that a client sends, because the ClientTrafficPolicy that
+    would remove it is not the operator's."""
     if made is GatewayMode.ENVOY_GATEWAY and parent.namespace not in ("", pool.namespace):
         yield (
             "The Gateway is in another namespace: a ClientTrafficPolicy there has to remove "
@@ -122,8 +133,8 @@ def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: Gatewa
         )
     shared = Key("ClientTrafficPolicy", pool.namespace, routing.shared_policy_name(parent))
     for verdict in _verdicts(observed.children.get(shared, {}), parent):
-        if verdict.status == "False":  # the Gateway has one already, which may or may not do the same
+        if verdict.status == "False":  # the Gateway has another one already
             yield (
-                f"{shared.kind} {shared.name}: {verdict.reason}: the one that counts has to remove "
+                f"{shared.kind} {shared.name}: {verdict.reason}: the one in force has to remove "
                 f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
             )

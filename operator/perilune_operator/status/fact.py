@@ -1,4 +1,4 @@
-"""One condition, before it is compared with what was."""
+"""One condition, before it is dated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from perilune_api.conditions import Condition, Reason, Truth
 
 MOST_NAMES = 5
-"""Names that a message lists before it counts."""
+"""The most names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`status.py` adds since when."""
+    """A condition without its transition time, which summary.py adds."""
 
     type: Condition
     status: Truth
@@ -20,7 +20,7 @@ class Fact:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first of them by name, and how many more."""
+    """The first names in alphabetical order, and how many more there are."""
     shown = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,18 +1,18 @@
-"""Conditions of what runs: topology, engines, store, gateway, and what of them changes or leaves."""
+"""Conditions of what runs: topology, engines, store, gateway; what of it changes, and what drains."""
 
 from collections.abc import Sequence
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_operator.conditions.fact import Fact, listed
-from perilune_operator.observe import Key, Object, Observed
+from perilune_operator.observe.facts import Key, Object, Observed
 from perilune_operator.render import endpoints, mooncake
 from perilune_operator.render.objects import Context
-from perilune_operator.rollout import Drain, Former
+from perilune_operator.rollout import Drain, Replaced
+from perilune_operator.status.fact import Fact, listed
 
 
 def topology(pool: Context) -> Fact:
-    """Unlabelled nodes work; they are named."""
+    """Nodes without a rack label work; the message names them."""
     kind, fabric = Condition.TOPOLOGY_RESOLVED, pool.fabric
     if not fabric.topology.nodes:
         return Fact(kind, "False", Reason.NO_NODES, "No node has GPUs or runs an engine yet.")
@@ -58,7 +58,7 @@ def _failure(pool: Context, observed: Observed) -> str:
 
 
 def store(pool: Context, observed: Observed) -> Fact:
-    """Of a pool that has one."""
+    """Only for a pool that has a store."""
     kind = Condition.STORE_READY
     if _available(pool, observed, mooncake.master_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
@@ -68,18 +68,18 @@ def store(pool: Context, observed: Observed) -> Fact:
 def gateway(pool: Context, observed: Observed) -> Fact:
     kind = Condition.GATEWAY_READY
     if pool.spec.gateway.replicas == 0 and pool.spec.gateway.min_replicas is None:
-        return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0: nobody decides.")
+        return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0.")
     if _available(pool, observed, names.gateway_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The gateway serves.")
     return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
 
 
-def progress(pool: Context, observed: Observed, former: Former) -> Fact:
-    """Whether something is still on its way to what the spec says."""
+def progress(pool: Context, observed: Observed, replaced: Replaced) -> Fact:
+    """Whether anything still differs from the spec."""
     kind = Condition.PROGRESSING
-    if former.workloads:
-        words = f"{listed([k.name for k in former.workloads])} of the spec before goes once "
-        if not former.needed:
+    if replaced.workloads:
+        words = f"{listed([k.name for k in replaced.workloads])} of an earlier spec is removed once "
+        if not replaced.needed:
             words += "its sessions have left."
             return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
         words += (
@@ -100,9 +100,9 @@ def progress(pool: Context, observed: Observed, former: Former) -> Fact:
     return Fact(kind, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
 
 
-def draining(pool: Context, observed: Observed, drains: Sequence[Drain], former: Former) -> Fact:
-    """Who goes first comes first; the message has all."""
-    all_ = (*former.pods, *(p for p in observed.pods if p.component == "engine"))
+def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced) -> Fact:
+    """The reason is that of the endpoints that go first; the message names all of them."""
+    all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
     stopping = [p.name for p in all_ if p.terminating]
     leaving = [name for made in drains for name in made.leaving]
     emptied = [name for made in drains for name in made.emptied]
@@ -119,7 +119,7 @@ def draining(pool: Context, observed: Observed, drains: Sequence[Drain], former:
 
 
 def _is_rolling(child: Object | None) -> bool:
-    """A workload that is not there yet rolls out, too."""
+    """A workload that does not exist yet counts as rolling out."""
     if child is None:
         return True
     status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)

@@ -2,13 +2,13 @@ from typing import Any
 
 import pytest
 
-from perilune_operator import observe
+from perilune_operator.observe import facts, readers
 
 Object = dict[str, Any]
 
 
-def pod(meta: Object | None = None, status: Object | None = None) -> observe.PodFacts:
-    return observe.pod({"metadata": {"name": "a", **(meta or {})}, "status": status or {}})
+def pod(meta: Object | None = None, status: Object | None = None) -> facts.PodFacts:
+    return readers.pod({"metadata": {"name": "a", **(meta or {})}, "status": status or {}})
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def pod(meta: Object | None = None, status: Object | None = None) -> observe.Pod
     ],
 )
 def test_a_node_that_is_being_emptied(spec: Object, leaving: bool) -> None:
-    assert observe.node({"metadata": {"name": "n"}, "spec": spec}).leaving is leaving
+    assert readers.node({"metadata": {"name": "n"}, "spec": spec}).leaving is leaving
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_node_that_is_being_emptied(spec: Object, leaving: bool) -> None:
     ],
 )
 def test_gpus_of_a_node(room: Object, gpus: int) -> None:
-    assert observe.node({"metadata": {"name": "n"}, "status": {"allocatable": room}}).gpus == gpus
+    assert readers.node({"metadata": {"name": "n"}, "status": {"allocatable": room}}).gpus == gpus
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_gpus_of_a_node(room: Object, gpus: int) -> None:
 def test_what_a_pod_carries(
     annotations: Object, draining: str, drained_by: frozenset[str], chosen: bool
 ) -> None:
-    facts = pod({"annotations": annotations})
-    assert (facts.draining, facts.drained_by, facts.chosen) == (draining, drained_by, chosen)
+    seen = pod({"annotations": annotations})
+    assert (seen.draining, seen.drained_by, seen.chosen) == (draining, drained_by, chosen)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_verdict_is_of_one_generation(said: int | None, pending: bool) -> None
     condition: Object = {"type": "Programmed", "status": "True"}
     condition |= {} if said is None else {"observedGeneration": said}
     gateway = {"metadata": {"generation": 2}, "status": {"conditions": [condition]}}
-    programmed = observe.parent(gateway).programmed
+    programmed = readers.parent(gateway).programmed
     assert programmed is not None
     assert (programmed.status, programmed.pending) == ("True", pending)
 
@@ -149,6 +149,6 @@ def test_whose_routes_a_listener_takes(
     made: Object = {"name": "http", "protocol": "HTTPS", "hostname": "a.test"}
     made |= {"allowedRoutes": {"namespaces": allowed}} if allowed else {}
     other = {"name": "raw", "protocol": "TCP", "allowedRoutes": {"namespaces": {"from": "All"}}}
-    facts = observe.parent({"metadata": {"namespace": "infra"}, "spec": {"listeners": [made, other]}})
+    parent = readers.parent({"metadata": {"namespace": "infra"}, "spec": {"listeners": [made, other]}})
     wanted = None if namespaces is None else frozenset(namespaces)
-    assert facts.given == {"http": observe.Listener("a.test", wanted)}
+    assert parent.given == {"http": facts.Listener("a.test", wanted)}

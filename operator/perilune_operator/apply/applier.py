@@ -1,0 +1,256 @@
+"""Applies the plan of one pool: server-side apply with one field manager, pruning, marks, status.
+
+    rehearse ─▶ scale and mark ─▶ write what others name (roles, accounts, configuration) ─▶ the rest ─▶ prune
+
+Nothing is written when nothing changes. An object is skipped when the digest that it carries is that of the
+wanted object, and the operator's field manager owns exactly the fields that it owned after its last apply.
+The digest tells a changed plan and a late write of another operator; the fields tell anyone else's change,
+since who changes a field takes it over. After a start every object is applied once, which changes nothing on
+the server.
+
+Objects that contain a user's own words (podTemplates, host names) are rehearsed first: the API server
+validates them in a dry run. If it refuses one, nothing at all is written, so that what runs goes on. An
+object of the wanted name that does not belong to the pool is left alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from perilune_api import kube
+from perilune_api.crd import KIND
+from perilune_api.inference_pool.status import InferencePoolStatus
+from perilune_operator.apply.ownership import Owner, digest, is_shared, owned_fields, owner_uids
+from perilune_operator.apply.refusal import Refusal, causes
+from perilune_operator.apply.writer import Writer
+from perilune_operator.kinds import collection, path
+from perilune_operator.observe.facts import Key, Object, key, version
+from perilune_operator.plan import Plan
+from perilune_operator.rollout import Mark
+
+log = logging.getLogger(__name__)
+
+WATCH_LAG_S = 3.0
+"""How long an object that was written may be missing from the watch before it counts as deleted."""
+SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
+"""Kinds that name objects of the first wave: a binding is refused without its role, pods without their
+account."""
+REHEARSED = frozenset({"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute"})
+"""Kinds that contain a user's own words, which no schema of the operator can check."""
+GONE_OR_REPLACED = frozenset({404, 409})
+"""Answers to a write that names a uid, when the object is gone or another one has its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The result of applying a plan."""
+
+    refused: tuple[Refusal, ...] = ()
+    """What the API server finds wrong in rehearsed objects. If there is any, nothing was written."""
+    errors: tuple[str, ...] = ()
+    """What it refused to write, in words."""
+    settled: bool = True
+    """The watches have shown everything that was written. Otherwise look again after WATCH_LAG_S."""
+
+
+class Applier:
+    """One pool. Remembers what the operator owns in each of its objects."""
+
+    def __init__(self, writer: Writer, owner: Owner, clock: Callable[[], float]) -> None:
+        self._writer = writer
+        self._owner = owner
+        self._clock = clock
+        self._applied: dict[Key, tuple[str, str]] = {}
+        """Digest and owned fields of each object after its last apply."""
+        self._unseen: dict[Key, tuple[Object, float]] = {}
+        """What was written, and when, and no watch has shown yet."""
+        self._rehearsed: dict[Key, str] = {}
+        """Digest of what the API server accepted, whatever its number of replicas."""
+
+    def is_own_write(self, obj: Object) -> bool:
+        """Whether this version of an object is the one that was written last."""
+        written = self._unseen.get(key(obj))
+        return written is not None and version(written[0]) == version(obj)
+
+    async def apply(self, plan: Plan, children: Mapping[Key, Object]) -> Applied:
+        """Carry out a plan. Raises NotLeaderError, ApiError and OSError."""
+        wanted = plan.objects or ()
+        foreign, refused = await self.look(wanted, children)
+        if refused:
+            return Applied(refused)
+        if plan.scale_to is not None:
+            await self._scale(plan.scale_to)
+        errors = [f"{k.kind} {k.name} exists and is not this pool's: rename one of them" for k in foreign]
+        errors += await asyncio.gather(*(self._mark(mark) for mark in plan.marks))
+        mine = [obj for obj in wanted if key(obj) not in foreign]
+        for wave in (False, True):
+            due = [obj for obj in mine if (obj["kind"] in SECOND_WAVE) is wave]
+            due = [obj for obj in due if not self._is_as_wanted(obj, children.get(key(obj)))]
+            errors += await asyncio.gather(*(self._write(obj, children.get(key(obj))) for obj in due))
+        keys = {key(obj) for obj in wanted}
+        gone = [child for k, child in children.items() if k not in keys | plan.kept]
+        errors += await asyncio.gather(*(self._remove(child) for child in gone))
+        return Applied((), tuple(filter(None, errors)), not self._unseen.keys() & keys)
+
+    # -- before anything is written ----------------------------------------------------------------
+
+    async def look(
+        self, wanted: Sequence[Object], children: Mapping[Key, Object]
+    ) -> tuple[frozenset[Key], tuple[Refusal, ...]]:
+        """Return the objects that belong to someone else, and what the API server would refuse. Raises
+        NotLeaderError and OSError."""
+        unknown = [obj for obj in wanted if key(obj) not in children and key(obj) not in self._applied]
+        others, refused = await asyncio.gather(
+            asyncio.gather(*(self._is_foreign(obj) for obj in unknown)),
+            asyncio.gather(*(self._rehearse(obj) for obj in wanted if self._is_new(obj, children))),
+        )
+        foreign = frozenset(key(obj) for obj, is_foreign in zip(unknown, others, strict=True) if is_foreign)
+        return foreign, tuple(refusal for refusal in refused if refusal and key(refusal.obj) not in foreign)
+
+    async def _is_foreign(self, obj: Object) -> bool:
+        """Whether an object of this name exists that the operator does not watch: a user's own, or one of an
+        earlier pool that is being deleted."""
+        if is_shared(obj):
+            return False
+        try:
+            found = await self._writer.read(path(obj))
+        except kube.ApiError:
+            return False  # the object does not exist, or the write will meet the same error
+        return not self._owner.controls(found)
+
+    def _is_new(self, obj: Object, children: Mapping[Key, Object]) -> bool:
+        """Whether the API server has to be asked about an object that a user has a part in."""
+        live = children.get(key(obj))
+        stored = self._owner.applied_digest(live) if live else ""
+        is_as_stored = obj["kind"] not in REHEARSED or digest(obj) == stored
+        return not is_as_stored and self._rehearsed.get(key(obj)) != _digest_but_replicas(obj)
+
+    async def _rehearse(self, obj: Object) -> Refusal | None:
+        try:
+            await self._writer.rehearse(path(obj), obj, self._owner.manager(obj))
+        except kube.ApiError as error:
+            if found := causes(error):
+                return Refusal(obj, found)
+            # Any other refusal is not the spec's fault; the write will meet it too.
+        self._rehearsed[key(obj)] = _digest_but_replicas(obj)
+        return None
+
+    # -- objects -----------------------------------------------------------------------------------
+
+    def _is_as_wanted(self, obj: Object, live: Object | None) -> bool:
+        k, owner = key(obj), self._owner
+        live = self._newest(k, live)
+        if live is None:
+            return False
+        fields = owned_fields(live, owner.manager(obj))
+        is_as_applied = self._applied.get(k) == (digest(obj), fields)
+        return is_as_applied and owner.applied_digest(live) == digest(obj)
+
+    async def _write(self, obj: Object, live: Object | None) -> str:
+        """Apply one object. Return what the API server refused, in words; empty when it was written."""
+        k, owner, meta = key(obj), self._owner, obj["metadata"]
+        live = self._newest(k, live)
+        annotations = {**(meta.get("annotations") or {}), owner.hash_annotation(obj): digest(obj)}
+        body = {**obj, "metadata": {**meta, "annotations": annotations}}
+        try:
+            made = await self._writer.apply(path(obj), k.kind, body, owner.manager(obj))
+        except kube.ApiError as error:
+            if error.status == 404 and "namespace" in error.message:
+                raise OSError(error.message) from error  # nothing else of this pool can be written either
+            if error.status == 409 and "resourceVersion" in meta:
+                return (
+                    ""  # planned from an older version; the watch will show the newer one and wake the pool
+                )
+            return f"{k.kind} {k.name}: {error.message}"
+        if live is None or made["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
+            log.info("applied kind=%s object=%s/%s", k.kind, k.namespace, k.name)
+            self._unseen[k] = made, self._clock()
+        self._applied[k] = digest(obj), owned_fields(made, owner.manager(obj))
+        return ""
+
+    def _newest(self, k: Key, live: Object | None) -> Object | None:
+        """What the watch shows, unless it has not come to what was written yet."""
+        if k not in self._unseen:
+            return live
+        written, at = self._unseen[k]
+        if live is None and self._clock() - at < WATCH_LAG_S:
+            return written
+        if live is not None and version(live) < version(written):
+            return written
+        del self._unseen[k]
+        return live
+
+    async def _remove(self, live: Object) -> str:
+        """Delete an object of the pool, or give up its part of a shared one. Return what the API server
+        refused, in words; empty otherwise."""
+        k, meta, owner = key(live), live["metadata"], self._owner
+        shares = is_shared(live) and owner.uid in owner_uids(live)
+        if "deletionTimestamp" in meta or not (shares or owner.controls(live)):
+            return ""
+        try:
+            if shares:
+                await self._leave(live)
+            else:
+                await self._writer.delete(path(live), k.kind, {"uid": meta["uid"]})
+        except kube.ApiError as error:
+            if error.status not in GONE_OR_REPLACED:
+                return f"{k.kind} {k.name}: {error.message}"
+        else:
+            log.info("pruned kind=%s object=%s/%s", k.kind, k.namespace, k.name)
+        for known in (self._applied, self._unseen, self._rehearsed):
+            known.pop(k, None)
+        return ""
+
+    async def _leave(self, live: Object) -> None:
+        """Remove this pool's owner reference from a shared object. The last owner deletes it."""
+        owner = self._owner
+        if owner_uids(live) != {owner.uid}:
+            # Applying an empty object removes the fields that only this pool's manager owns.
+            named = {part: live["metadata"][part] for part in ("name", "namespace", "uid")}
+            nothing = {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": named}
+            live = await self._writer.apply(path(live), live["kind"], nothing, owner.manager(live))
+        if owner_uids(live) <= {owner.uid}:
+            # Only this very version: another pool might own a newer one.
+            this = {part: live["metadata"][part] for part in ("uid", "resourceVersion")}
+            await self._writer.delete(path(live), live["kind"], this)
+
+    # -- the pool and its pods ---------------------------------------------------------------------
+
+    async def _scale(self, replicas: int) -> None:
+        """Write the pool's own replicas, once, when an autoscaler takes over. Raises ApiError."""
+        owner = self._owner
+        log.info("handed over to an autoscaler pool=%s/%s replicas=%d", owner.namespace, owner.name, replicas)
+        await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
+
+    async def _mark(self, mark: Mark) -> str:
+        """Annotate a pod through its status, so that the operator needs no right to change pods. Return what
+        the API server refused, in words; empty otherwise."""
+        body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
+        where = f"{collection('v1', self._owner.namespace, 'pods')}/{mark.pod}/status"
+        try:
+            await self._writer.merge(where, "Pod", body)
+        except kube.ApiError as error:
+            if error.status not in GONE_OR_REPLACED:
+                return f"Pod {mark.pod}: {error.message}"
+        return ""
+
+    async def write_status(self, old: Object, new: InferencePoolStatus) -> Object | None:
+        """Write the status where it differs, and return the pool as it is then stored. Return None when
+        nothing differs or the pool is gone. Raises NotLeaderError, ApiError and OSError."""
+        wanted = msgspec.json.decode(msgspec.json.encode(new))
+        if {name: value for name, value in wanted.items() if value is not None} == old:
+            return None
+        body = {"metadata": {"uid": self._owner.uid}, "status": wanted}
+        try:
+            return await self._writer.merge(f"{self._owner.path}/status", KIND, body)
+        except kube.ApiError as error:
+            if error.status not in GONE_OR_REPLACED:
+                raise
+            return None
+
+
+def _digest_but_replicas(obj: Object) -> str:
+    return digest({**obj, "spec": {name: value for name, value in obj["spec"].items() if name != "replicas"}})

@@ -1,0 +1,134 @@
+"""Copies of the watched objects, by the pool that they belong to. No I/O.
+
+Each change costs a look at the changed object only, and returns the pools that it concerns.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+
+from perilune_api import names
+from perilune_operator.kinds import KINDS
+from perilune_operator.observe import readers
+from perilune_operator.observe.facts import Key, NodeFacts, Object, ParentFacts, PoolName, Rival, key
+from perilune_operator.observe.routes import rivals
+
+Objects = Mapping[str, Object]
+"""A collection by namespace/name."""
+Concerned = set[PoolName] | None
+"""The pools that a change concerns; None: all of them."""
+
+
+class Copies:
+    """Everything that is watched."""
+
+    def __init__(self, is_own_write: Callable[[PoolName, Object], bool] = lambda pool, obj: False) -> None:
+        """`is_own_write`: the object is as the operator itself wrote it last, so the pool knows it."""
+        self._is_own_write = is_own_write
+        self._by_kind: dict[str, dict[str, Object]] = {}
+        """By kind, then by namespace/name."""
+        self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
+        """The same, by kind, then by pool."""
+        self._nodes: dict[str, NodeFacts] | None = None
+        self._pools: dict[PoolName, str] = {}
+        """The uid of each pool."""
+        self._parents: dict[str, ParentFacts] | None = None
+        """Gateways that routes may be attached to, by namespace/name."""
+        self._rivals: dict[PoolName, Rival] = {}
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def has_all(self, kinds: Collection[str]) -> bool:
+        """Whether nodes, the Gateways of routes, and these kinds have each been listed once."""
+        routed = "HTTPRoute" not in kinds or self._parents is not None
+        return self._nodes is not None and routed and self._by_kind.keys() >= set(kinds)
+
+    @property
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """The cluster's nodes, by name."""
+        return tuple(facts for _, facts in sorted((self._nodes or {}).items()))
+
+    def children(self, pool: PoolName) -> dict[Key, Object]:
+        """The pool's objects, and those that the pools of its namespace share; no pods."""
+        kinds = self._by_pool.keys() - {"Pod"}
+        owners = (pool, (pool[0], ""))
+        found = (self._by_pool[kind].get(name, {}) for kind in kinds for name in owners)
+        return {key(obj): obj for objects in found for obj in objects.values()}
+
+    def pods(self, pool: PoolName) -> list[Object]:
+        return list(self._by_pool.get("Pod", {}).get(pool, {}).values())
+
+    def parent(self, namespace: str, name: str) -> ParentFacts | None:
+        """A Gateway; None where Gateways are not watched."""
+        return None if self._parents is None else self._parents.get(f"{namespace}/{name}", ParentFacts())
+
+    def rival(self, pool: PoolName) -> Rival | None:
+        return self._rivals.get(pool)
+
+    # -- what changes ------------------------------------------------------------------------------
+
+    def take(self, kind: str, objects: Objects, changed: Collection[str]) -> Concerned:
+        """Take in children or pods. The first list of a kind concerns every pool."""
+        first = kind not in self._by_kind
+        known = self._by_kind.setdefault(kind, {})
+        concerned: set[PoolName] = set()
+        for name in changed:
+            concerned |= self._replace(kind, name, known.get(name), objects.get(name))
+        if kind == "HTTPRoute":
+            concerned |= self._compare_routes()
+        return None if first else concerned
+
+    def _replace(self, kind: str, name: str, old: Object | None, new: Object | None) -> set[PoolName]:
+        known, by_pool = self._by_kind[kind], self._by_pool.setdefault(kind, {})
+        concerned = set()
+        if old is not None:
+            del known[name], by_pool[_pool(old)][name]
+            if new is None or _pool(new) != _pool(old):
+                concerned.add(_pool(old))
+        if new is not None:
+            new["apiVersion"], new["kind"] = "v1" if kind == "Pod" else KINDS[kind].api, kind  # not in lists
+            known[name] = by_pool.setdefault(_pool(new), {})[name] = new
+            if not self._is_own_write(_pool(new), new) and not _has_only_other_owners(old, new):
+                concerned.add(_pool(new))
+        return concerned
+
+    def take_nodes(self, objects: Objects, changed: Collection[str]) -> bool:
+        """Return whether a fact about the nodes is another than before."""
+        before = self._nodes
+        self._nodes = {name: facts for name, facts in (before or {}).items() if name not in changed}
+        self._nodes |= {name: readers.node(objects[name]) for name in changed if name in objects}
+        return self._nodes != before
+
+    def take_pools(self, objects: Objects) -> dict[PoolName, str]:
+        """Return the pools that are gone, with the uids that they had. Another pool may have the name now."""
+        before, self._pools = self._pools, {}
+        for obj in objects.values():
+            meta = obj["metadata"]
+            self._pools[meta["namespace"], meta["name"]] = meta["uid"]
+        return {pool: uid for pool, uid in before.items() if self._pools.get(pool) != uid}
+
+    def take_parents(self, objects: Objects) -> bool:
+        """Take in the Gateways; return whether a fact about them is another than before."""
+        seen = {name: readers.parent(obj) for name, obj in objects.items()}
+        changed, self._parents = seen != self._parents, seen
+        self._compare_routes()
+        return changed
+
+    def _compare_routes(self) -> set[PoolName]:
+        """Return the pools that have another rival than before."""
+        seen = self._by_kind.get("HTTPRoute", {}).values()
+        routes = {_pool(route): route for route in seen if _pool(route)[1] == route["metadata"]["name"]}
+        gateways = {name: facts.given for name, facts in (self._parents or {}).items()}
+        before, self._rivals = self._rivals, rivals(routes, gateways)
+        pools = before.keys() | self._rivals.keys()
+        return {pool for pool in pools if before.get(pool) != self._rivals.get(pool)}
+
+
+def _pool(obj: Object) -> PoolName:
+    meta = obj["metadata"]
+    return meta.get("namespace", ""), (meta.get("labels") or {}).get(names.POOL_LABEL, "")
+
+
+def _has_only_other_owners(old: Object | None, new: Object) -> bool:
+    """A shared object of which neither spec nor status changed: at most a pool came to it or left it."""
+    if old is None or _pool(new)[1]:
+        return False
+    return all(old.get(part) == new.get(part) for part in ("spec", "status"))

@@ -1,0 +1,48 @@
+"""Which of the optional APIs (kinds.OPTIONAL) the cluster has."""
+
+import logging
+from collections import Counter
+
+from perilune_api import kube
+from perilune_operator.kinds import OPTIONAL, full_name
+
+log = logging.getLogger(__name__)
+
+GONE_AFTER = 3
+"""A kind counts as gone after it was missing so many times in a row. An API server that starts does not serve
+its CRDs for a while, and the operator prunes the objects of a kind that is gone."""
+
+
+class Discovery:
+    """Asks the API server and remembers the answer."""
+
+    def __init__(self, client: kube.Client) -> None:
+        self._client = client
+        self.kinds: frozenset[str] | None = None
+        """`group/Kind` of what the cluster has; None before the first answer."""
+        self._missed: Counter[str] = Counter()
+        """How many times in a row each known kind was missing."""
+
+    async def ask(self) -> bool:
+        """Return whether `kinds` has changed. A server that cannot answer changes nothing."""
+        found: set[str] = set()
+        for api, kinds in OPTIONAL.items():
+            try:
+                answer = await self._client.request("GET", f"/apis/{api}")
+            except kube.ApiError as error:
+                if error.status != 404:
+                    log.warning("discovery refused api=%s error=%s", api, error)
+                if error.status >= 500:
+                    return False
+                continue
+            except OSError as error:
+                log.warning("discovery failed api=%s error=%s", api, error)
+                return False
+            served = {resource["kind"] for resource in answer.get("resources") or ()}
+            found.update(full_name(kind) for kind in kinds if kind in served)
+        before = self.kinds or frozenset()
+        self._missed = Counter({kind: self._missed[kind] + 1 for kind in before - found})
+        found.update(kind for kind, times in self._missed.items() if times < GONE_AFTER)
+        changed = self.kinds is None or found != self.kinds
+        self.kinds = frozenset(found)
+        return changed

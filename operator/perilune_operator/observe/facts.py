@@ -1,0 +1,145 @@
+"""The facts about a pool and its surroundings, cut down to what a plan reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Object = dict[str, Any]
+"""A Kubernetes object as JSON."""
+PoolName = tuple[str, str]
+"""Namespace and name of a pool. An empty name stands for objects that the namespace's pools share."""
+
+MANAGER = "perilune-operator"
+"""The operator's field manager, and its value of the label MANAGED_BY."""
+MANAGED_BY = "app.kubernetes.io/managed-by"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The identity of an object in the cluster."""
+
+    kind: str
+    namespace: str
+    name: str
+
+
+def key(obj: Object) -> Key:
+    meta = obj["metadata"]
+    return Key(obj["kind"], meta.get("namespace", ""), meta["name"])
+
+
+def version(obj: Object) -> int:
+    """The resourceVersion; a later version of the same object is a greater number."""
+    return int(obj["metadata"]["resourceVersion"])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A node."""
+
+    name: str
+    labels: Mapping[str, str]
+    gpus: int = 0
+    ready: bool = True
+    leaving: bool = False
+    """The node is cordoned or about to be removed, so it takes no new pods."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodFacts:
+    """A pod of the pool."""
+
+    name: str
+    component: str
+    role: str
+    node: str
+    ready: bool
+    terminating: bool
+    uid: str = ""
+    created: str = ""
+    """RFC 3339."""
+    draining: str = ""
+    """The value of its draining mark; empty without one."""
+    drained_by: frozenset[str] = frozenset()
+    """Gateways that have answered this draining mark: they run nothing there any more."""
+    chosen: bool = False
+    """The pod carries the deletion cost by which a ReplicaSet removes it first."""
+    group: int = -1
+    """Index of its LeaderWorkerSet group; -1 for any other pod."""
+    trouble: str = ""
+    """Why the pod does not run, in Kubernetes' words; empty when it runs or no reason is known."""
+
+    @property
+    def serves(self) -> bool:
+        return self.ready and not self.terminating
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStats:
+    """What the pool's gateways report together."""
+
+    sessions: int
+    hit_ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A condition that another controller wrote on an object."""
+
+    status: str
+    reason: str
+    message: str
+    pending: bool
+    """The condition describes an earlier generation of the object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A listener of a Gateway: the host that it serves and the namespaces whose routes it takes."""
+
+    host: str = ""
+    """Empty: any host."""
+    namespaces: frozenset[str] | None = None
+    """None: all namespaces. A selector by labels that the operator cannot look up yields the empty set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParentFacts:
+    """The Gateway (gateway.networking.k8s.io) that a pool's route is attached to."""
+
+    exists: bool = False
+    programmed: Verdict | None = None
+    """None: no controller has reported yet."""
+    listeners: Mapping[str, Verdict] = field(default_factory=dict)
+    """Whether each listener is programmed, by name, as far as a controller has reported it."""
+    given: Mapping[str, Listener] = field(default_factory=dict)
+    """The listeners that speak HTTP, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """An older pool whose route already has requests that this pool's route claims."""
+
+    pool: PoolName
+    hosts: tuple[str, ...]
+    """Empty: any host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Everything that a plan may depend on besides the spec."""
+
+    uid: str
+    generation: int
+    status: Object = field(default_factory=dict)
+    """The pool's status as stored."""
+    nodes: tuple[NodeFacts, ...] = ()
+    pods: tuple[PodFacts, ...] = ()
+    children: Mapping[Key, Object] = field(default_factory=dict)
+    """The pool's objects, and those that it may share with other pools of its namespace."""
+    kinds: frozenset[str] = frozenset()
+    """`group/Kind` of the optional APIs that the cluster has."""
+    gateway: GatewayStats | None = None
+    parent: ParentFacts | None = None
+    """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
+    rival: Rival | None = None

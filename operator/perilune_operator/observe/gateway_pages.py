@@ -1,0 +1,73 @@
+"""What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status.
+
+They are read beside the rounds, so that no round waits for a gateway. A gateway that does not answer in time
+is left out.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterable, Sequence
+from math import inf, isfinite
+
+import aiohttp
+
+from perilune_api import names
+from perilune_operator.observe import readers
+from perilune_operator.observe.facts import GatewayStats, Object
+
+READ_S, FIRST_READ_S = 30.0, 5.0
+"""Time between two readings; the second applies until a gateway has answered."""
+TIMEOUT_S = 1.0
+
+_SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
+_HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
+
+
+def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
+    """Sum up metrics pages, of which one that was not answered is empty. None when none was answered."""
+    sessions = [number for page in pages if (number := _number(_SESSIONS, page)) is not None]
+    ratios = [number for page in pages if (number := _number(_HIT_RATIO, page)) is not None]
+    mean = sum(ratios) / len(ratios) if ratios else None
+    return GatewayStats(int(sum(sessions)), mean) if any(pages) else None
+
+
+def _number(sample: re.Pattern[str], page: str) -> float | None:
+    """None when the sample is missing or not a finite number."""
+    found = sample.search(page)
+    try:
+        number = float(found[1]) if found else inf
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
+
+
+class GatewayPages:
+    """Reads the pages. Close it after use."""
+
+    def __init__(self) -> None:
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
+        """Ask those of a pool's pods that are gateways and serve. None when none answered."""
+        addresses = [pod["status"].get("podIP", "") for pod in pods if _is_gateway(pod)]
+        return gateway_stats(await asyncio.gather(*(self._page(ip) for ip in addresses if ip)))
+
+    async def _page(self, ip: str) -> str:
+        """Empty when the gateway did not answer."""
+        if self._http is None:  # it needs a running loop
+            self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        host = f"[{ip}]" if ":" in ip else ip
+        try:
+            async with self._http.get(f"http://{host}:{names.ADMIN_PORT}/metrics") as answer:
+                return await answer.text(errors="replace")
+        except (OSError, aiohttp.ClientError):
+            return ""
+
+
+def _is_gateway(pod: Object) -> bool:
+    facts = readers.pod(pod)
+    return facts.component == "gateway" and facts.serves

@@ -1,0 +1,133 @@
+"""Kubernetes objects → facts. Pure: reads, never decides."""
+
+from collections.abc import Sequence
+
+from perilune_api import names
+from perilune_operator.observe.facts import Listener, NodeFacts, Object, ParentFacts, PodFacts, Verdict
+
+LEAVING_TAINTS = frozenset(
+    {
+        "ToBeDeletedByClusterAutoscaler",
+        "karpenter.sh/disrupted",
+        "node.cloudprovider.kubernetes.io/shutdown",
+        "cloud.google.com/impending-node-termination",
+        "aws-node-termination-handler/spot-itn",
+    }
+)
+"""Taints of nodes that are about to be removed. A cordon sets `unschedulable` instead."""
+CHOSEN_COST = "-1"
+"""Deletion cost of an engine that is to be removed; every other engine has 0."""
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""A label that every namespace carries."""
+
+
+def node(obj: Object) -> NodeFacts:
+    """Counts as GPUs what their vendors call so: nvidia.com/gpu, amd.com/gpu."""
+    allocatable = obj.get("status", {}).get("allocatable") or {}
+    gpus = sum(int(number) for name, number in allocatable.items() if name.endswith("/gpu"))
+    labels, spec = obj["metadata"].get("labels") or {}, obj.get("spec") or {}
+    taints = {taint.get("key") for taint in spec.get("taints") or ()}
+    leaving = bool(spec.get("unschedulable") or taints & LEAVING_TAINTS)
+    return NodeFacts(obj["metadata"]["name"], dict(labels), gpus, _holds(obj, "Ready"), leaving)
+
+
+def pod(obj: Object) -> PodFacts:
+    meta = obj["metadata"]
+    labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
+    answers = {
+        name.removeprefix(names.DRAINED): mark
+        for name, mark in annotations.items()
+        if name.startswith(names.DRAINED)
+    }
+    return PodFacts(
+        name=meta["name"],
+        component=labels.get(names.COMPONENT_LABEL, ""),
+        role=labels.get(names.ROLE_LABEL, ""),
+        node=obj.get("spec", {}).get("nodeName", ""),
+        ready=_holds(obj, "Ready"),
+        terminating="deletionTimestamp" in meta,
+        uid=meta.get("uid", ""),
+        created=meta.get("creationTimestamp", ""),
+        draining=draining,
+        drained_by=frozenset(name for name, mark in answers.items() if draining and mark == draining),
+        chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
+        group=int(group) if group.isdigit() else -1,
+        trouble=_trouble(obj.get("status") or {}),
+    )
+
+
+def _trouble(status: Object) -> str:
+    """Leaves out messages that change all the time, such as a back-off that counts its seconds."""
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
+    containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
+    for container in containers:
+        reason = (container.get("state", {}).get("waiting") or {}).get("reason", "")
+        if reason not in ("", "ContainerCreating", "PodInitializing"):
+            return f"{reason} ({container.get('image', '')})"
+    return ""
+
+
+def _holds(obj: Object, condition: str) -> bool:
+    conditions = obj.get("status", {}).get("conditions") or ()
+    return any(c["type"] == condition and c["status"] == "True" for c in conditions)
+
+
+def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) -> list[Verdict]:
+    """The conditions of these types. `generation` is the object's own; a condition that names no generation
+    counts as current."""
+    return [
+        Verdict(
+            c["status"],
+            c.get("reason", ""),
+            c.get("message", ""),
+            (c.get("observedGeneration") or generation) < generation,
+        )
+        for c in conditions or ()
+        if c["type"] in types
+    ]
+
+
+def parent(obj: Object) -> ParentFacts:
+    """Reads a Gateway."""
+    status, generation = obj.get("status") or {}, obj["metadata"].get("generation", 0)
+
+    def programmed(reported: Object) -> Verdict | None:
+        return next(iter(verdicts(reported.get("conditions"), generation, "Programmed")), None)
+
+    reported = {listener["name"]: programmed(listener) for listener in status.get("listeners") or ()}
+    listeners = (obj.get("spec") or {}).get("listeners") or ()
+    return ParentFacts(
+        True,
+        programmed(status),
+        {name: verdict for name, verdict in reported.items() if verdict is not None},
+        {
+            listener["name"]: _listener(listener, obj["metadata"].get("namespace", ""))
+            for listener in listeners
+            if listener.get("protocol") in ("HTTP", "HTTPS")
+        },
+    )
+
+
+def _listener(listener: Object, own_namespace: str) -> Listener:
+    allowed = (listener.get("allowedRoutes") or {}).get("namespaces") or {}
+    host: str = listener.get("hostname", "")
+    if allowed.get("from") == "All":
+        return Listener(host)
+    if allowed.get("from") != "Selector":
+        return Listener(host, frozenset({own_namespace}))
+    return Listener(host, _selected(allowed.get("selector") or {}))
+
+
+def _selected(selector: Object) -> frozenset[str] | None:
+    """The namespaces that a selector names; None: all. Labels other than the name cannot be looked up."""
+    labels, rules = selector.get("matchLabels") or {}, selector.get("matchExpressions") or ()
+    named = [{value} for label, value in labels.items() if label == NAMESPACE_NAME]
+    is_in = [rule for rule in rules if (rule["key"], rule["operator"]) == (NAMESPACE_NAME, "In")]
+    named += [set(rule.get("values") or ()) for rule in is_in]
+    if not labels and not rules:
+        return None
+    return frozenset(set.intersection(*named) if len(named) == len(labels) + len(rules) else ())
