@@ -1,4 +1,4 @@
-"""The command line of perilune-gateway: words → checked values. Reads no file but those of TLS."""
+"""Parses and checks the command line of perilune-gateway. Reads no files except those of TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from perilune_gateway.observe import decision_log, logs
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Leaves the process with status 2, and says why, where they are wrong."""
+    """The parsed arguments. For wrong ones it prints the reason and exits with status 2."""
     parser = argparse.ArgumentParser(
         prog="perilune-gateway",
         description="Picks an endpoint for each LLM request: an external processor (ext_proc) for Envoy.",
@@ -34,35 +34,38 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_address,
         default="127.0.0.1:9002",
         metavar="IP:PORT",
-        help="ext_proc and gRPC health (default %(default)s; port 0: any)",
+        help="address of ext_proc and gRPC health (default %(default)s; port 0 takes a free one)",
     )
     parser.add_argument(
         "--admin",
         type=_address,
         default="127.0.0.1:9003",
         metavar="IP:PORT",
-        help="metrics and explanations over HTTP; says session ids, so keep it private (default %(default)s)",
+        help="address of the HTTP pages with metrics and explained decisions. They show session ids, so"
+        " keep it private (default %(default)s)",
     )
     parser.add_argument(
         "--transport",
         type=Transport,
         choices=tuple(Transport),
         default=Transport.H2,
-        help="the server of ext_proc: h2, this project's own, at about a sixth of the CPU, or grpc, which is"
-        " gRPC's own; both do TLS (default %(default)s)",
+        help="the server of ext_proc: h2 is this project's own, with a quarter to a sixth of the CPU; grpc is"
+        " gRPC's. Both support TLS (default %(default)s)",
     )
     tls = parser.add_argument_group(
         "TLS towards Envoy",
-        "Without these options ext_proc is served in plain text. Files that change are read again for new"
-        " connections, so renewed certificates need no restart.",
+        "Without these options ext_proc is served in plain text. New connections use the files as they are"
+        " then, so renewed certificates need no restart.",
     )
     tls.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain of this gateway, PEM")
-    tls.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM, without password")
+    tls.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="private key of that certificate, PEM, not encrypted"
+    )
     tls.add_argument(
         "--tls-client-ca",
         type=Path,
         metavar="FILE",
-        help="CA certificates, PEM; then a client must present a certificate that one of them signed"
+        help="CA certificates, PEM; clients must present a certificate that one of them signed"
         " (default: any client may connect)",
     )
     parser.add_argument(
@@ -70,39 +73,42 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_seconds,
         default=0.0,
         metavar="S",
-        help="on SIGTERM, how long to go on serving while health says NOT_SERVING: two intervals of Envoy's"
-        " health checks and 1 s, its update_merge_window; in Kubernetes preStop does it (%(default)s)",
+        help="seconds to keep serving after SIGTERM while health answers NOT_SERVING: two intervals of"
+        " Envoy's health checks plus its update_merge_window of 1 s. In Kubernetes, a preStop hook does this"
+        " (default %(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="after that, how long running answers may take to end (default %(default)s)",
+        help="seconds that open streams then have to end (default %(default)s)",
     )
     parser.add_argument(
         "--conformance",
         action="store_true",
         help="honour the test header test-epp-endpoint-selection; never in production",
     )
-    parser.add_argument("--seed", type=int, help="dice of the policies, for repeatable runs")
-    log_file = parser.add_argument_group("decision log", "docs/decision-log.md; perilune whatif reads it")
+    parser.add_argument("--seed", type=int, help="seed of all random choices, for repeatable runs")
+    log_file = parser.add_argument_group(
+        "decision log", "See docs/decision-log.md. `perilune whatif` reads it."
+    )
     log_file.add_argument(
-        "--decision-log", type=Path, metavar="FILE", help="write every decision there, as JSON lines"
+        "--decision-log", type=Path, metavar="FILE", help="write every decision to this file, as JSON lines"
     )
     log_file.add_argument(
         "--decision-log-max-bytes",
         type=_whole,
         default=decision_log.MAX_BYTES,
         metavar="N",
-        help="a larger file is renamed FILE.1, the one before it FILE.2 … (default %(default)s)",
+        help="size at which the file is renamed FILE.1, an older one FILE.2, and so on (default %(default)s)",
     )
     log_file.add_argument(
         "--decision-log-keep",
         type=_whole,
         default=decision_log.KEEP,
         metavar="N",
-        help="how many of those stay (default %(default)s)",
+        help="number of renamed files to keep (default %(default)s)",
     )
     parser.add_argument(
         "--log-level",
@@ -139,13 +145,13 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0.0 <= seconds < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or more")
     return seconds
 
 
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

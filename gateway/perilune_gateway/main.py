@@ -1,8 +1,8 @@
-"""perilune-gateway: composition root. Settings → state → router → feeds → servers; signals and drain.
+"""perilune-gateway: the composition root. Settings → state → router → feeds → servers; signals and drain.
 
-Reading `Gateway.__init__` tells what the process is made of. `run` starts it, prints one ready line to
-standard output, waits for SIGTERM or SIGINT, and drains: health says NOT_SERVING while it goes on serving for
-a while (`--drain-seconds`), then running streams may end.
+`Gateway.__init__` creates and connects all parts of the process. `Gateway.run` starts them, prints one ready
+line to standard output, and waits for SIGTERM or SIGINT. Then it drains: for `--drain-seconds` it serves
+while health answers NOT_SERVING, then it refuses new streams and gives open ones `--grace-seconds` to end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.observe import logs
-from perilune_gateway.observe.admin import Admin, Sources
+from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
@@ -51,22 +51,22 @@ from perilune_gateway.state.pool_state import PoolState, index_blocks
 log = logging.getLogger(__name__)
 
 TOKENS_SHARE = 0.9
-"""Share of the time for a decision after which the tokenizer gives up. The rest is left for its estimate,
-which is better than routing by bytes."""
+"""Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
+The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
 
 
 class PoolSource(Protocol):
     """Where the pool comes from: a file or the Kubernetes API."""
 
     last_error: str
-    """Why the newest document is not in force; empty: it is."""
+    """Why the newest document is not in force; empty when it is."""
 
     def run(self, on_pool: Callable[[Pool], None]) -> Coroutine[None, None, None]:
-        """Hand over every new pool until cancelled; `on_pool` may raise SpecError."""
+        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
 
 
 class Gateway:
-    """Every part of one gateway, wired."""
+    """One gateway with all its parts."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class Gateway:
         seed: int | None = None,
         log_file: RotatedFile | None = None,
     ) -> None:
-        """Without `tls`, ext_proc is served in plain text; `log_file`, if given, gets every decision."""
+        """Without `tls`, ext_proc is served in plain text. Every decision is written to `log_file`, if
+        given."""
         spec = pool.spec
         clock = time.monotonic
         self._clock, self._rng = clock, Random(seed)
@@ -124,7 +125,7 @@ class Gateway:
         self.metrics.count_streams(self.service)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
         self.admin = Admin(
-            Sources(
+            AdminData(
                 registry,
                 decisions,
                 POLICIES,
@@ -141,7 +142,7 @@ class Gateway:
     async def run(
         self, listen: str, admin: str, grace_s: float, stop: asyncio.Event, drain_s: float = 0.0
     ) -> None:
-        """Serve until `stop` is set, then drain. Raises OSError when a port cannot be had."""
+        """Serves until `stop` is set, then drains. Raises OSError when it cannot listen on a port."""
         host, _, port = admin.rpartition(":")
         try:
             admin_port = await self.admin.start(host, int(port))
@@ -190,13 +191,13 @@ class Gateway:
         yield self._plan_moves()
 
     async def _plan_moves(self) -> None:
-        """The migration planner's pace."""
+        """Runs the migration planner at the interval of the pool document."""
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
             self.router.plan_moves()
 
     def on_pool(self, pool: Pool) -> None:
-        """The pool document changed. Raises SpecError for what a running gateway cannot change."""
+        """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
         now, new = self.router.pool.spec, pool.spec
         for field, here, there in (
             ("model", now.model, new.model),
@@ -218,18 +219,20 @@ class Gateway:
         self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """A scrape ended."""
+        """Records the result of a scrape; None when it failed."""
         self.state.fleet.metrics(address, metrics, now)
-        if metrics is None and self.state.fleet.get(address):  # else it has just left, and so have its series
+        if metrics is None and self.state.fleet.get(address):  # unless it has just left
             self.metrics.scrape_failed(address)
 
     def _least_busy(self) -> str:
-        """Whom to ask for tokens: a ready endpoint, the least busy."""
+        """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
+        ready."""
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
         return min(ready, key=lambda v: v.load.in_flight).endpoint.address if ready else ""
 
 
 async def serve(args: argparse.Namespace) -> None:
+    """Loads the pool and serves until SIGTERM or SIGINT, which also end the wait for a pool."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -267,20 +270,20 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a clean stop, 1 when a port or the API server cannot be had, 2 for a wrong call, a
-    wrong document, or a file that cannot be opened."""
+    """Returns the exit status: 0 after a clean stop, 1 when it cannot listen on a port or reach the API
+    server, 2 for wrong arguments, an invalid pool document, or a file that cannot be opened."""
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per counter, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the _created series
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))
     except SpecError as error:
         print(f"perilune-gateway: {args.pool or '/'.join(args.kubernetes)}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
-        print(f"perilune-gateway: {what}", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
+        print(f"perilune-gateway: {reason}", file=sys.stderr)
         return 2 if error.filename else 1
     return 0
 

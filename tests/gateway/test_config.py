@@ -5,12 +5,12 @@ import pytest
 from perilune_gateway.config import arguments
 
 WRONG = {
-    "--drain-seconds": ("is no number of seconds", ["-1", "nan", "inf", "soon", ""]),
-    "--grace-seconds": ("is no number of seconds", ["-1", "nan", "inf", "soon", ""]),
+    "--drain-seconds": ("is not a number of seconds", ["-1", "nan", "inf", "soon", ""]),
+    "--grace-seconds": ("is not a number of seconds", ["-1", "nan", "inf", "soon", ""]),
     "--listen": ("is not IP:PORT", ["", "9002", ":9002", "a:", "a:65536", "a:-1", "a:²", "a:" + "9" * 5000]),
     "--admin": ("is not IP:PORT", ["9003"]),
-    "--decision-log-max-bytes": ("is no whole number above 0", ["0", "1e6"]),
-    "--decision-log-keep": ("is no whole number above 0", ["0", "-1", "1.5", "²", ""]),
+    "--decision-log-max-bytes": ("is not a whole number above 0", ["0", "1e6"]),
+    "--decision-log-keep": ("is not a whole number above 0", ["0", "-1", "1.5", "²", ""]),
     "--log-level": ("Unknown log level", ["loud", "info,perilune_gateway="]),
 }
 

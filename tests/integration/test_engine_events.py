@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from perilune_api.pool import HashAlgorithm, Hashing
 from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -69,8 +69,8 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         assert engine.stdout
         line = (await asyncio.wait_for(engine.stdout.readline(), 30)).decode()
         said = dict(re.findall(r"(\w+)=(\S+)", line))
-        source = Source(ENGINE, 0, said["events"], said["replay"])
-        feed = asyncio.create_task(kv_feed.run(source, sink, time.time, context, counters, 10.0))
+        publisher = Publisher(ENGINE, 0, said["events"], said["replay"])
+        feed = asyncio.create_task(kv_feed.run(publisher, sink, time.time, context, counters, 10.0))
         dice = random.Random(1)
         kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]
         talks = [(kinds[n % 4], [dice.randrange(300) for _ in range(200)]) for n in range(12)]

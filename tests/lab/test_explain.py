@@ -14,7 +14,7 @@ from routing_objects import fleet, request, session
 from perilune_api.policies import PolicyParams
 from perilune_api.topology import Place
 from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome, Reason, Refusal, RefuseReason
-from perilune_gateway.observe.admin import Admin, Sources
+from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
 from perilune_gateway.policy import POLICIES
@@ -48,7 +48,7 @@ async def gateway(*records: DecisionRecord):
         number = decisions.add(record)
         if record.request_id == "r1":
             decisions.finish(number, Ending(Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752))
-    sources = Sources(
+    data = AdminData(
         registry=CollectorRegistry(),
         decisions=decisions,
         policies=POLICIES,
@@ -60,7 +60,7 @@ async def gateway(*records: DecisionRecord):
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
     )
-    admin = Admin(sources)
+    admin = Admin(data)
     port = await admin.start()
     try:
         yield f"http://127.0.0.1:{port}"

@@ -35,7 +35,9 @@ async def create(client: Client, namespace: str, body: Object) -> Object:
     return await client.request("POST", path(namespace), body, params={"fieldValidation": "Strict"})
 
 
-EXAMPLES = sorted(file.stem for file in (ROOT / "examples").glob("*.yaml") if file.stem not in ("pool", "gateway"))
+EXAMPLES = sorted(
+    file.stem for file in (ROOT / "examples").glob("*.yaml") if file.stem not in ("pool", "gateway")
+)
 """All InferencePools: `pool` is the document of a gateway without Kubernetes, `gateway` is a Gateway."""
 
 
@@ -63,7 +65,11 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
         pytest.param("spec", "How KV moves between engines", id="spec"),
         pytest.param("spec.routing", "Which endpoint gets a request", id="routing"),
         pytest.param("spec.routing.limits", "Refuse with 429", id="limits"),
-        pytest.param("spec.routing.policy.name", "sticky: the session's host, always.", id="every policy"),
+        pytest.param(
+            "spec.routing.policy.name",
+            "sticky: the endpoint that served the session first, always.",
+            id="every policy",
+        ),
         pytest.param("spec.topology.placement", "pack: near each other", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],

@@ -93,7 +93,7 @@ def read(raw: bytes) -> Envelope | None:
 def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
     headers: dict[str, str] = {}
     while at < end:
-        stop = at + 2 + raw[at + 1]  # of a short entry
+        stop = at + 2 + raw[at + 1]  # if the header is short; otherwise not in the cache
         header = _memo.get(raw[at:stop])
         if header is None:
             header, stop = _new_header(raw, at)
@@ -108,7 +108,7 @@ def _headers(raw: bytes, at: int, end: int) -> dict[str, str]:
 
 
 def _header(raw: bytes) -> tuple[str, str]:
-    """Name, in lower case, and value of a header."""
+    """Name in lower case and value of the header in these bytes."""
     size, start = (raw[1], 2) if raw[1] <= _LAST_SHORT else _size(raw, 1)
     at = start + size
     name = raw[start:at].decode().lower()

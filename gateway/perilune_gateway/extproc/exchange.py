@@ -1,32 +1,38 @@
-"""The conversation of one ext_proc stream, without I/O: messages in, effects out.
+"""The protocol of one ext_proc stream, without I/O: messages in, effects out.
 
 Rules:
 
-1.  One stream is one HTTP request. It begins with the request's headers (or, when another filter has answered
-    the client before us, with the response's), and it may end at any moment.
-2.  Not full duplex ("buffered"): every message gets exactly one answer, at once or after the tokens.
-    Request headers that suffice are answered with the pick, and Envoy is told to keep the body to itself;
-    otherwise it is told to send the body whole, and the pick answers that.
-3.  Full duplex: body and trailers are answered as we like. Until the pick nothing is answered, so the body is
-    held; then come the pick, the body in parts, the trailers. What comes after the pick is passed on at once.
-    The stream must never end early without an error: Envoy would forward an empty body and report success.
-4.  A request without body is decided on its headers.
-5.  A refusal answers the client and ends the request; what is still on its way is ignored.
-6.  A routed request holds a ticket; `closed` gives it back, exactly once, however the stream ends.
-7.  A message that does not fit raises ProtocolError and changes nothing; the driver then calls `fail`.
-    That breaks the call off (Envoy then fails open or closed, as configured), except in full duplex before
-    the pick, where the client gets a 500 from us.
+1.  One stream is one HTTP request. It begins with the request's headers, or with the response's when another
+    filter has answered the client before us. It may end at any moment.
+2.  Buffered mode: every message gets exactly one answer, at once or after the tokens. When the request's
+    headers suffice, they are answered with the pick, and Envoy is asked not to send the body. Otherwise Envoy
+    is asked to send the whole body, and the pick answers that.
+3.  Full duplex: body and trailers need no answer of their own. Nothing is answered before the pick, and the
+    body is kept; then follow the pick, the body in parts and the trailers. What comes after the pick is
+    passed on at once. The stream must never end early without an error, because Envoy would forward an empty
+    body and report success.
+4.  A request without a body is decided by its headers.
+5.  A refusal answers the client and ends the request; later messages are ignored.
+6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
+7.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
+    `fail`. That aborts the call (Envoy then fails open or closed, as configured), except in full duplex
+    before the pick, where the client gets a 500 from us.
 
-How a request ended. Envoy (1.40) ends every stream alike, whether the answer is complete, the client has
-gone or the endpoint broke off: it closes its half and resets at once, and which of both is seen first is
-chance. So only messages tell: no response headers → CANCELLED; status >= 500 → FAILED (an endpoint that dies
-before it answers shows as Envoy's own 503); a response whose body we see, but not its end → CANCELLED; all
-else → COMPLETED. An SSE stream cut in the middle is thus COMPLETED unless bodies are sent to us. That costs
-nothing where it matters, since the load is released at the moment it ends.
+The outcome of a request follows from its messages, because Envoy (1.40) ends every stream in the same way,
+whether the answer is complete, the client has gone or the endpoint failed: it half-closes the stream and
+resets it at once.
+
+- no response headers: CANCELLED
+- status >= 500: FAILED (for an endpoint that dies before it answers, Envoy itself sends 503)
+- a response whose body we see, but not its end: CANCELLED
+- all else: COMPLETED
+
+So an SSE stream that breaks off is COMPLETED unless Envoy sends us the response's body. Its load is released
+in any case when the stream ends.
 
 `python -m perilune_gateway.extproc.exchange` prints the table below as a Mermaid state diagram.
 
-Costs a few µs per message and, in full duplex, one copy of the body. Does not parse bodies, does not know
+Costs a few µs per message and, in full duplex, one copy of the body. Does not parse bodies, does not use
 protobuf, has no clock.
 """
 
@@ -71,11 +77,11 @@ from perilune_gateway.routing.router import Encode
 log = logging.getLogger(__name__)
 
 ECHO_BYTES = 62 * 1024
-"""A part of a body that is passed on: below the 64 KiB that a default HTTP/2 window or a gRPC peer takes."""
+"""Largest part of a body that is passed on, in bytes: less than HTTP/2's default window of 64 KiB."""
 
 
 class Router(Protocol):
-    """What decides. Synchronous; raises nothing but bugs."""
+    """The part of routing.router.Router that an exchange needs. Synchronous; only bugs raise exceptions."""
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody: ...
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode: ...
@@ -86,7 +92,7 @@ class Router(Protocol):
 
 
 class Send(Struct, frozen=True, gc=False):
-    """Tell Envoy."""
+    """Send this message to Envoy."""
 
     message: Outbound
 
@@ -107,17 +113,19 @@ Effect = Send | Wait | Abort
 
 
 class State(StrEnum):
+    """How far the request has come."""
+
     START = "start"
     BODY = "body"
-    """The headers do not suffice: the body is awaited, or being collected."""
+    """The headers do not suffice, and the body has not arrived completely."""
     TOKENS = "tokens"
-    """The body is here; its tokens are awaited."""
+    """The body has arrived; its tokens are awaited."""
     ROUTED = "routed"
-    """The pick is made; nobody has answered yet."""
+    """The pick is made; there is no response yet."""
     ANSWER = "answer"
-    """The client is being answered, by an endpoint or by Envoy itself."""
+    """An endpoint, or Envoy itself, answers the client."""
     REFUSED = "refused"
-    """The client was answered by us, or the call was broken off."""
+    """We answered the client, or the call was aborted."""
     CLOSED = "closed"
 
 
@@ -127,7 +135,7 @@ TOKENS: Literal["tokens"] = "tokens"
 
 
 class Tokenized(Struct, frozen=True, gc=False):
-    """What a Wait asked for."""
+    """The tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
 
     kind: ClassVar[Literal["tokens"]] = TOKENS
     tokens: Tokens | Refusal
@@ -155,8 +163,8 @@ TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
     (State.ANSWER, TOKENS): ("ignore", (State.ANSWER,)),
     **{(State.REFUSED, kind): ("ignore", (State.REFUSED,)) for kind in (*Kind, TOKENS)},
 }
-"""(state, event) → the step (a method of Exchange) and the states it may lead to. What is not here is not
-allowed. `fail` leads from every state but CLOSED to REFUSED, `closed` from every state to CLOSED."""
+"""(state, event) → the handler (a method of Exchange) and the states that may follow. Other pairs are not
+allowed. `fail` leads from every state except CLOSED to REFUSED, `closed` from every state to CLOSED."""
 
 UNSUPPORTED = frozenset({BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, BodyMode.GRPC})
 
@@ -167,7 +175,8 @@ ASK_BODY = Send(Continue(Kind.REQUEST_HEADERS, override=SEND_BODY))
 
 
 class Exchange:
-    """One stream. Feed it with `receive` and `tokens`, carry out the effects in order, end with `closed`."""
+    """One stream. Call `receive` and `tokens`, carry out the effects in order, and call `closed` at the
+    end."""
 
     __slots__ = (
         "_body_bytes", "_conformance", "_duplex", "_encode", "_head", "_max_body_bytes", "_parts",
@@ -192,25 +201,25 @@ class Exchange:
         self._response_body_seen = False
         self._response_ended = False
 
-    # The walker.
+    # Called by the stream.
 
     def receive(self, inbound: Inbound | Tokenized) -> list[Effect]:
-        """A message from Envoy. Raises ProtocolError where it does not fit."""
-        row = _STEPS.get((self.state, inbound.kind))
+        """Handles a message from Envoy. Raises ProtocolError for one that the state does not allow."""
+        row = _HANDLERS.get((self.state, inbound.kind))
         if row is None:
-            raise ProtocolError(f"{inbound.kind} does not fit in state {self.state}")
-        step, allowed = row
-        state, effects = step(self, inbound)
-        assert state in allowed, f"{step.__name__} led to {state}"
+            raise ProtocolError(f"{inbound.kind} is not allowed in state {self.state}")
+        handle, allowed = row
+        state, effects = handle(self, inbound)
+        assert state in allowed, f"{handle.__name__} led to {state}"
         self.state = state
         return effects
 
     def tokens(self, tokens: Tokens | Refusal, waited_s: float = 0.0) -> list[Effect]:
-        """What a Wait asked for; a Refusal when the prompt turned out to be wrong."""
+        """Handles the tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
         return self.receive(Tokenized(tokens, waited_s))
 
     def fail(self) -> list[Effect]:
-        """Something went wrong on our side of the stream, or the peer broke its protocol."""
+        """Ends the request after a bug of ours, or when Envoy violated the protocol."""
         if self.state is State.CLOSED:
             return []
         undecided = self.state in (State.START, State.BODY, State.TOKENS)
@@ -220,17 +229,19 @@ class Exchange:
         return [Abort("the gateway failed")]
 
     def closed(self) -> None:
-        """The stream has ended. Safe to call twice."""
+        """Reports the end of the request to the router. Safe to call twice."""
         self.state = State.CLOSED
         routed, self._routed = self._routed, None
         if routed is not None:
             self._router.finished(routed.ticket, self._outcome())
 
-    # The steps: event in, next state and effects out.
+    # The handlers: event in, next state and effects out.
 
     def _decide_head(self, event: RequestHeaders) -> _Next:
         if event.request_mode in UNSUPPORTED:
-            raise ProtocolError(f"body mode {event.request_mode}: want buffered or full_duplex_streamed")
+            raise ProtocolError(
+                f"body mode {event.request_mode} is not supported, only buffered and full_duplex_streamed are"
+            )
         self._head = head = event.head
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode = event.response_mode
@@ -250,7 +261,7 @@ class Exchange:
             return self._conclude(self._too_large(self._body_bytes))
         if self._duplex and not event.end_of_stream:
             return State.BODY, []
-        return self._decide_body()  # buffered bodies are whole, even where trailers follow
+        return self._decide_body()  # a buffered body is complete, even when trailers follow
 
     def _collect_trailers(self, event: Trailers) -> _Next:
         if not self._duplex:
@@ -291,7 +302,7 @@ class Exchange:
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS, headers))]
 
     def _unrouted(self, event: ResponseHeaders) -> _Next:
-        """Envoy or another filter answers by itself, or the body that we asked for was not sent."""
+        """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
         if event.status < 400 and self.state is State.BODY:
             log.warning("body_never_came path=%s: does the filter allow mode_override?", self._head.path)
@@ -300,12 +311,12 @@ class Exchange:
     def _ignore(self, event: object) -> _Next:
         return self.state, []
 
-    # What the steps share.
+    # Used by the handlers.
 
     def _conclude(self, verdict: Routed | Refusal | Encode) -> _Next:
         match verdict:
             case Routed():
-                self._routed, self._encode = verdict, None  # a stream may last long: keep no body
+                self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
                 changed = None if verdict.priority is None else with_priority(body, verdict.priority)
                 return State.ROUTED, self._pick(verdict.destinations, body, changed)
@@ -317,8 +328,8 @@ class Exchange:
                 return State.TOKENS, [Wait(verdict)]
 
     def _pick(self, destinations: tuple[str, ...], body: bytes, changed: bytes | None) -> list[Effect]:
-        """Answers what is still unanswered: headers; a buffered body; in full duplex all that was held.
-        `changed`: goes on in the body's place."""
+        """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
+        replaces the body."""
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
                 return [Send(Pick(Kind.REQUEST_HEADERS, destinations, KEEP_BODY))]
@@ -341,11 +352,11 @@ class Exchange:
         return [Send(Immediate(refusal.status, refusal.reason, body, refusal.retry_after_s))]
 
     def _too_large(self, size: int) -> Refusal:
-        message = f"request body of {size} bytes, at most {self._max_body_bytes} are taken"
+        message = f"the request body has {size} bytes, and at most {self._max_body_bytes} are accepted"
         return self._own(Refusal(RefuseReason.BODY_TOO_LARGE, message))
 
     def _own(self, refusal: Refusal) -> Refusal:
-        """The router did not refuse; it keeps the books all the same."""
+        """Reports a refusal that is not the router's to the router, which records it."""
         self._router.refused(self._head, refusal)
         return refusal
 
@@ -354,22 +365,23 @@ class Exchange:
             return Outcome.CANCELLED
         if self._response_status >= 500:
             return Outcome.FAILED
-        end_would_show = self._response_body_seen or (
-            self._duplex and self._response_mode is not BodyMode.NONE  # no override can have turned it off
+        end_is_visible = self._response_body_seen or (
+            self._duplex
+            and self._response_mode is not BodyMode.NONE  # in full duplex Envoy ignores overrides
         )
-        return Outcome.CANCELLED if end_would_show and not self._response_ended else Outcome.COMPLETED
+        return Outcome.CANCELLED if end_is_visible and not self._response_ended else Outcome.COMPLETED
 
 
 _Next = tuple[State, list[Effect]]
-_Step = Callable[[Exchange, Any], _Next]
-_STEPS: Mapping[tuple[State, Event], tuple[_Step, tuple[State, ...]]] = {
+_Handler = Callable[[Exchange, Any], _Next]
+_HANDLERS: Mapping[tuple[State, Event], tuple[_Handler, tuple[State, ...]]] = {
     key: (getattr(Exchange, f"_{name}"), allowed) for key, (name, allowed) in TABLE.items()
 }
-"""TABLE, with the steps themselves."""
+"""TABLE with the methods themselves."""
 
 
 def _echo(to: Kind, body: bytes, end_of_stream: bool) -> list[Effect]:
-    """The body in parts; an empty one is one empty part, since its end must be said."""
+    """The body in parts. An empty body is one empty part, because its end must be sent."""
     starts = range(0, len(body), ECHO_BYTES) or (0,)
     last = starts[-1]
     return [
@@ -380,13 +392,13 @@ def _echo(to: Kind, body: bytes, end_of_stream: bool) -> list[Effect]:
 def diagram() -> str:
     """The table as a Mermaid state diagram."""
     edges: dict[tuple[State, State], list[str]] = {}
-    for (state, event), (step, following) in TABLE.items():
+    for (state, event), (handler, following) in TABLE.items():
         for target in following:
-            edges.setdefault((state, target), []).append(f"{event} / {step}")
+            edges.setdefault((state, target), []).append(f"{event} / {handler}")
     lines = ["stateDiagram-v2", f"    [*] --> {State.START}"]
     for (state, target), labels in edges.items():
-        alike = "any message / ignore" if len(labels) == len(Kind) + 1 else " or ".join(labels)
-        lines.append(f"    {state} --> {target}: {alike}")
+        label = "any message / ignore" if len(labels) == len(Kind) + 1 else " or ".join(labels)
+        lines.append(f"    {state} --> {target}: {label}")
     lines.append(f"    {State.CLOSED} --> [*]")
     lines.append(f"    note right of {State.CLOSED}: reached from every state, gives the ticket back")
     lines.append(f"    note right of {State.REFUSED}: also reached by fail, from every state")

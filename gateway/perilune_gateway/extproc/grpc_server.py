@@ -1,22 +1,22 @@
-"""The gRPC server: Envoy's one method and gRPC health, by grpc.aio.
+"""Serves Envoy's one method and gRPC health with grpc.aio.
 
-Messages of a stream are handled in order. While its tokens are awaited, a stream reads nothing, but learns at
-once when Envoy has gone.
+Messages of a stream are handled in order. While its tokens are awaited, a stream reads nothing, but is
+cancelled as soon as Envoy resets it.
 
-Choices: messages are handled as bytes with the read/write API, which costs a third less than generated
-servicers; uvloop, where main installs it, saves another tenth. Pings from Envoy are welcome at any rate (the
-default policy would drop the connection). A taken port is an error: SO_REUSEPORT would not spread the load,
-because Envoy keeps one connection per worker.
+Messages are handled as bytes with the read/write API, which costs a third less than generated servicers;
+uvloop saves another tenth. Pings from Envoy are accepted at any rate, since the default policy would drop the
+connection. A port in use is an error: SO_REUSEPORT would not spread the load, because Envoy keeps one
+connection per worker.
 
-Stopping: gRPC refuses the calls that wait when it shuts down. A call that arrives at that very moment may be
-queued just after that and neither served nor refused; Envoy's request then waits for its message timeout.
-gRPC looks at that queue again whenever a connection closes, so the server opens a few connections to itself
-and closes them (`BYSTANDERS_S`). Envoy sends what is refused to another gateway if its retry policy has
-`cancelled` (perilune_lab.envoy). A server that asks for client certificates cannot connect to itself and
-stops without this.
+When gRPC shuts down it refuses the calls in its queue. A call that is queued at that moment may be neither
+served nor refused, and Envoy's request then waits for its message timeout. gRPC looks at the queue again
+whenever a connection closes, so the server opens a few connections to itself and closes them one after the
+other (`WAKE_S`). Envoy sends refused requests to another gateway if its retry policy has `cancelled`
+(perilune_lab.envoy). A server that requires client certificates cannot connect to itself and stops without
+this.
 
-Costs about 400 µs CPU per request with headers only, and 600 µs with a 130 KB body; two fifths of it are the
-kernel's, since every read and write passes from grpc's thread to ours.
+Costs about 400 µs of CPU per request with headers only, and 600 µs with a 130 KB body. Two fifths of it are
+spent in the kernel, since every read and write passes from gRPC's thread to that of the event loop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES, LIVENESS
 from perilune_gateway.extproc.exchange import Abort, Wait
-from perilune_gateway.extproc.service import MESSAGE_BYTES, Service, Step, Stream
+from perilune_gateway.extproc.service import MESSAGE_BYTES, Reply, Service, Stream
 from perilune_gateway.extproc.tls import Tls
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -44,10 +44,10 @@ OPTIONS = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
 )
-BYSTANDERS_S = (0.01, 0.1, 0.4)
-"""When our own connections to a server that stops are closed, each so long after the one before."""
+WAKE_S = (0.01, 0.1, 0.4)
+"""Seconds before each of our own connections to a stopping server is closed, after the previous one."""
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How an HTTP/2 client begins: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
+"""The first bytes of an HTTP/2 client: the preface and empty SETTINGS (RFC 9113, section 3.4)."""
 
 
 class GrpcServer:
@@ -57,7 +57,7 @@ class GrpcServer:
         self._service = service
         self._tls = tls
         self._health = health.aio.HealthServicer()
-        self._to_oneself = _trusting() if tls else None
+        self._client_tls = _unverified() if tls else None
         self._server: grpc.aio.Server | None = None
         self._address = ("", 0)
 
@@ -92,17 +92,17 @@ class GrpcServer:
         if self._server is None:
             return
         reachable = not (self._tls and self._tls.asks_for_client_certificates)
-        pauses_s = BYSTANDERS_S if grace_s and reachable else ()
-        bystanders = [await _bystander(*self._address, self._to_oneself) for _ in pauses_s]
+        pauses_s = WAKE_S if grace_s and reachable else ()
+        connections = [await _connection(*self._address, self._client_tls) for _ in pauses_s]
         stopping = asyncio.create_task(self._server.stop(grace_s))
-        for bystander, pause_s in zip(bystanders, pauses_s, strict=True):
+        for connection, pause_s in zip(connections, pauses_s, strict=True):
             await asyncio.wait((stopping,), timeout=pause_s)
-            if bystander is not None:
-                bystander.transport.abort()
+            if connection is not None:
+                connection.transport.abort()
         await stopping
 
     async def _process(self, _requests: Any, context: Context) -> None:
-        """One stream."""
+        """Serves one stream."""
         stream = self._service.open()
         try:
             while await _take(stream, context):
@@ -112,11 +112,12 @@ class GrpcServer:
 
 
 async def _take(stream: Stream, context: Context) -> bool:
-    """Handle one message. Returns False at the end of the stream.
+    """Handles one message. Returns False at the end of the stream.
 
-    This is a function, so that no body is held while the next message is awaited, which may take as long as
-    the answer. The read is shielded: gRPC cancels us when Envoy resets the stream, as it ends every stream,
-    and a cancelled read leaks 100 bytes (grpcio 1.85). The end of the call ends the read as well."""
+    This is a function of its own, so that no body stays in memory while the next message is awaited, which
+    may take as long as the answer. The read is shielded because Envoy ends every stream by a reset, gRPC then
+    cancels this task, and a cancelled read leaks 100 bytes (grpcio 1.85). The end of the call ends the read
+    too."""
     raw = await asyncio.shield(context.read())
     if not isinstance(raw, bytes):  # grpc.aio.EOF
         return False
@@ -124,10 +125,10 @@ async def _take(stream: Stream, context: Context) -> bool:
     return True
 
 
-async def _carry_out(stream: Stream, context: Context, step: Step) -> None:
-    for message in step.messages:
+async def _carry_out(stream: Stream, context: Context, reply: Reply) -> None:
+    for message in reply.messages:
         await context.write(message)
-    match step.then:
+    match reply.then:
         case Wait(encode):
             await _carry_out(stream, context, await stream.tokens(encode))
         case Abort(reason):
@@ -135,23 +136,23 @@ async def _carry_out(stream: Stream, context: Context, step: Step) -> None:
 
 
 def _reachable(host: str) -> str:
-    """The address at which a server that listens on `host` reaches itself."""
+    """The address at which a server that listens on `host` can connect to itself."""
     return {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
 
 
-async def _bystander(host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.StreamWriter | None:
-    """Open a connection that asks for nothing. Returns None where that fails."""
+async def _connection(host: str, port: int, tls: ssl.SSLContext | None) -> asyncio.StreamWriter | None:
+    """Opens a connection without a call. Returns None when that fails."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
             writer.write(GREETING)
-            await reader.read(1)  # the server's greeting, so it knows of the connection
+            await reader.read(1)  # the server's SETTINGS: it has accepted the connection
     except OSError:
         return None
     return writer
 
 
-def _trusting() -> ssl.SSLContext:
+def _unverified() -> ssl.SSLContext:
     """A client context without verification, because the server that it reaches is this process."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

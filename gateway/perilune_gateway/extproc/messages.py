@@ -1,8 +1,7 @@
-"""What one ext_proc stream says, as values: inbound from Envoy, outbound to Envoy.
+"""The messages of one ext_proc stream as values: inbound from Envoy, outbound to Envoy.
 
-`wire` turns Envoy's protobuf into inbound values and outbound values into protobuf; `exchange` knows only
-these. Frozen, no behaviour. Bodies are bytes, as they came. Structs, since several are made per message:
-they cost a third of dataclasses.
+`wire` converts them from and to protobuf; `exchange` uses only these values. They are msgspec Structs, which
+take a third of the time of dataclasses, because several are made for each message.
 """
 
 from enum import StrEnum
@@ -14,7 +13,7 @@ from perilune_gateway.model import RefuseReason, RequestHead
 
 
 class Kind(StrEnum):
-    """The six messages of a stream; an answer carries the kind of what it answers."""
+    """The six kinds of messages of a stream. An answer has the kind of the message that it answers."""
 
     REQUEST_HEADERS = "request_headers"
     REQUEST_BODY = "request_body"
@@ -25,7 +24,7 @@ class Kind(StrEnum):
 
 
 class BodyMode(StrEnum):
-    """How Envoy sends one direction's body; its names, in lower case."""
+    """How Envoy sends the body of one direction: Envoy's names in lower case."""
 
     NONE = "none"
     STREAMED = "streamed"
@@ -47,19 +46,19 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     status: int
     content_type: str = ""
     served: str = ""
-    """The endpoint that really answered; empty: Envoy did not say, or nobody did."""
+    """The endpoint that answered; empty when Envoy does not name one."""
     end_of_stream: bool = False
     response_mode: BodyMode | None = None
-    """Only where these headers open the stream, another filter having answered."""
+    """The mode of the response's body, in the first message of a stream; None in later messages."""
 
 
 class Body(Struct, frozen=True, gc=False):
-    """A part of a body, or all of it; `kind` is REQUEST_BODY or RESPONSE_BODY."""
+    """A part of a body, or a whole one. `kind` is REQUEST_BODY or RESPONSE_BODY."""
 
     kind: Kind
     chunk: bytes
     end_of_stream: bool = True
-    """Nothing follows: no further part, no trailers."""
+    """Whether nothing follows, neither another part nor trailers."""
 
 
 class Trailers(Struct, frozen=True, gc=False):
@@ -72,14 +71,14 @@ Inbound = RequestHeaders | ResponseHeaders | Body | Trailers
 
 
 class Override(Struct, frozen=True, gc=False):
-    """Asks Envoy to send other messages of this request than it is configured to. Only in an answer to
-    headers, ignored in full duplex and where the filter does not allow it."""
+    """Asks Envoy to send other messages of this request than it is configured to. It is allowed only in an
+    answer to headers. Envoy ignores it in full duplex, and when the filter does not allow overrides."""
 
     request_body: BodyMode
 
 
 class Continue(Struct, frozen=True, gc=False):
-    """Go on with the message as it is; `headers` are added to it."""
+    """Tells Envoy to continue with the message, to which `headers` are added."""
 
     to: Kind
     headers: tuple[tuple[str, str], ...] = ()
@@ -87,17 +86,18 @@ class Continue(Struct, frozen=True, gc=False):
 
 
 class Pick(Struct, frozen=True, gc=False):
-    """Go on, to these endpoints in this order. Answers the request's headers or its (buffered) body."""
+    """Routes the request to these endpoints, tried in this order. Answers the request's headers or its
+    buffered body."""
 
     to: Kind
     destinations: tuple[str, ...]
     override: Override | None = None
     body: bytes | None = None
-    """In place of the (buffered) body; None: that stays."""
+    """Replaces the buffered body; None keeps it."""
 
 
 class Echo(Struct, frozen=True, gc=False):
-    """Full duplex: a part of the body that goes on, as it came."""
+    """In full duplex, passes on a part of a body."""
 
     to: Kind
     chunk: bytes
@@ -105,12 +105,12 @@ class Echo(Struct, frozen=True, gc=False):
 
 
 class Immediate(Struct, frozen=True, gc=False):
-    """An answer to the client from us; the request goes nowhere."""
+    """Answers the client directly; the request reaches no endpoint."""
 
     status: int
     reason: RefuseReason
     body: bytes
-    """JSON, see openai.error_body."""
+    """JSON of `openai.error_body`."""
     retry_after_s: float = 0.0
 
 

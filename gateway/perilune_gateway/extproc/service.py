@@ -1,13 +1,14 @@
-"""What both servers share: one ext_proc stream as bytes in, bytes out.
+"""One ext_proc stream as bytes in, bytes out; both servers use it.
 
-For each message, `wire.decode` → `exchange.receive` → encoded effects: messages to send, and then perhaps to
-wait for tokens or to abort the call. The server carries these out and calls `closed` when the stream ends.
+Each message goes through `wire.decode` and `exchange.receive`. The result is a `Reply`: encoded messages to
+send, and then, if it says so, to wait for tokens or to abort the call. The server carries it out, and calls
+`closed` when the stream ends.
 
 Waiting for tokens ends in one of three ways. The tokens come; or they do not come within
 `limits.decision_seconds`, and the estimate from bytes is used; or the prompt is invalid, and the client gets
 a 400.
 
-Costs about 7 µs per message beside the router's work. Knows neither sockets nor HTTP/2.
+Costs about 7 µs per message besides the router's work. Does not depend on sockets or HTTP/2.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from perilune_gateway.routing.router import Encode
 log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 64 * 1024 * 1024
-"""The largest message that is taken or sent."""
+"""Size in bytes of the largest message that is accepted or sent."""
 
 
 class Closed(StrEnum):
-    """Why a server closed a connection while the gateway goes on. gRPC's own server does not tell."""
+    """Why the h2 server closed a connection. gRPC's own server does not report it."""
 
     TLS_FAILED = "tls_failed"
-    """No TLS, no HTTP/2 within it, or no certificate that we trust."""
+    """The peer speaks no TLS, offers no HTTP/2 within it, or has no trusted certificate."""
     HANDSHAKE_TIMEOUT = "handshake_timeout"
     PROTOCOL_ERROR = "protocol_error"
+    """The peer violated HTTP/2."""
     FLOOD = "flood"
-    """Beyond one of the limits on a connection."""
+    """The peer exceeded a limit on a connection."""
     NOT_READING = "not_reading"
-    """The peer does not take its answers."""
+    """The peer does not read its answers."""
     IDLE = "idle"
+    """No stream was open for `limits.IDLE_S`."""
 
 
 class Tokenizer(Protocol):
@@ -54,18 +57,17 @@ class Tokenizer(Protocol):
     async def encode(self, request: ParsedRequest) -> Tokens | Refusal: ...
 
 
-class Step(Struct, frozen=True, gc=False):
-    """Send `messages`, then do `then`; None means to await the next message."""
+class Reply(Struct, frozen=True, gc=False):
+    """Send `messages`, then carry out `then`; None means to await the next message."""
 
     messages: list[bytes]
     then: Wait | Abort | None
 
 
 class Service:
-    """What all streams of a gateway share.
+    """The settings and counters that all streams of a gateway share.
 
-    `limits` may be replaced at any time and applies to the next stream. The counters are for metrics and
-    tests.
+    `limits` may be replaced at any time; new streams use the new ones.
     """
 
     def __init__(
@@ -78,20 +80,20 @@ class Service:
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
     ) -> None:
-        """`bytes_per_token` serves the estimate that is used when tokens come too late. `default_mode` is the
-        body mode of an Envoy that does not tell its mode, see `wire`."""
+        """`bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the body mode of
+        an Envoy that does not send its mode, see `wire`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
         self.body_bytes_received = 0
-        """Bytes of request bodies; a request that is decided on its headers adds none."""
+        """Bytes of request bodies. A request that is decided by its headers adds none."""
         self.protocol_errors = 0
         self.failures = 0
-        """Exceptions while a message was handled, which are bugs of ours."""
+        """Number of exceptions other than ProtocolError, which are bugs of this gateway."""
         self.late_tokens = 0
-        """Requests routed by estimate because their tokens came too late."""
+        """Number of requests routed by an estimate because their tokens came too late."""
         self.connections_closed: dict[str, int] = dict.fromkeys(Closed, 0)
-        """Connections that a server closed on its own, by cause."""
+        """Number of connections that the h2 server closed, by cause."""
         self.router = router
         self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token
@@ -99,14 +101,14 @@ class Service:
         self.conformance = conformance
 
     def open(self) -> Stream:
-        """Begin a stream, which has to be closed."""
+        """Begins a stream. The caller must call its `closed`."""
         self.streams_total += 1
         self.streams_open += 1
         return Stream(self)
 
 
 class Stream:
-    """One call of Envoy's method. After a step that waits, call `tokens` or `closed` and nothing else."""
+    """One call of Envoy's method. After a reply with Wait, call `tokens` or `closed` and nothing else."""
 
     __slots__ = ("_exchange", "_service")
 
@@ -116,28 +118,28 @@ class Stream:
             service.router, max_body_bytes=service.limits.max_body_bytes, conformance=service.conformance
         )
 
-    def receive(self, raw: bytes) -> Step:
-        """Handle a message from Envoy. Raises nothing."""
+    def receive(self, raw: bytes) -> Reply:
+        """Handles a message from Envoy. Raises nothing."""
         service = self._service
         try:
             inbound = wire.decode(raw, service.default_mode)
             if isinstance(inbound, Body) and inbound.kind is Kind.REQUEST_BODY:
                 service.body_bytes_received += len(inbound.chunk)
-            return _step(self._exchange.receive(inbound))
+            return _reply(self._exchange.receive(inbound))
         except Exception as error:
             return self._failed(error)
 
-    async def tokens(self, encode: Encode) -> Step:
-        """Get the tokens that the last step waits for. Raises only CancelledError."""
+    async def tokens(self, encode: Encode) -> Reply:
+        """Gets the tokens that the last reply waits for. Raises only CancelledError."""
         started = time.perf_counter()
         try:
             tokens = await self._encode(encode)
-            return _step(self._exchange.tokens(tokens, time.perf_counter() - started))
+            return _reply(self._exchange.tokens(tokens, time.perf_counter() - started))
         except Exception as error:
             return self._failed(error)
 
     def closed(self) -> None:
-        """Give back what the stream holds; call it once, however the stream ended."""
+        """Ends the stream and its request. Call it exactly once, however the stream ended."""
         self._service.streams_open -= 1
         self._exchange.closed()
 
@@ -152,22 +154,22 @@ class Stream:
             count = max(1, round(encode.body_bytes / service.bytes_per_token))
             return Tokens(count, TokenSource.ESTIMATE)
 
-    def _failed(self, error: Exception) -> Step:
-        """End the stream because the peer broke the protocol or because of a bug of ours."""
+    def _failed(self, error: Exception) -> Reply:
+        """Ends the stream because Envoy violated the protocol or because of a bug of this gateway."""
         if isinstance(error, ProtocolError):
             self._service.protocol_errors += 1
             log.warning("protocol_error state=%s error=%s", self._exchange.state, error)
         else:
             self._service.failures += 1
             log.error("stream_failed state=%s", self._exchange.state, exc_info=error)
-        return _step(self._exchange.fail())
+        return _reply(self._exchange.fail())
 
 
-def _step(effects: list[Effect]) -> Step:
+def _reply(effects: list[Effect]) -> Reply:
     messages: list[bytes] = []
     for effect in effects:
         if isinstance(effect, Send):
             messages.append(wire.encode(effect.message))
         else:  # always the last effect
-            return Step(messages, effect)
-    return Step(messages, None)
+            return Reply(messages, effect)
+    return Reply(messages, None)

@@ -1,16 +1,17 @@
-"""TLS of both transports: certificates from files, which are read again when they change.
+"""TLS for both servers: certificates from files, which are read again when they change.
 
     --tls-cert, --tls-key, --tls-client-ca ─▶ Tls ─▶ context()           the h2 server, for each connection
-                                                  └▶ grpc_credentials()  gRPC, which asks for each connection
+                                                  └▶ grpc_credentials()  gRPC, for each connection
 
 1. At the start, the certificate and its key are read and must belong together; otherwise SpecError is raised.
 2. For each new connection, the files' inode, time and size are compared with those last seen, and changed
    files are read. A tool that renews certificates in place (cert-manager, a mounted Secret) therefore needs
-   no restart. Open connections keep the certificate that they began with.
-3. Files that cannot be read or do not belong together are logged once; the last good ones stay in use.
+   no restart. Open connections keep their certificate.
+3. When new files cannot be read or do not belong together, that is logged once and the last valid ones stay
+   in use.
 
 With a client CA, a peer must present a certificate that this CA signed. Without one, any peer may connect and
-the network decides who can (on Kubernetes a NetworkPolicy).
+only the network limits who can (on Kubernetes a NetworkPolicy).
 
 The cost is two or three `stat` calls per connection; Envoy keeps one connection per worker.
 """
@@ -29,12 +30,12 @@ import grpc
 from perilune_api.pool import SpecError
 
 log = logging.getLogger(__name__)
-_Stamp = tuple[tuple[int, int, int], ...]
+_FileStats = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One good set of files, in the forms that the two servers take."""
+    """A valid set of files, in the forms that the two servers need."""
 
     context: ssl.SSLContext
     for_grpc: grpc.ServerCertificateConfiguration
@@ -46,7 +47,7 @@ class Tls:
     def __init__(self, cert: Path, key: Path, client_ca: Path | None = None) -> None:
         """Raises SpecError if a file cannot be read, or if certificate and key do not belong together."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
-        self._seen = self._stamp()
+        self._seen = self._file_stats()
         self._loaded = self._load()
 
     @property
@@ -59,23 +60,23 @@ class Tls:
         return self._loaded.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Credentials with which gRPC asks for the current files at each new connection."""
+        """Credentials with which gRPC gets the current files for each new connection."""
         changed: Any = self._changed_for_grpc  # types-grpcio does not know that it may return None
         return grpc.dynamic_ssl_server_credentials(
             self._loaded.for_grpc, changed, require_client_authentication=self.asks_for_client_certificates
         )
 
     def _changed_for_grpc(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls this in a thread of its own. Returns None when nothing has changed."""
+        """The new files, or None when they have not changed. gRPC calls this in a thread of its own."""
         return self._loaded.for_grpc if self._refresh() else None
 
     def _refresh(self) -> bool:
-        """Read the files if they have changed. Returns whether new ones are in use; raises nothing."""
+        """Reads the files if they have changed. Returns whether new ones are in use; raises nothing."""
         try:
-            stamp = self._stamp()
-            if stamp == self._seen:
+            stats = self._file_stats()
+            if stats == self._seen:
                 return False
-            self._seen = stamp
+            self._seen = stats
             self._loaded = self._load()
         except SpecError as error:
             log.warning("certificate_kept error=%s", error)
@@ -83,7 +84,8 @@ class Tls:
         log.info("certificate_renewed file=%s", self._cert)
         return True
 
-    def _stamp(self) -> _Stamp:
+    def _file_stats(self) -> _FileStats:
+        """Inode, modification time in nanoseconds and size of each file. Raises SpecError."""
         files = [_stat(self._cert, "--tls-cert"), _stat(self._key, "--tls-key")]
         if self._client_ca is not None:
             files.append(_stat(self._client_ca, "--tls-client-ca"))
@@ -124,7 +126,7 @@ def _stat(file: Path, option: str) -> os.stat_result:
 
 
 def _no_password() -> str:
-    """Without this, OpenSSL would ask on the terminal."""
+    """Called for an encrypted key. Without it, OpenSSL would ask for the password on the terminal."""
     raise ValueError("the key is encrypted")
 
 

@@ -1,5 +1,4 @@
-"""Converts between Envoy's ext_proc messages and the values in `messages`. Only this file and the servers
-know protobuf.
+"""Converts between Envoy's ext_proc messages in protobuf and the values in `messages`.
 
 `decode` turns bytes into an inbound value. It reads what routing needs and skips the rest:
 
@@ -20,7 +19,7 @@ written as Envoy writes them are read by protobuf alone. Both ways give the same
 
 A message with headers takes about 4 µs instead of 10, a body 1 µs and one copy instead of two. In the
 benchmark of growing conversations that is 9 to 20 % of all CPU for requests decided by their headers, and up
-to 11 % for others (docs/benchmarks.md). Raises ProtocolError for what is no such message.
+to 11 % for others (docs/benchmarks.md). Raises ProtocolError for invalid messages.
 """
 
 import math
@@ -58,7 +57,7 @@ from perilune_gateway.extproc.messages import (
 from perilune_gateway.model import ProtocolError, RequestHead
 
 _MODE_NUMBERS: dict[BodyMode, pb.ProcessingMode.BodySendMode] = {
-    mode: pb.ProcessingMode.BodySendMode.Value(mode.name)  # type: ignore[misc]  # numbers, says the stub
+    mode: pb.ProcessingMode.BodySendMode.Value(mode.name)  # type: ignore[misc]  # the stub wants a literal
     for mode in BodyMode
 }
 _MODES: dict[int, BodyMode] = {number: mode for mode, number in _MODE_NUMBERS.items()}
@@ -71,17 +70,18 @@ class _Context(NamedTuple):
 
     subset: frozenset[str] | None
     modes: tuple[int, int] | None
-    """Body modes of request and response, as protobuf numbers; None when the message does not say them."""
+    """Body modes of request and response, as protobuf numbers; None when the message has none."""
     served: str
+    """The endpoint that served the request; empty when the message names none."""
 
 
 def decode(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbound:
-    """One ProcessingRequest. Raises ProtocolError."""
+    """Reads one ProcessingRequest. Raises ProtocolError."""
     found = envelope.read(raw)
     if found is None:
         return by_protobuf(raw, default_mode)
-    remembered = len(found.rest) <= MEMO_BYTES
-    context = (_context_of_bytes if remembered else _context_of_bytes.__wrapped__)(found.rest)
+    cached = len(found.rest) <= MEMO_BYTES
+    context = (_context_of_bytes if cached else _context_of_bytes.__wrapped__)(found.rest)
     if context is None:
         return by_protobuf(raw, default_mode)
     kind = found.kind
@@ -100,12 +100,13 @@ def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbou
         raise ProtocolError(f"not a ProcessingRequest: {error}") from None
     match message.WhichOneof("request"):
         case "request_headers":
-            told = message.request_headers
+            request = message.request_headers
             context = _context_of(message)
-            return _request_headers(_headers(told.headers), told.end_of_stream, context, default_mode)
+            return _request_headers(_headers(request.headers), request.end_of_stream, context, default_mode)
         case "response_headers":
-            told = message.response_headers
-            return _response_headers(_headers(told.headers), told.end_of_stream, _context_of(message))
+            response = message.response_headers
+            context = _context_of(message)
+            return _response_headers(_headers(response.headers), response.end_of_stream, context)
         case "request_body":
             return Body(Kind.REQUEST_BODY, message.request_body.body, message.request_body.end_of_stream)
         case "response_body":
@@ -113,7 +114,7 @@ def by_protobuf(raw: bytes, default_mode: BodyMode = BodyMode.BUFFERED) -> Inbou
         case "request_trailers" | "response_trailers" as kind:
             return Trailers(Kind(kind))
         case _:
-            raise ProtocolError("a ProcessingRequest without a message that is known here")
+            raise ProtocolError("a ProcessingRequest without a known message")
 
 
 def _request_headers(
@@ -159,8 +160,10 @@ def _context_of_bytes(rest: bytes) -> _Context | None:
 
 
 def _context_of(message: pb.ProcessingRequest) -> _Context:
-    told = message.protocol_config
-    modes = (told.request_body_mode, told.response_body_mode) if message.HasField("protocol_config") else None
+    modes = None
+    if message.HasField("protocol_config"):
+        config = message.protocol_config
+        modes = config.request_body_mode, config.response_body_mode
     return _Context(_subset(message.metadata_context), modes, _served(message))
 
 
@@ -203,7 +206,8 @@ def _served(message: pb.ProcessingRequest) -> str:
 
 
 def encode(outbound: Outbound) -> bytes:
-    """One ProcessingResponse. Answers without a body are cached, since there are few different ones."""
+    """Writes one ProcessingResponse. Answers without a body are cached, since there are few different
+    ones."""
     match outbound:
         case Continue() | Pick(body=None):
             return _encode_again(outbound)
@@ -223,10 +227,10 @@ def _encode(outbound: Outbound) -> bytes:
             _override(message, override)
         case Pick(to, destinations, override, body):
             value = ",".join(destinations)
-            told = [(DESTINATION_HEADER, value)]
-            if body is not None:  # Envoy refuses a new body whose length the headers do not tell
-                told.append(("content-length", str(len(body))))
-            common = _answer(message, to, told)
+            changed = [(DESTINATION_HEADER, value)]
+            if body is not None:  # Envoy refuses a new body of another length than the header has
+                changed.append(("content-length", str(len(body))))
+            common = _answer(message, to, changed)
             common.clear_route_cache = True
             metadata = message.dynamic_metadata.fields[DESTINATION_NAMESPACE].struct_value
             metadata.fields[DESTINATION_HEADER].string_value = value

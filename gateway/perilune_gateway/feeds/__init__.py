@@ -1,8 +1,9 @@
-"""What the gateway hears of beside requests, and from whom.
+"""What the gateway observes beside requests.
 
-the pool document     pool_file (a file), kubernetes (the API server, and the pool's pods)
-engines' caches       kv_feed, of one engine (kv_events reads its messages, kv_sequence finds what is
-                      missing, turn_budget leaves time for requests) ─▶ pool_events, of all of the pool
+the pool document     pool_file (a file), kubernetes (the API server and the pool's pods)
+engines' KV caches    kv_feed follows one publisher (kv_events decodes its messages, kv_sequence finds missing
+                      ones, turn_budget leaves time for requests); pool_events runs the feeds of the pool
 engines' load         engine_metrics
-and to the operator   drained: the only one that tells something
+
+`drained` goes the other way: it reports drained engines to the operator.
 """

@@ -1,11 +1,15 @@
-"""Tells the operator that a draining engine has nothing of ours any more, so that it need not wait longer.
+"""Tells the operator that this gateway no longer uses a draining engine, so that it need not wait longer.
 
-Every CHECK_S, for each pod that carries names.DRAINING and has no answer of this gateway to that very mark:
-idle (nothing in flight there, no session heard of for SILENT_S) ─▶ annotate it with names.DRAINED + our name.
-An answer is final: a session that comes back later still finds its host, until the pod goes.
+Every CHECK_S, for each pod with the annotation names.DRAINING that this gateway has not yet answered:
 
-Each gateway speaks for itself; the operator waits for all. Written through the pod's status: the Role needs
-`patch` of pods/status only, which cannot change what a pod runs. Costs nothing while no engine drains.
+    no request in flight there, no session bound there used for SILENT_S ─▶ annotate names.DRAINED + our name
+
+The annotation repeats the value of names.DRAINING, so that a later drain of the same pod is answered anew. It
+is final: a session that returns later is still routed to its host until the pod is gone.
+
+Each gateway answers for itself, and the operator waits for all of them. The annotation is written through the
+pod's status, so the Role needs `patch` of pods/status only, which cannot change what a pod runs. Costs
+nothing while no engine drains.
 """
 
 import asyncio
@@ -23,18 +27,21 @@ log = logging.getLogger(__name__)
 Object = dict[str, Any]
 CHECK_S = 1.0
 SILENT_S = 60.0
-"""A session that has been silent for so long is taken to have left: p90 of an agent's pauses is 44 s."""
+"""Seconds without a request after which a session counts as ended. 90 % of an agent's pauses are shorter than
+44 s."""
 
 
 def is_idle(fleet: Fleet, sessions: Sessions, address: str, now: float) -> bool:
-    """Nothing of ours runs there, and no session that is bound there has been heard of lately."""
+    """Whether this gateway has no request in flight there, and no session bound there that was used
+    lately."""
     running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.address == address)
     latest = sessions.at(address, 1, now)
     return not any(running) and all(now - session.seen_at > SILENT_S for session in latest)
 
 
 def answers(pods: Iterable[Object], gateway: str, is_idle: Callable[[str], bool]) -> list[tuple[str, Object]]:
-    """(pod's name, patch) of every answer that is due. A pod that is no endpoint has nothing of ours."""
+    """Returns (pod's name, patch) for every draining pod that is idle and not yet answered. A pod without an
+    address is idle."""
     key, due = names.DRAINED + gateway, []
     for pod in pods:
         meta = pod["metadata"]
@@ -49,9 +56,10 @@ def answers(pods: Iterable[Object], gateway: str, is_idle: Callable[[str], bool]
 
 
 async def run(pool: KubernetesPool, gateway: str, is_idle: Callable[[str], bool]) -> None:
-    """Answer until cancelled. `gateway`: our pod's name. `is_idle`: of an endpoint's address."""
+    """Annotates idle pods until cancelled. `gateway` is our pod's name; `is_idle` takes an endpoint's
+    address."""
     failing: set[str] = set()
-    """Pods that could not be told of; said once."""
+    """Pods whose annotation failed. The log names each once."""
     while True:
         due = answers(pool.pods, gateway, is_idle)
         failing &= {name for name, _ in due}
@@ -59,7 +67,7 @@ async def run(pool: KubernetesPool, gateway: str, is_idle: Callable[[str], bool]
             where = f"/api/v1/namespaces/{pool.namespace}/pods/{name}/status"
             try:
                 await pool.client.request("PATCH", where, patch, content_type=kube.MERGE)
-            except (OSError, kube.ApiError) as error:  # tried again; the operator's patience has an end
+            except (OSError, kube.ApiError) as error:  # the next round tries again
                 if name not in failing:
                     log.warning("drained pod not annotated pod=%s error=%s", name, error)
                 failing.add(name)

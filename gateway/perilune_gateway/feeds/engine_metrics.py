@@ -1,17 +1,17 @@
-"""What engines say of themselves: a parser for the few series that routing needs, and the feed that scrapes.
+"""Scrapes engines' Prometheus metrics and parses the few series that routing needs.
 
 vLLM's exposition is about 100 KB, most of it histogram buckets; prometheus_client's parser takes some 10 ms
-for it, on the loop that routes. `parse` looks for the needed names only, with `bytes.find`, and sums over the
-`engine` label (one value per data-parallel rank):
+for it, on the event loop that routes. `parse` looks for the needed names only, with `bytes.find`, and sums
+over the `engine` label (one value per data-parallel rank):
 
 1. find `\\n<name>` from the start of the text; the next byte must be `{`, a space or a tab;
 2. with labels: the value starts after the closing brace, found with quotes and escapes respected;
 3. read the number up to the next blank or line end.
 
 The feed scrapes all endpoints at an interval that grows with their number, each at its own moment inside the
-interval, so neither the gateway nor the network sees a burst. An endpoint that does not answer is told to the
-sink as None once per failed scrape; the log says it once when it starts and once when it ends.
-Series names and labels: vLLM, `vllm/v1/metrics/loggers.py`.
+interval, so neither the gateway nor the network sees a burst. For each failed scrape the sink gets None; the
+log has one line when an endpoint's scrapes begin to fail and one when they succeed again.
+Series names and labels come from vLLM, `vllm/v1/metrics/loggers.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from perilune_gateway.model import EngineMetrics
 log = logging.getLogger(__name__)
 
 SCRAPES_PER_S = 50.0
-"""All endpoints together. One costs the loop 0.9 ms, of which parsing is 0.2: some 4 % of a core at most."""
+"""Scrapes per second of all endpoints together. One takes the event loop 0.9 ms, 0.2 ms of it for parsing, so
+all take about 4 % of a core at most."""
 MIN_INTERVAL_S = 1.0
 MAX_INTERVAL_S = 10.0
 TIMEOUT_S = 2.0
@@ -37,11 +38,11 @@ MAX_BYTES = 8 * 1024 * 1024
 
 
 Sink = Callable[[str, EngineMetrics | None, float], None]
-"""(address, metrics or None when it could not be read, now in monotonic seconds)."""
+"""Called with (address, metrics or None when the scrape failed, now in monotonic seconds)."""
 
 
 def parse(text: bytes) -> EngineMetrics:
-    """Read a text exposition. What is missing or unreadable counts as 0: fewer series are no error."""
+    """Reads a text exposition. Missing or unreadable series count as 0 and are no error."""
     text = b"\n" + text  # so that every series starts after a line end
     usage = _values(text, b"vllm:kv_cache_usage_perc")
     block_size = gpu_blocks = 0
@@ -60,7 +61,7 @@ def parse(text: bytes) -> EngineMetrics:
 
 
 def _values(text: bytes, name: bytes) -> list[float]:
-    """Values of every series called `name`, but those that are no finite number from 0 on."""
+    """Values of every series called `name`, without those that are negative or not finite."""
     values = []
     for _, number in _series(text, name):
         try:
@@ -73,7 +74,7 @@ def _values(text: bytes, name: bytes) -> list[float]:
 
 
 def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
-    """(labels without braces, number) of every line of `name`; lines cut short are left out."""
+    """(labels without braces, number) of every line of `name`; truncated lines are left out."""
     found = []
     needle = b"\n" + name
     at = text.find(needle)
@@ -93,7 +94,7 @@ def _series(text: bytes, name: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-# What matched is never tried another way (`*+`), so that a line takes its length, whatever stands in it.
+# Possessive quantifiers (`*+`) never backtrack, so that any line takes time linear in its length.
 _QUOTED = rb'"((?:[^"\\]|\\.)*+)"'
 _LABEL_SET = re.compile(rb'\{((?:[^"}]*+%b)*+[^"}]*+)\}' % _QUOTED.replace(b"((?:", b"(?:(?:"))
 _LABEL = re.compile(rb"[\s,]*+([A-Za-z_][A-Za-z0-9_]*+)\s*+=\s*+" + _QUOTED)
@@ -127,9 +128,9 @@ async def run(
 ) -> None:
     """Scrape `http://<address>/metrics` of every endpoint until cancelled.
 
-    `addresses` and `block_size` (what the pool says; 0: unchecked) are asked again each time, so both may
-    change. Every endpoint has a task of its own: a slow one delays only itself. What the sink raises is a
-    bug and ends the feed.
+    `addresses` and `block_size` (the pool's; 0: do not compare) are called again each time, so both may
+    change. Every endpoint has a task of its own, so a slow one delays only itself. An exception of the sink
+    is a bug and ends the feed.
     """
     watches: dict[str, asyncio.Task[None]] = {}
 
@@ -153,7 +154,8 @@ _HEADERS = {"Accept": "text/plain", "Accept-Encoding": "identity"}
 
 
 class _Watch:
-    """One endpoint's loop, and what was last said in the log about it."""
+    """Scrapes one endpoint. Remembers what was last logged about it, so that the log does not repeat
+    itself."""
 
     def __init__(
         self, address: str, sink: Sink, clock: Callable[[], float], block_size: Callable[[], int]
@@ -168,7 +170,8 @@ class _Watch:
     async def run(
         self, session: aiohttp.ClientSession, rng: Random, period: Callable[[], float], timeout_s: float
     ) -> None:
-        """A large fleet's first scrapes are spread too; a small one's come at once."""
+        """Scrapes until cancelled. The first scrapes of a large fleet are spread too; those of a small one
+        come at once."""
         await asyncio.sleep(rng.uniform(0.0, max(0.0, period() - MIN_INTERVAL_S)))
         while True:
             try:
@@ -204,8 +207,9 @@ class _Watch:
 
 
 async def _fetch(session: aiohttp.ClientSession, address: str, timeout_s: float) -> bytes:
-    """Raises TimeoutError, aiohttp.ClientError (also for another status than 200, or an endless body). An
-    engine does not choose whom the gateway asks: redirections are not followed."""
+    """Raises TimeoutError, or aiohttp.ClientError, also for another status than 200 and for a body that is
+    too long. Redirections are not followed, since an engine must not choose which server the gateway
+    calls."""
     body, url = bytearray(), f"http://{address}/metrics"
     async with asyncio.timeout(timeout_s), session.get(url, allow_redirects=False) as response:
         if response.status != 200:

@@ -1,23 +1,24 @@
-"""The pool from the Kubernetes API: the operator's ConfigMap, and the pool's pods as endpoints.
+"""Reads the pool from the Kubernetes API: the operator's ConfigMap, and the pool's pods as endpoints.
 
     ConfigMap NAME-gateway, key pool.yaml ─▶ model, engine, routing, topology ─┐
     pods labelled perilune.dev/pool=NAME ──▶ started and not terminating ──────┴▶ Pool ─▶ on_pool
 
-Both are watched, so a change is in force as soon as the API server says it; a mounted ConfigMap would lag by
-up to a minute. A pod leaves the moment that its deletion is asked for: Envoy obeys a pick of a terminating
-pod. One that is not ready for a while keeps its KV cache, so it stays known and is not chosen. While the API
-server is away the last pool stays. A document that cannot be taken (a bad one, or a change that needs a
-restart) leaves the old one in force, with the pods of now.
+Both are watched, so a change takes effect as soon as the API server reports it; a mounted ConfigMap would lag
+by up to a minute. A pod leaves the pool as soon as its deletion is requested, because Envoy would send
+requests to a terminating pod that we pick. A pod that is not ready keeps its KV cache, so it stays in the
+pool and is not chosen. While the API server cannot be reached, the last pool stays in force. A document that
+is invalid, or that changes what a running gateway cannot change, leaves the old document in force, with the
+current pods.
 
-Nobody at all is worse than somebody doubtful:
-- When most of those that have started are not ready, all are chosen from: rather than that, whoever says so
-  is cut off. (A control plane that comes back late holds every node for lost and every pod for unready.) An
-  engine that is really dead is found so by the first connection that fails.
-- When all are terminating, those that are still ready are chosen from, as kube-proxy does: until another has
-  started, they answer while they drain.
+Two rules keep the pool from becoming empty by mistake:
+- When more than half of the started pods are not ready, all count as ready. It is likelier that the control
+  plane is wrong: after an outage it takes every node for lost and every pod for unready. The first failed
+  connection shows an engine that is really dead.
+- When all pods are terminating, those that are still ready are used, as kube-proxy does. They serve while
+  they drain, until another has started.
 
-Needs a Role: get, list, watch of that ConfigMap and of the namespace's pods. It writes nothing; what the
-operator is told of draining pods, drained.py writes.
+Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing; drained.py
+writes the annotations of draining pods.
 """
 
 import asyncio
@@ -34,11 +35,11 @@ log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 FIRST_S = 0.5
-"""Pause before the ConfigMap is asked for again, while it is not there yet."""
+"""Seconds between requests for the ConfigMap while it does not exist yet."""
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
-    """None: it has no address, or has not started."""
+    """The endpoint of a pod; None for a pod that has no address or has not started."""
     meta, status = pod["metadata"], pod.get("status", {})
     ip = status.get("podIP", "")
     ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
@@ -60,15 +61,15 @@ def endpoint(pod: Object) -> EndpointSpec | None:
 
 
 def _port(text: str) -> int:
-    """0: it is none; whoever may annotate pods may write anything there."""
+    """The port in an annotation; 0 for anything that is no port."""
     known = text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_535
     return int(text) if known else 0
 
 
 def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
-    """The document with these pods as its endpoints; nodes that it does not know are far from everything. Of
-    two pods with one address (that of their node) a ready one counts."""
-    by_address = {e.address: e for e in sorted(_chosen_from(pods), key=lambda e: e.ready)}
+    """The document with these pods as its endpoints. Nodes that its topology does not list are far from
+    everything. Of two pods with the same address (that of their node) a ready one is preferred."""
+    by_address = {e.address: e for e in sorted(_usable(pods), key=lambda e: e.ready)}
     endpoints = tuple(by_address[address] for address in sorted(by_address))
     topology = document.spec.topology
     nodes = {**{e.node: NodePlace() for e in endpoints if e.node}, **topology.nodes}
@@ -80,7 +81,8 @@ def with_pods(document: Pool, pods: Sequence[Object]) -> Pool:
     return msgspec.structs.replace(document, spec=spec)
 
 
-def _chosen_from(pods: Sequence[Object]) -> list[EndpointSpec]:
+def _usable(pods: Sequence[Object]) -> list[EndpointSpec]:
+    """Endpoints of started pods, by the two rules of the module's header."""
     staying = [e for pod in pods if not _is_leaving(pod) and (e := endpoint(pod))]
     if 2 * sum(e.ready for e in staying) < len(staying):
         return [msgspec.structs.replace(e, ready=True) for e in staying]
@@ -92,25 +94,25 @@ def _is_leaving(pod: Object) -> bool:
 
 
 class KubernetesPool:
-    """What the API server says of one pool, and what of it is in force."""
+    """Watches one pool and keeps the version of it that is in force."""
 
     def __init__(self, client: kube.Client, namespace: str, name: str) -> None:
         self.client = client
         self.namespace = namespace
         self.name = name
         self.last_error = ""
-        """Why the newest document is not in force; empty: it is."""
+        """Why the newest document is not in force; empty when it is."""
         self.current: Pool | None = None
         self._text = ""
         self._document: Pool | None = None
-        """The newest document that could be read."""
+        """The newest valid document."""
         self._accepted: Pool | None = None
         """The document in force."""
         self.pods: list[Object] = []
-        """All of the pool's engines, as the API server says."""
+        """All engine pods of the pool, as the API server reported them last."""
 
     async def first(self) -> Pool:
-        """Wait for the ConfigMap; the pool as it stands. Raises SpecError for a bad document."""
+        """Waits for the ConfigMap and returns the pool. Raises SpecError for an invalid document."""
         while True:
             try:
                 found = await self.client.request("GET", self._config_maps, params=self._named)
@@ -127,7 +129,7 @@ class KubernetesPool:
             await asyncio.sleep(FIRST_S)
 
     async def run(self, on_pool: Callable[[Pool], None]) -> None:
-        """Hand every new pool to `on_pool` until cancelled; it may raise SpecError."""
+        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
 
         def documents(found: dict[str, Object], _: Collection[str]) -> None:
             self.document(next((o.get("data", {}).get(names.POOL_DOCUMENT, "") for o in found.values()), ""))
@@ -142,7 +144,8 @@ class KubernetesPool:
             tasks.create_task(kube.follow(self.client, self._pods_path, pods, self._selected))
 
     def document(self, text: str) -> None:
-        """The ConfigMap says this now; without one, the old document stays."""
+        """Reads a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old
+        document stays."""
         if not text or text == self._text:
             return
         self._text = text
@@ -152,7 +155,7 @@ class KubernetesPool:
             self._refuse(str(error))
 
     def offer(self, on_pool: Callable[[Pool], None]) -> None:
-        """Have the newest document with the pods of now, else the old document with them."""
+        """Applies the newest document with the current pods; if it is refused, the old document with them."""
         if self._document is not None and self._document != self._accepted:
             if self._take(on_pool, self._document):
                 self._accepted, self.last_error = self._document, ""

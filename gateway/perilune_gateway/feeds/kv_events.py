@@ -1,15 +1,17 @@
-"""vLLM's KV events: one message's bytes → which blocks an engine's cache gained and lost.
+"""Decodes vLLM's KV events: the bytes of a message → which blocks an engine's cache gained and lost.
 
-Wire (vLLM 0.15 to 0.33), live: multipart `[topic, seq u64 big-endian, payload]`; replayed: DEALER sends
-`[b"", start u64]`, answers are `[b"", topic, seq, payload]` (no topic before 0.26), the end is seq ff×8.
-Payload = msgpack `[ts, [event, …], dp_rank]`; events are maps since 0.24, arrays before. Hashes are the low
-64 bits of the digest, or all its bytes.
+Messages of vLLM 0.15 to 0.33:
+
+- live: multipart `[topic, seq u64 big-endian, payload]`;
+- replayed: a DEALER sends `[b"", start u64]`; the answers are `[b"", topic, seq, payload]`, without the topic
+  before 0.26, and the last one has seq ff×8;
+- payload: msgpack `[ts, [event, …], dp_rank]`. Events are maps since 0.24, arrays before. Hashes are the low
+  64 bits of the digest, or all its bytes.
 
     frames ─▶ live_frames, replay_frames ─▶ seq, payload ─▶ decode ─▶ Batch of BlockStored, BlockRemoved, …
 
-Pure. Costs about 3 µs per event. Whatever the bytes, a value or a ProtocolError. Does not: know which
-messages are missing (kv_sequence.py), read sockets (kv_feed.py), know what a block is good for
-(state/engine_blocks.py).
+Pure. Costs about 3 µs per event. Any bytes give a value or a ProtocolError. kv_sequence.py finds missing
+messages, kv_feed.py reads sockets, and state/engine_blocks.py decides what a block means for routing.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from perilune_gateway.model.kv_events import (
 )
 
 MAX_NESTING = 16
-"""Of a block's extra keys; engines nest three deep."""
+"""Largest nesting depth of a block's extra keys; engines use three levels."""
 END = b"\xff" * 8
-"""Where a replay's last answer has its sequence number."""
+"""The sequence number of a replay's last answer."""
 
 
 class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
@@ -76,14 +78,14 @@ _TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 
 def decode(payload: bytes) -> Batch:
-    """One message's payload, in either encoding. Unknown event types are counted, unknown fields ignored.
-    Raises ProtocolError for anything else."""
+    """Decodes one message's payload, in either encoding. Unknown event types are counted, unknown fields
+    ignored. Raises ProtocolError for anything else."""
     try:
         raw = _payload.decode(payload)
         decoded = [_event(event) for event in raw.events]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from None
-    if not isfinite(raw.ts):  # no later message would be younger
+    if not isfinite(raw.ts):  # no message could be recognised as published later
         raise ProtocolError(f"not a batch of KV events: published at {raw.ts}")
     events = tuple(event for event in decoded if event is not None)
     if any(isinstance(e, BlockStored) and e.extra_keys and _is_deep(e.extra_keys) for e in events):
@@ -92,7 +94,7 @@ def decode(payload: bytes) -> Batch:
 
 
 def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
-    """Whoever hashes keys follows them down, so there is an end."""
+    """Whether a value is nested too deep; hashing the keys is recursive."""
     if isinstance(value, dict):
         value = (*value, *value.values())
     if not isinstance(value, list | tuple):
@@ -101,7 +103,7 @@ def _is_deep(value: Any, levels: int = MAX_NESTING) -> bool:
 
 
 def _event(raw: msgspec.Raw) -> Event | None:
-    """None: a type that is not known here."""
+    """None for an event of an unknown type."""
     first = memoryview(raw)[0]
     is_map = first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
     try:
@@ -139,8 +141,8 @@ def live_frames(frames: list[bytes]) -> tuple[int, bytes]:
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes | None]:
-    """(sequence number, payload) of one answer, with or without a topic; payload None: the end.
-    Raises ProtocolError."""
+    """(sequence number, payload) of one answer, with or without a topic. The payload is None at the end of
+    the replay. Raises ProtocolError."""
     if not 3 <= len(frames) <= 4 or frames[0] != b"" or len(frames[-2]) != 8:
         raise ProtocolError("not a replayed KV event message")
     if frames[-2] == END:

@@ -1,21 +1,20 @@
-"""Follows what one engine (one data-parallel rank of it) announces of its cache, over ZMQ, and hands it on.
+"""Follows the KV events that one engine publishes over ZMQ, for one data-parallel rank.
 
-`run`, a task for each `Source`:
+`run` is a task for each `Publisher`:
 
-1. subscribe, then ask the replay address for everything from 0 on, to catch up with what was announced
-   before we came;
-2. each message is of its turn, old, or tells of a gap or a restart (kv_sequence.py). The next one is applied,
-   an old one left out; a restarted engine has forgotten its cache: reset, begin anew;
-3. a gap is asked from the replay address. If it comes, it is applied as if nothing had been. If not (no
-   address, no answer, buffer too short), what the gap said is lost: reset, apply what there is;
-4. the question of step 3 is asked after each reconnection too, so that an engine that restarts and then idles
-   is not credited with what it held before;
-5. a message that cannot be read may have removed anything: reset, go on with the next.
+1. Subscribe, then request a replay of everything from message 0 on, to catch up with earlier messages.
+2. Each message is the next one, old, or shows a gap or a restart (kv_sequence.py). The next one is applied,
+   an old one skipped. After a restart the engine's cache is empty, so its blocks are reset.
+3. For a gap, request a replay of the missing messages and apply them. When that fails (no replay address, no
+   answer, or the engine keeps fewer messages), the rank's blocks are reset and later messages applied.
+4. After each reconnection request the same replay, so that an engine that restarted and then idles is not
+   credited with the blocks of its old process.
+5. A message that cannot be read may have removed any block, so the rank's blocks are reset.
 
-Costs about 3 µs per event, within a budget for each turn of the event loop (turn_budget.py); a replay is held
-whole until it is known to continue. Does not: know what a block is good for; hold anything else but the
-sequence number; bound a message's length (to ZMQ who sends a longer one is gone for good). Events leave an
-engine with its next step, so an idle one looks stale; nothing can be done about that here.
+Costs about 3 µs per event, within a budget for each turn of the event loop (turn_budget.py). A replay is kept
+in memory until it is known to continue what was applied. The length of a message is not limited, because ZMQ
+disconnects a peer for good that sends a longer one. An engine publishes events with its next scheduler step,
+so those of an idle engine arrive late. state/engine_blocks.py decides what a block means for routing.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds.kv_events import decode, live_frames, replay_frames
-from perilune_gateway.feeds.kv_sequence import Replayed, SequenceTracker, Step, judge
+from perilune_gateway.feeds.kv_sequence import Order, Replayed, SequenceTracker, judge
 from perilune_gateway.feeds.turn_budget import TurnBudget
 from perilune_gateway.model import ProtocolError
 from perilune_gateway.model.kv_events import Batch
@@ -42,24 +41,24 @@ from perilune_gateway.model.kv_events import Batch
 log = logging.getLogger(__name__)
 
 RECEIVE_HWM = 100_000
-"""Messages that may wait here; ZMQ drops what is above, which is then a gap."""
+"""Number of messages that ZMQ queues; it drops further ones, which shows as a gap."""
 REPLAY_TIMEOUT_S = 2.0
-"""For each message of a replay. The publisher answers within 0.1 s."""
+"""Seconds to wait for each message of a replay. Publishers answer within 0.1 s."""
 REPLAYED_MESSAGES = 100_000
-"""In one replay at most; vLLM keeps 10,000 by default."""
+"""Maximum number of messages in one replay; vLLM keeps 10,000 by default."""
 _YIELD_EVERY = 32
-"""Replayed messages that are applied before others may run."""
+"""Number of replayed messages that are applied before other tasks may run."""
 
 
-class Source(NamedTuple):
-    """What is followed."""
+class Publisher(NamedTuple):
+    """The addresses at which one rank of an engine publishes its KV events."""
 
     endpoint: str
     rank: int
     events: str
-    """ZMQ address of the publisher."""
+    """ZMQ address of the live events."""
     replay: str = ""
-    """Of its replay socket; empty: it has none."""
+    """ZMQ address of the replay socket; empty when there is none."""
 
 
 class ResetCause(StrEnum):
@@ -71,41 +70,42 @@ class ResetCause(StrEnum):
     MALFORMED = "malformed"
     """A message could not be read."""
     UNFOLLOWED = "unfollowed"
-    """Nobody listens any more: the pool names it no more, or the feed has failed."""
+    """The feed has ended, because the pool no longer lists the publisher or because the feed failed."""
 
 
 class Sink(Protocol):
-    """Where events go."""
+    """Receives what a feed reads."""
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
-        """`lag_s`: received − published; NaN for a replayed batch."""
+        """Applies a batch. `lag_s` is the seconds from its publication to its receipt; NaN for a replayed
+        one."""
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
-        """Forget what this rank holds."""
+        """Forgets all blocks of this rank."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """One feed in numbers, for metrics."""
+    """Counts of one feed, for metrics."""
 
     connected: bool = False
-    """The publisher has shaken hands and has not gone since."""
+    """Whether the ZMQ connection to the publisher is up."""
     lag_s: float = nan
-    """Of the last live batch."""
+    """Seconds from publication to receipt of the last live batch."""
     batches: int = 0
     gaps: int = 0
     replayed: int = 0
     rebuilds: int = 0
-    """Gaps that could not be filled."""
+    """Number of gaps that could not be filled."""
     restarts: int = 0
     old: int = 0
     malformed: int = 0
     unknown: int = 0
-    """Events of types that this version does not know."""
+    """Number of events of unknown types."""
 
 
 async def run(
-    source: Source,
+    publisher: Publisher,
     sink: Sink,
     clock: Callable[[], float],
     context: zmq.asyncio.Context,
@@ -113,9 +113,9 @@ async def run(
     replay_timeout_s: float = REPLAY_TIMEOUT_S,
     budget: TurnBudget | None = None,
 ) -> None:
-    """Feed `sink` until cancelled. `clock` is wall-clock time, for the lag. Raises SpecError when an address
-    is none."""
-    feed = _Feed(source, sink, clock, context, counters or Counters(), replay_timeout_s)
+    """Feeds `sink` until cancelled. `clock` is wall-clock time, for the lag. Raises SpecError for an invalid
+    address."""
+    feed = _Feed(publisher, sink, clock, context, counters or Counters(), replay_timeout_s)
     socket = _socket(context, zmq.SUB)
     socket.set(zmq.RECONNECT_IVL, 100)
     socket.set(zmq.RECONNECT_IVL_MAX, 5_000)
@@ -124,7 +124,7 @@ async def run(
     socket.subscribe(b"")
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
     try:
-        _connect(socket, source.events, source.endpoint)
+        _connect(socket, publisher.events, publisher.endpoint)
         answered = await feed.catch_up()
         await feed.follow(socket, monitor, budget or TurnBudget(), behind=not answered)
     finally:
@@ -145,46 +145,46 @@ def _connect(socket: zmq.asyncio.Socket, url: str, endpoint: str) -> None:
     try:
         socket.connect(url)
     except zmq.ZMQError as error:
-        raise SpecError(f"{url!r} of {endpoint} is no ZMQ address: {error}") from None
+        raise SpecError(f"{url!r} of {endpoint} is not a ZMQ address: {error}") from None
 
 
 class _Feed:
-    """One rank's feed; the steps of the module's header."""
+    """The feed of one rank, by the steps of the module's header."""
 
     def __init__(
         self,
-        source: Source,
+        publisher: Publisher,
         sink: Sink,
         clock: Callable[[], float],
         context: zmq.asyncio.Context,
         counters: Counters,
         replay_timeout_s: float,
     ) -> None:
-        self._source = source
-        self._endpoint, self._rank = source.endpoint, source.rank
+        self._publisher = publisher
+        self._endpoint, self._rank = publisher.endpoint, publisher.rank
         self._sink = sink
         self._clock = clock
         self._context = context
         self._counters = counters
         self._replay_timeout_s = replay_timeout_s
         self._tracker = SequenceTracker()
-        self._holds = False
-        """Something was applied since the last reset."""
-        self._told = False
-        """That messages cannot be read; until one can."""
+        self._has_blocks = False
+        """Whether a batch was applied since the last reset."""
+        self._logged_unreadable = False
+        """Whether the log already says that messages cannot be read. Cleared by the next readable one."""
 
     async def follow(
         self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, budget: TurnBudget, *, behind: bool
     ) -> None:
-        """Live messages as they come; `behind`: catch up when the publisher shakes hands."""
+        """Applies live messages until cancelled. `behind`: catch up when the publisher connects."""
         poller = zmq.asyncio.Poller()
         poller.register(monitor, zmq.POLLIN)
         poller.register(socket, zmq.POLLIN)
         while True:
             for ready, _ in await poller.poll():
                 if ready is monitor:
-                    happened = parse_monitor_message(await monitor.recv_multipart())["event"]
-                    self._counters.connected = happened != zmq.EVENT_DISCONNECTED
+                    event = parse_monitor_message(await monitor.recv_multipart())["event"]
+                    self._counters.connected = event != zmq.EVENT_DISCONNECTED
                     if not self._counters.connected:
                         behind = True
                     elif behind:
@@ -198,8 +198,8 @@ class _Feed:
             await asyncio.sleep(0)
 
     async def catch_up(self) -> bool:
-        """Ask for what was missed, by the same process or a new one, and apply it. False: no answer."""
-        if not self._source.replay:
+        """Requests a replay of what was missed and applies it. Returns False when there is no answer."""
+        if not self._publisher.replay:
             return False
         replayed = await self._replay(max(self._tracker.expected - 1, 0))
         if replayed is None:
@@ -225,23 +225,24 @@ class _Feed:
             seq, payload = live_frames(frames)
             batch = decode(payload)
         except ProtocolError as error:
-            self._not_read(seq, error)
+            self._unreadable(seq, error)
             return
-        step = self._tracker.step(seq, batch.published_s)
-        if step is Step.RESTART:
+        order = self._tracker.order(seq, batch.published_s)
+        if order is Order.RESTART:
             self._restarted()
-            step = self._tracker.step(seq, batch.published_s)
-        if step is Step.GAP:
+            order = self._tracker.order(seq, batch.published_s)
+        if order is Order.GAP:
             await self._gap(seq)
-            step = self._tracker.step(seq, batch.published_s)
-        if step is Step.OLD:
+            order = self._tracker.order(seq, batch.published_s)
+        if order is Order.OLD:
             self._counters.old += 1
             return
         self._counters.lag_s = received_s - batch.published_s
         self._apply(seq, batch, self._counters.lag_s)
 
     async def _gap(self, seq: int) -> None:
-        """Messages before `seq` are missing (nothing is lost where we just came)."""
+        """Requests the messages missing before `seq`. When they are lost the rank is reset, unless nothing
+        was applied yet."""
         first, fresh = self._tracker.expected, self._tracker.fresh
         if not fresh:
             self._counters.gaps += 1
@@ -257,14 +258,15 @@ class _Feed:
             self._rebuild()
 
     async def _replay(self, first: int) -> list[tuple[int, Batch]] | None:
-        """Everything from `first` on that the publisher still has; None: it does not answer."""
+        """Everything from `first` on that the publisher still has; None when it does not answer."""
         socket = _socket(self._context, zmq.DEALER)
         replayed: list[tuple[int, Batch]] = []
         try:
-            _connect(socket, self._source.replay, self._endpoint)
+            _connect(socket, self._publisher.replay, self._endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             while True:
-                async with asyncio.timeout(self._replay_timeout_s):  # not wait_for: 3.11's may lose a cancel
+                # Not wait_for: that of Python 3.11 may lose a cancellation.
+                async with asyncio.timeout(self._replay_timeout_s):
                     frames = await socket.recv_multipart()
                 seq, payload = replay_frames(frames)
                 if payload is None:
@@ -273,12 +275,12 @@ class _Feed:
                     raise ProtocolError(f"a replay that does not end, at message {seq}")
                 replayed.append((seq, decode(payload)))
         except TimeoutError:
-            log.warning("No replay of KV events endpoint=%s rank=%d", self._endpoint, self._rank)
+            log.warning("KV event replay not answered endpoint=%s rank=%d", self._endpoint, self._rank)
             return None
         except ProtocolError as error:
             self._counters.malformed += 1
             log.warning(
-                "Unreadable replay of KV events endpoint=%s rank=%d error=%s",
+                "KV event replay cannot be read endpoint=%s rank=%d error=%s",
                 self._endpoint,
                 self._rank,
                 error,
@@ -288,7 +290,7 @@ class _Feed:
             socket.close(linger=0)
 
     def _apply(self, seq: int, batch: Batch, lag_s: float) -> None:
-        self._holds, self._told = True, False
+        self._has_blocks, self._logged_unreadable = True, False
         self._counters.batches += 1
         self._counters.unknown += batch.unknown
         self._tracker.applied(seq, batch.published_s)
@@ -302,23 +304,24 @@ class _Feed:
         self._counters.rebuilds += 1
         self._reset(ResetCause.LOST)
 
-    def _not_read(self, seq: int | None, error: ProtocolError) -> None:
-        """Whatever it said is lost, and asking again would bring the same. (An engine of another make says so
-        with every step: it is told once.) `seq` None: if it had a number, the next message tells of a gap."""
+    def _unreadable(self, seq: int | None, error: ProtocolError) -> None:
+        """Resets the rank, because the events of an unreadable message are lost; a replay would bring the
+        same bytes. Logs only the first of several in a row. When `seq` is None, the next message shows a
+        gap."""
         self._counters.malformed += 1
-        if not self._told:
+        if not self._logged_unreadable:
             log.warning(
                 "KV events cannot be read endpoint=%s rank=%d error=%s", self._endpoint, self._rank, error
             )
-        self._told = True
+        self._logged_unreadable = True
         if seq is None:
             return
         published_s = self._tracker.published_s
-        if self._holds:
+        if self._has_blocks:
             self._reset(ResetCause.MALFORMED)
         self._tracker.applied(seq, published_s)
 
     def _reset(self, cause: ResetCause) -> None:
-        self._holds = False
+        self._has_blocks = False
         self._tracker.forget()
         self._sink.reset(self._endpoint, self._rank, cause)

@@ -1,14 +1,14 @@
-"""Which of an engine's KV messages is missing, repeated, or of a new process: told from its sequence numbers.
+"""Finds missing and repeated KV messages, and restarts of an engine, from sequence numbers.
 
-1. An engine counts its messages from 0 in each process: the number after the last one applied continues.
-2. A higher one says that messages are missing before it.
-3. A lower one is a repetition, or, if it was published later than the last one, of a restarted engine.
-4. A replay is asked for from one message before the missing ones. If that one is not the one that was
-   applied, the engine has restarted unseen; if the replay begins later, what is missing is lost.
+1. An engine numbers its messages from 0 in each process. The number after the last applied one is the next.
+2. A higher number means that messages before it are missing.
+3. A lower number is a repetition or, if it was published later than the last one, from a restarted engine.
+4. A replay is requested from one message before the missing ones. If that message is not the one that was
+   applied, the engine has restarted; if the replay begins later, the missing messages are lost.
 
-Times are the engine's own clock's. One that was set back makes a restarted engine's messages look old, until
-a replay is asked for. Pure but for `applied` and `forget`. Does not: read messages, ask for replays
-(kv_feed.py).
+Publication times are those of the engine's clock. After that clock was set back, messages of a restarted
+engine look old until a replay is requested. Pure, except `applied` and `forget`. kv_feed.py reads messages
+and requests replays.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from enum import StrEnum
 from math import nan
 
 
-class Step(StrEnum):
-    """What to do with a message."""
+class Order(StrEnum):
+    """How a message relates to the last applied one."""
 
-    APPLY = "apply"
+    NEXT = "next"
     GAP = "gap"
     """Messages from `SequenceTracker.expected` on are missing before it."""
     RESTART = "restart"
-    """It is of a new engine process."""
+    """It comes from a new engine process."""
     OLD = "old"
+    """It was applied before."""
 
 
 class SequenceTracker:
-    """The last applied message of one publisher. Pure but for `applied` and `forget`."""
+    """Remembers the last applied message of one publisher."""
 
     __slots__ = ("expected", "published_s")
 
@@ -38,41 +39,44 @@ class SequenceTracker:
         self.forget()
 
     def forget(self) -> None:
-        """As if nothing had ever come."""
+        """Returns to the state before the first message."""
         self.expected = 0
-        """The sequence number that continues."""
+        """Sequence number of the next message."""
         self.published_s = nan
-        """Of the last applied message; NaN before the first."""
+        """Publication time of the last applied message, in seconds; NaN before the first."""
 
     @property
     def fresh(self) -> bool:
+        """Whether no message was applied yet."""
         return self.expected == 0
 
-    def step(self, seq: int, published_s: float) -> Step:
-        """An engine counts from 0 in each process, so a lower number is a repetition unless it is younger."""
+    def order(self, seq: int, published_s: float) -> Order:
+        """Compares a message with the last applied one, by rules 1 to 3 of the module's header."""
         if seq == self.expected:
-            return Step.APPLY
+            return Order.NEXT
         if seq > self.expected:
-            return Step.GAP
-        return Step.RESTART if published_s > self.published_s else Step.OLD
+            return Order.GAP
+        return Order.RESTART if published_s > self.published_s else Order.OLD
 
     def applied(self, seq: int, published_s: float) -> None:
+        """Records that this message was applied."""
         self.expected = seq + 1
         self.published_s = published_s
 
 
 class Replayed(StrEnum):
-    """What a replay that was asked from the last applied message on says."""
+    """What a replay that begins with the last applied message shows."""
 
     CONTINUES = "continues"
     LOST = "lost"
-    """It begins too late."""
+    """It begins too late, so that messages are missing."""
     RESTARTED = "restarted"
-    """It is of another process: ours has a message that this one does not."""
+    """It comes from another process: it lacks the message that was applied."""
 
 
 def judge(tracker: SequenceTracker, replayed: Sequence[tuple[int, float]]) -> Replayed:
-    """`replayed`: (sequence number, published) of the answer to `max(tracker.expected - 1, 0)`."""
+    """Applies rule 4. `replayed` has the (sequence number, publication time) of each message of a replay that
+    was requested from `max(tracker.expected - 1, 0)` on."""
     if tracker.fresh:
         return Replayed.CONTINUES
     if not replayed:

@@ -1,12 +1,12 @@
-"""KV events of the whole pool: one feed per endpoint and data-parallel rank, and where their batches go.
+"""Runs one KV event feed per endpoint and data-parallel rank of the pool, and applies their batches.
 
-    kv_feed ─▶ EventSink ─▶ parity (are our hashes theirs?)
+    kv_feed ─▶ EventSink ─▶ parity (compares our block hashes with the engine's)
                          └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
 
-`EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` takes what all
-of them bring. A feed that fails ends alone. What a feed said holds while it is followed: when the pool names
-it no more, or it fails, that is forgotten, and the rank is known by what is routed there. Does not: read
-messages.
+`EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` applies the
+batches of all. A feed that fails does not end the others. When a feed ends, because the pool no longer lists
+its publisher or because it failed, the rank's announced blocks are forgotten; from then on its blocks are
+inferred from the requests routed there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
 from perilune_gateway.feeds.turn_budget import TurnBudget
 from perilune_gateway.model import Endpoint
 from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats
@@ -32,17 +32,18 @@ from perilune_gateway.state.parity import Parity, ParityCheck, Report
 log = logging.getLogger(__name__)
 
 _SUMMED = tuple(field.name for field in fields(EventStats))[2:]
-"""Fields that are counters, called alike in `kv_feed.Counters`; `connected` and `lag_s` come before them."""
+"""Names of the counters, the same in `kv_feed.Counters`; the fields `connected` and `lag_s` come before
+them."""
 
 
 class OnApplied(Protocol):
-    """router.Router, as far as events concern it."""
+    """The part of routing.lifecycle.Lifecycle that events need."""
 
     def on_applied(self, applied: Applied) -> None: ...
 
 
 class EventSink:
-    """Takes every batch apart; times are the router's monotonic clock."""
+    """Applies each event of a batch. `clock` is the router's monotonic clock."""
 
     def __init__(
         self, blocks: EngineBlocks, parity: ParityCheck, router: OnApplied, clock: Callable[[], float]
@@ -57,7 +58,7 @@ class EventSink:
         self._parity.heard(endpoint, lag_s)
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
-                _tell(endpoint, self._parity.news(endpoint))
+                _log_parity(endpoint, self._parity.news(endpoint))
             self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
@@ -67,8 +68,8 @@ class EventSink:
         self._router.on_applied(self._blocks.reset(endpoint, rank))
 
 
-def _tell(endpoint: str, news: Report | None) -> None:
-    """A line in the log when its parity changes."""
+def _log_parity(endpoint: str, news: Report | None) -> None:
+    """Logs a change of an endpoint's parity; None means no change."""
     if news is None:
         return
     if news.parity is Parity.OK:
@@ -91,40 +92,42 @@ class EventFeeds:
         self._wall_clock = wall_clock
         self._context = zmq.asyncio.Context()
         self._budget = TurnBudget()
-        self._feeds: dict[Source, tuple[asyncio.Task[None], Counters]] = {}
+        self._feeds: dict[Publisher, tuple[asyncio.Task[None], Counters]] = {}
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Have exactly the feeds that these endpoints name."""
+        """Starts and stops feeds so that there is one for each publisher of these endpoints."""
         pool = {e.address: e for e in endpoints}
         wanted = {
-            Source(e.address, rank, url, e.replay[rank] if e.replay else "")
+            Publisher(e.address, rank, url, e.replay[rank] if e.replay else "")
             for e in pool.values()
             for rank, url in enumerate(e.events)
         }
-        for source in self._feeds.keys() - wanted:
-            self._feeds.pop(source)[0].cancel()
-            if source.endpoint in pool:
-                self._sink.reset(source.endpoint, source.rank, ResetCause.UNFOLLOWED)
-        for source in wanted - self._feeds.keys():
+        for publisher in self._feeds.keys() - wanted:
+            self._feeds.pop(publisher)[0].cancel()
+            if publisher.endpoint in pool:
+                self._sink.reset(publisher.endpoint, publisher.rank, ResetCause.UNFOLLOWED)
+        for publisher in wanted - self._feeds.keys():
             counters = Counters()
-            self._feeds[source] = (asyncio.create_task(self._run(source, counters)), counters)
+            self._feeds[publisher] = (asyncio.create_task(self._run(publisher, counters)), counters)
 
-    async def _run(self, source: Source, counters: Counters) -> None:
+    async def _run(self, publisher: Publisher, counters: Counters) -> None:
         try:
             await kv_feed.run(
-                source, self._sink, self._wall_clock, self._context, counters, budget=self._budget
+                publisher, self._sink, self._wall_clock, self._context, counters, budget=self._budget
             )
         except SpecError as error:
-            log.error("kv events off endpoint=%s rank=%d cause=%s", source.endpoint, source.rank, error)
-        except Exception:  # a bug, or no more sockets; requests go on without this feed
-            log.exception("kv events off endpoint=%s rank=%d", source.endpoint, source.rank)
-            self._sink.reset(source.endpoint, source.rank, ResetCause.UNFOLLOWED)
+            log.error("kv events off endpoint=%s rank=%d cause=%s", publisher.endpoint, publisher.rank, error)
+        except Exception:  # a bug, or too many open sockets; requests are served without this feed
+            log.exception("kv events off endpoint=%s rank=%d", publisher.endpoint, publisher.rank)
+            self._sink.reset(publisher.endpoint, publisher.rank, ResetCause.UNFOLLOWED)
         finally:
             counters.connected = False
 
     def stats(self, endpoint: str) -> EventStats | None:
-        """All ranks of one endpoint together; None: it publishes none."""
-        ranks = [counters for source, (_, counters) in self._feeds.items() if source.endpoint == endpoint]
+        """All ranks of one endpoint together; None when the endpoint publishes no events."""
+        ranks = [
+            counters for publisher, (_, counters) in self._feeds.items() if publisher.endpoint == endpoint
+        ]
         if not ranks:
             return None
         lags = [c.lag_s for c in ranks if not isnan(c.lag_s)]

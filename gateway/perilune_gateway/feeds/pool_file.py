@@ -1,11 +1,11 @@
-"""The pool document as a file, read again when it changes.
+"""Reads the pool document from a file, and again when it changes.
 
-Every `poll_s` the file is read and compared with what was read before; a change counts once two reads in
-a row agree, so that a half-written file is not taken for a shorter pool. Reading beats watching: it needs
-no platform's notification, and follows the symbolic links that a mounted ConfigMap swaps. Cost: one read of
-some 10 KB every half second.
+Every `poll_s` the file is read and compared with what was read before. A change counts once two reads in a
+row agree, so that a half-written file is not taken for a shorter pool. Polling needs no notification of the
+platform, and follows the symbolic links that a mounted ConfigMap swaps. It costs one read of about 10 KB
+every 0.4 s.
 
-A bad edit, or a file that is gone, changes nothing but the error: the old pool stays.
+While the file is invalid or missing, the old pool stays in force and `last_error` says why.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from perilune_api.pool import Pool, SpecError, parse
 log = logging.getLogger(__name__)
 
 POLL_S = 0.4
-"""An edit is in force after at most two polls."""
+"""Seconds between two reads. An edit takes effect after at most two."""
 
 
 class PoolFile:
-    """What has been read of one file; `poll` is one step."""
+    """The pool in one file; `poll` reads it once, `run` until cancelled."""
 
     def __init__(self, path: Path, current: Pool | None = None) -> None:
-        """`current`: the pool in force, which need not be announced again."""
+        """`current` is the pool in force, which `poll` does not return again."""
         self.path = path
         self.current = current
         self.last_error = ""
-        """Why the newest edit is not in force; empty: it is."""
+        """Why the newest edit is not in force; empty when it is."""
         self._seen: bytes | None = None
         self._settled: bytes | None = None
 
     def poll(self) -> Pool | None:
-        """Read once. Returns a pool that differs from the one in force and is not refused, else None."""
+        """Reads the file once. Returns a valid pool that differs from the one in force, else None."""
         try:
             text = self.path.read_bytes()
         except OSError as error:
@@ -58,21 +58,20 @@ class PoolFile:
         return pool
 
     def accept(self, pool: Pool) -> None:
-        """`pool` is in force now."""
+        """Records that `pool` is in force now."""
         self.current = pool
         self._accept("pool file taken")
 
     def refuse(self, error: str) -> None:
-        """The newest edit cannot be used; says so once."""
+        """Records that the newest edit cannot be used, and logs it unless the last error was the same."""
         if error != self.last_error:
             log.error("pool file refused, the old pool stays path=%s error=%s", self.path, error)
         self.last_error = error
 
     async def run(self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
-        """Hand every new pool to `on_pool` until cancelled.
+        """Passes every new pool to `on_pool` until cancelled.
 
-        `on_pool` may raise SpecError, for a change that a running gateway cannot make: that edit is refused
-        too.
+        `on_pool` raises SpecError to refuse a change that a running gateway cannot make.
         """
         while True:
             pool = self.poll()

@@ -1,8 +1,8 @@
-"""What all KV event feeds together may take of one turn of the event loop, which decides requests too.
+"""Limits the time that all KV event feeds together take in one turn of the event loop.
 
-An engine that has much to say, or many that speak at once, would else keep a request waiting. Each feed
+The same loop decides requests, which would otherwise wait behind many or large batches of events. Each feed
 awaits `begin` before it applies a batch and calls `end` after it; when the turn's budget is spent, `begin`
-waits for a later turn. A batch is never split, so a turn takes one at least, however long it is.
+waits for a later turn. A batch is never split, so each turn applies at least one, however long it takes.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 BUDGET_S = 0.0005
+"""Seconds per turn of the event loop."""
 
 
 class TurnBudget:
@@ -23,13 +24,13 @@ class TurnBudget:
         self._began_s = 0.0
 
     async def begin(self) -> None:
-        """Waits until a turn of the loop has something left."""
-        while self._spent_s >= self._budget_s:  # noqa: ASYNC110 - a turn is what is waited for
+        """Waits for a turn of the event loop that has budget left."""
+        while self._spent_s >= self._budget_s:  # noqa: ASYNC110 - waits for a turn of the loop, not for an event
             await asyncio.sleep(0)
         self._began_s = self._clock()
 
     def end(self) -> None:
-        """What was done since `begin` counts for this turn."""
+        """Charges the time since `begin` to this turn."""
         self._spent_s += self._clock() - self._began_s
         if not self._counting:
             self._counting = True

@@ -1,13 +1,14 @@
-"""The operator's view over HTTP: metrics, probes, decisions explained, endpoints, sessions, index, health.
+"""The HTTP pages for operators: metrics, probes, explained decisions, endpoints, sessions, index, health.
 
-GET only; answers JSON but for `/` (a list of the pages), `/metrics` and the probes. Errors are
-`{"error": {"message": …, "param": …}}`. Everything is read through `Sources`, a handful of callables, when
-asked for: nothing here keeps state or concerns a request.
+GET only. All pages answer JSON, except `/` (a list of the pages), `/metrics` and the probes. Errors are
+`{"error": {"message": …, "param": …}}`. A page reads the current state through `AdminData` when it is
+requested; this module keeps no state, and requests for the model do not pass through it.
 
-It shares the loop that routes, so no page may hold it long: a list is at most 1,000 records, and others run
-between some records, two policies, two metric families (prometheus_client renders 2,000 samples in 10 ms).
-What is about every endpoint or candidate takes 15 µs for each at a stretch: 1 ms for 64, 15 ms for 1,000.
-It says prompts' lengths and session ids to whoever can connect: listen on loopback, or guard it.
+The pages share the event loop that routes, so none may occupy it for long. A list has at most 1,000 records,
+and other tasks may run after every few records, each policy and each metric family (prometheus_client renders
+2,000 samples in 10 ms). Pages with a row for each endpoint or candidate take 15 µs for each without a break:
+1 ms for 64, 15 ms for 1,000. The pages show prompts' lengths and session ids to anyone who can connect, so
+listen on loopback or restrict access.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from perilune_gateway.policy import Policy
 
 MAX_N = 1000
 YIELD_EVERY = 32
-"""Records rendered before others may run: about 0.5 ms."""
+"""Number of records rendered before other tasks may run: about 0.5 ms."""
 DEFAULT_N = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """Where the pages read."""
+class AdminData:
+    """The state and functions that the pages read."""
 
     registry: CollectorRegistry
     decisions: explain.Decisions
@@ -45,11 +46,11 @@ class Sources:
     params: Callable[[], PolicyParams]
     endpoints: Callable[[], Sequence[EndpointStats]]
     sessions: Callable[[str], Sequence[SessionStats]]
-    """Every tenant's session of that id."""
+    """Sessions with this id, of all tenants."""
     index_stats: Callable[[], Any]
-    """A dataclass, struct or mapping that msgspec can write."""
+    """Returns a dataclass, struct or mapping that msgspec can encode."""
     moves: Callable[[], Any]
-    """The same."""
+    """Returns the same kind of value."""
     health: Callable[[], Health]
     ready: Callable[[], bool]
 
@@ -62,22 +63,23 @@ PAGES: Mapping[str, str] = {
     "/api/decisions/{request_id}": "one decision explained, and what other policies would do",
     "/api/nodes/stats": "every endpoint: load, sessions, index, metrics, events, parity",
     "/api/sessions/{id}": "a session: host, turns, last move, context",
-    "/api/moves": "the migration planner: offers, what stays and why, what became of moves, budget",
-    "/api/index/stats": "the prefix index in numbers",
-    "/api/health": "what is wrong, the likely cause and the cure",
+    "/api/moves": "the migration planner: offers, rejected moves with reasons, results, budget",
+    "/api/index/stats": "sizes and recent matches of the prefix index",
+    "/api/health": "problems, their likely causes and cures",
 }
 
 
 class Admin:
-    """The HTTP server around the pages."""
+    """The HTTP server of the pages."""
 
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, data: AdminData) -> None:
+        self._data = data
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listen; 0 takes a free port. Returns the port. Raises OSError with the address when that fails."""
-        runner = web.AppRunner(application(self._sources), access_log=None, shutdown_timeout=1.0)
+        """Listens and returns the port; port 0 takes a free one. Raises OSError with the address on
+        failure."""
+        runner = web.AppRunner(application(self._data), access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, host.strip("[]"), port)
         try:
@@ -87,19 +89,19 @@ class Admin:
             message = f"admin cannot listen on {host}:{port}: {error.strerror or error}"
             raise OSError(error.errno, message) from error
         self._runner = runner
-        taken: int = runner.addresses[0][1]
-        return taken
+        bound: int = runner.addresses[0][1]
+        return bound
 
     async def stop(self) -> None:
-        """Close every connection; harmless when not started."""
+        """Closes all connections. Does nothing when not started."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
 
-def application(sources: Sources) -> web.Application:
+def application(data: AdminData) -> web.Application:
     """The pages as an aiohttp application."""
-    pages = _Pages(sources)
+    pages = _Pages(data)
     app = web.Application(middlewares=[_errors_as_json])
     app.add_routes(
         [
@@ -120,8 +122,8 @@ def application(sources: Sources) -> web.Application:
 
 
 class _Pages:
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+    def __init__(self, data: AdminData) -> None:
+        self._data = data
 
     async def index(self, request: web.Request) -> web.Response:
         rows = "".join(f"<li>{_link(path)} {text}</li>" for path, text in PAGES.items())
@@ -130,8 +132,8 @@ class _Pages:
 
     async def metrics(self, request: web.Request) -> web.Response:
         parts = []
-        for family in self._sources.registry.collect():
-            parts.append(generate_latest(_One(family)))
+        for family in self._data.registry.collect():
+            parts.append(generate_latest(_OneFamily(family)))
             await asyncio.sleep(0)
         return web.Response(body=b"".join(parts), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -139,12 +141,12 @@ class _Pages:
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        ready = self._sources.ready()
+        ready = self._data.ready()
         return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
     async def decisions(self, request: web.Request) -> web.Response:
         n = _count(request, "n", DEFAULT_N, MAX_N)
-        decisions = self._sources.decisions
+        decisions = self._data.decisions
         rows = []
         for i, record in enumerate(decisions.query(request.query.get("session", ""), n)):
             rows.append(explain.summary(record))
@@ -154,45 +156,45 @@ class _Pages:
 
     async def decision(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]
-        decisions = self._sources.decisions
+        decisions = self._data.decisions
         record = decisions.get(request_id)
         if record is None:
             raise PageError(
                 404, f"no decision {request_id!r} among the last {len(decisions)} kept", "request_id"
             )
         alternatives = {}
-        policies, params = self._sources.policies, self._sources.params()
+        policies, params = self._data.policies, self._data.params()
         for name, found in explain.counterfactual(record, policies, params, Random(request_id)):
             alternatives[name] = found
             await asyncio.sleep(0)
         return _json(explain.to_json(record, alternatives))
 
     async def endpoints(self, request: web.Request) -> web.Response:
-        """Under the name that the page has had from its beginning."""
-        return _json({"nodes": [endpoint_json(stats) for stats in self._sources.endpoints()]})
+        """The rows are called "nodes" in the JSON, which is part of the API."""
+        return _json({"nodes": [endpoint_json(stats) for stats in self._data.endpoints()]})
 
     async def session(self, request: web.Request) -> web.Response:
         session_id = request.match_info["id"]
-        found = self._sources.sessions(session_id)
+        found = self._data.sessions(session_id)
         if not found:
             raise PageError(404, f"no session {session_id!r}: never seen, idle for too long, or ended", "id")
         tenants = [replace(one, tenant=explain.tenant_hash(one.tenant)) for one in found]
         return _json({"session_id": session_id, "tenants": tenants})
 
     async def moves(self, request: web.Request) -> web.Response:
-        return _json(self._sources.moves())
+        return _json(self._data.moves())
 
     async def index_stats(self, request: web.Request) -> web.Response:
-        return _json(self._sources.index_stats())
+        return _json(self._data.index_stats())
 
     async def health(self, request: web.Request) -> web.Response:
-        """200 also when degraded: a page about problems is not itself one."""
-        health = self._sources.health()
+        """Status 503 only when no endpoint may be chosen; 200 when degraded."""
+        health = self._data.health()
         return _json(health, 503 if health.status is Status.UNREADY else 200)
 
 
 def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
-    """One endpoint as plain values; what is unknown is null."""
+    """One endpoint as plain values; unknown values are null."""
     endpoint, load = stats.endpoint, stats.load
     return {
         "address": endpoint.address,
@@ -216,7 +218,7 @@ def endpoint_json(stats: EndpointStats) -> dict[str, Any]:
     }
 
 
-class _One:
+class _OneFamily:
     """A registry of one metric family."""
 
     def __init__(self, family: Metric) -> None:
@@ -231,7 +233,7 @@ def _link(path: str) -> str:
 
 
 class PageError(Exception):
-    """What the client gets instead of a page; `param` names what was wrong."""
+    """An error that the client gets instead of a page. `param` names the wrong parameter."""
 
     def __init__(self, status: int, message: str, param: str) -> None:
         super().__init__(message)

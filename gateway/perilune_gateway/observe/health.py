@@ -1,9 +1,9 @@
-"""What is wrong, why probably, and what to do about it: a list of small checks over the stats.
+"""Finds problems, with their likely causes and cures, by a list of small checks over the stats.
 
     EndpointStats… ─▶ diagnose ─▶ Problem… ─▶ Health (/api/health)
 
-Each check is a function from one endpoint's row to the problems it sees; no clock, no I/O. A problem degrades
-one term of the decisions (named in `effect`), it never stops the gateway; only having no endpoint does.
+Each check is a pure function from one endpoint's stats to the problems it finds. A problem makes decisions
+worse, as `effect` says; only a pool without a usable endpoint stops the gateway from serving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.state.parity import Parity
 
 STALE_METRICS_S = 15.0
+"""Age in seconds above which metrics are reported."""
 LATE_EVENTS_S = 2.0
+"""Lag in seconds above which KV events are reported."""
 
 
 class ProblemKind(StrEnum):
@@ -36,18 +38,18 @@ class ProblemKind(StrEnum):
 class Status(StrEnum):
     OK = "ok"
     DEGRADED = "degraded"
-    """It routes; something that it would like to know is missing."""
+    """It routes, but there is a problem."""
     UNREADY = "unready"
     """No endpoint may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem."""
 
     kind: ProblemKind
     endpoint: str
-    """Empty: the gateway itself."""
+    """Address; empty for a problem of the gateway itself."""
     message: str
     effect: str
     cause: str
@@ -56,7 +58,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The gateway at one moment."""
+    """The answer of /api/health."""
 
     status: Status
     pool: str
@@ -80,7 +82,8 @@ def report(
     pool_error: str = "",
     decision_log: LogStats | None = None,
 ) -> Health:
-    """`block_size`: the pool's; `pool_error`: why the newest pool document is not in force."""
+    """`block_size` is the pool's; `pool_error` says why the newest pool document is not in force, if it is
+    not."""
     problems = diagnose(endpoints, block_size, pool_error) + _decision_log(decision_log)
     ready = sum(stats.endpoint.ready for stats in endpoints)
     usable = ready or any(stats.silent for stats in endpoints)
@@ -91,7 +94,7 @@ def report(
 def diagnose(
     endpoints: Sequence[EndpointStats], block_size: int, pool_error: str = ""
 ) -> tuple[Problem, ...]:
-    """Every problem, the gateway's own first."""
+    """All problems, those of the gateway itself first."""
     found: list[Problem] = []
     if pool_error:
         found.append(
@@ -110,7 +113,7 @@ def diagnose(
                 ProblemKind.NO_ENDPOINT,
                 "",
                 f"none of {len(endpoints)} endpoints is ready" if endpoints else "the pool has no endpoints",
-                "requests go to those of which only the metrics fail"
+                "requests go to the endpoints of which only the metrics cannot be read"
                 if any(stats.silent for stats in endpoints)
                 else "every request is refused with 503",
                 "the engines are down or still loading" if endpoints else "`spec.endpoints` is empty",
@@ -131,9 +134,9 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
             ProblemKind.DECISION_LOG,
             "",
             f"{log.path} cannot be written ({log.error}); {log.dropped} entries are lost",
-            "requests go on, their decisions are not recorded",
-            "the disk is full, or the folder is not the gateway's to write",
-            "make room, or choose another file with --decision-log; it is tried again all the time",
+            "requests are served, and their decisions are not recorded",
+            "the disk is full, or the gateway may not write to the folder",
+            "free some space, or choose another file with --decision-log; the gateway keeps trying",
         ),
     )
 
@@ -147,11 +150,11 @@ def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         ProblemKind.NOT_READY,
         address,
         "not ready",
-        "it gets requests only where no endpoint is ready" if stats.silent else "it gets no requests",
+        "it gets requests only while no endpoint is ready" if stats.silent else "it gets no requests",
         "its /metrics does not answer: it is down, or far too busy"
         if stats.silent
         else "it is down, still loading, or answered with errors",
-        f"see its log and curl http://{address}/metrics; with its next good answer it is taken back",
+        f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
     )
 
 
@@ -162,7 +165,7 @@ def _stale_metrics(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             ProblemKind.STALE_METRICS,
             stats.endpoint.address,
             "its metrics were never read" if isinf(age_s) else f"its metrics are {age_s:.0f} s old",
-            "KV usage and running requests are what this gateway itself has sent there",
+            "its load is estimated from the requests that this gateway has sent there",
             "the engine's /metrics does not answer within 2 s",
             f"curl http://{stats.endpoint.address}/metrics from the gateway's host",
         )
@@ -172,21 +175,21 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     events, address = stats.events, stats.endpoint.address
     if events is None:
         return
-    if not events.connected and stats.prefix_queries_tokens:  # an engine that served nothing says nothing
+    if not events.connected and stats.prefix_queries_tokens:  # an engine without requests sends no events
         yield Problem(
             ProblemKind.NO_EVENTS,
             address,
             "it has served prompts, and no KV event has arrived",
-            "its cache is known only by what was routed there",
-            "its publisher is off, or not reachable at the address of the pool document",
-            "start vLLM with --kv-events-config enabling zmq, and check `events` of the pool document",
+            "its cache is inferred from the requests routed there",
+            "its publisher is off, or cannot be reached at the address in the pool document",
+            "start vLLM with --kv-events-config enabling zmq, and check `events` in the pool document",
         )
     if events.lag_s > LATE_EVENTS_S:
         yield Problem(
             ProblemKind.LATE_EVENTS,
             address,
             f"KV events arrive {events.lag_s:.1f} s after they were published",
-            "its cache is seen as it was then",
+            "decisions use its cache as it was then",
             "the two hosts' clocks differ, or one of the two is overloaded",
             "compare the clocks, then the CPU use of both",
         )
@@ -195,7 +198,7 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             ProblemKind.LOST_EVENTS,
             address,
             f"{events.rebuilds} of {events.gaps} gaps in its KV events could not be replayed",
-            "what it held was forgotten each time, and learned anew from later events",
+            "its blocks were forgotten each time, and learned again from later events",
             "no replay address, or its replay buffer is shorter than the gap",
             "set `replay` in the pool document and raise vLLM's replay buffer_steps",
         )
@@ -206,7 +209,7 @@ def _parity(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         yield Problem(
             ProblemKind.PARITY,
             stats.endpoint.address,
-            "hardly any prompt tokenized here shows up among the blocks that it announces"
+            "hardly any prompt tokenized here matches the blocks that it announces"
             if stats.parity == Parity.TEMPLATE
             else "block hashes computed here differ from those it announces",
             "predicted cache hits may be wrong",
@@ -221,11 +224,12 @@ def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
             ProblemKind.BLOCK_SIZE,
             stats.endpoint.address,
             f"its KV blocks hold {stats.block_size} tokens, the pool says {block_size}",
-            "no prefix of it will match",
+            "no prefix will match there",
             "the engine was started with another --block-size than `spec.engine.blockSize`",
             f"set `spec.engine.blockSize: {stats.block_size}`, or start the engine with {block_size}",
         )
 
 
 CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size)
-"""Of a ready endpoint; of another one, being down explains the rest."""
+"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY, which explains the
+rest."""

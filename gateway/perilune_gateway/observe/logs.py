@@ -2,9 +2,9 @@
 
     levels("info,perilune_gateway.observe=debug")  →  {"": INFO, "perilune_gateway.observe": DEBUG}
 
-A bare level is everybody's; `module=level` is that module's and of what lies below it. Lines are
-`time level module message key=value…`, or one JSON object each; an exception follows in lines that begin with
-blanks. Called once, by `main`.
+A level alone applies to all modules; `module=level` applies to that module and those below it. A line is
+`time level module message key=value…` or one JSON object; in text, an exception follows in indented lines.
+`main` calls `configure` once.
 """
 
 import json
@@ -25,7 +25,7 @@ Format = Literal["text", "json"]
 
 
 def levels(text: str) -> dict[str, int]:
-    """Read a level list; the key "" is the root. Raises SpecError."""
+    """Parses a list of levels; the key "" is the root logger. Raises SpecError."""
     found = {"": logging.INFO}
     for item in filter(None, (part.strip() for part in text.split(","))):
         module, _, level = item.rpartition("=")
@@ -42,13 +42,13 @@ class TextFormatter(logging.Formatter):
         message = record.getMessage().translate(_ESCAPES)
         line = f"{_time(record)} {record.levelname.lower()} {record.name} {message}"
         if record.exc_info:
-            told = self.formatException(record.exc_info).split("\n")
-            line += "".join(f"\n    {part.translate(_ESCAPES)}" for part in told)
+            lines = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n    {part.translate(_ESCAPES)}" for part in lines)
         return line
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as one JSON object."""
+    """The same fields as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -63,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 _ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
-"""What a client sent must not start a line of its own, nor speak to a terminal."""
+"""Control characters, escaped so that text from a client cannot start a new line or control a terminal."""
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -71,7 +71,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def configure(wanted: str = "info", form: Format = "text") -> None:
-    """Log to standard error. Raises SpecError for a level that does not exist; changes nothing then."""
+    """Logs to standard error. For an unknown level it raises SpecError and changes nothing."""
     by_module = levels(wanted)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter() if form == "text" else JsonFormatter())

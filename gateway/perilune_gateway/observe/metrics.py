@@ -1,14 +1,14 @@
-"""The gateway's metrics of what *happens* (a decision, a refusal, an answer's end): name, unit, labels, help.
+"""The gateway's metrics of events: decisions, refusals, ends of requests, failed scrapes.
 
-What *is* (load, index, feeds) is read from one snapshot when a scrape asks for it (snapshot_metrics.py). So
-are the tokenizer's numbers (request/tokens/metrics.py). Requests pay nothing for those.
+Metrics of the current state (load, index, feeds) are read from one snapshot at each scrape
+(snapshot_metrics.py), and so are the tokenizer's (request/tokens/metrics.py). Requests do no work for those.
 
 Labels come from enums, policy names and endpoint addresses, never from what a client sent.
 
-Conductor's four: cache hit rate = perilune_cache_hit_ratio (a true ratio; for longer windows divide the two
-token counters), schedule latency = perilune_scheduling_seconds{step="total"} (buckets 0.1, 0.5, 1, 2, 5 ms
-among others), node load by endpoint = perilune_endpoint_*, cache migrations =
-perilune_migrations_total.
+Conductor defines four metrics. Their equivalents here are: cache hit rate = perilune_cache_hit_ratio (a true
+ratio; for longer windows divide the two token counters), schedule latency =
+perilune_scheduling_seconds{step="total"} (with buckets at 0.1, 0.5, 1, 2 and 5 ms), node load by endpoint =
+perilune_endpoint_*, cache migrations = perilune_migrations_total.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ LEFT = "left"
 
 
 class Affinity(StrEnum):
-    """What a decision did with its session's host."""
+    """How a decision relates to its session's host."""
 
     HIT = "hit"
     """The request went to the session's host."""
     MOVED = "moved"
     """The policy moved the session."""
     LEFT = "left"
-    """Another endpoint without a move: the host is gone or draining, or the policy knows no sessions."""
+    """The request went elsewhere without a move: the host is gone or draining, or the policy ignores
+    sessions."""
     NEW = "new"
     """The session had no host yet."""
 
 
 class Window:
-    """Sums of (part, whole) over about the last `seconds`: a ring of slots, each overwritten when it is due.
+    """The ratio of two sums over about the last `seconds`.
 
-    Time is an argument; reading changes nothing.
+    A ring of slots, the oldest of which is overwritten. Reading changes nothing.
     """
 
     def __init__(self, seconds: float = 60.0, slots: int = 12) -> None:
@@ -81,7 +82,7 @@ class Window:
         self._wholes[slot] += whole
 
     def ratio(self, now: float) -> float | None:
-        """None: nothing was added in the window."""
+        """Sum of the parts / sum of the wholes; None when nothing was added in the window."""
         oldest = int(now / self._slot_s) - len(self._ages) + 1
         live = [i for i, age in enumerate(self._ages) if age >= oldest]
         whole = sum(self._wholes[i] for i in live)
@@ -89,8 +90,8 @@ class Window:
 
 
 class Tally:
-    """A counter by labels that counts in a dict and becomes a metric when a scrape reads it: a request pays a
-    tenth of what prometheus_client's own counters take."""
+    """A counter with labels that counts in a dict, from which each scrape makes a metric. Counting takes a
+    tenth of the time of prometheus_client's own counters."""
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> None:
         self._name = f"perilune_{name}"
@@ -100,17 +101,17 @@ class Tally:
         registry.register(self)
 
     def add(self, *labels: str, by: float = 1) -> None:
-        """Count `by` more under these labels."""
+        """Adds `by` to the count of these labels."""
         self._counts[labels] += by
 
     def start(self, values: Iterable[str]) -> None:
-        """Show a series of 0 for each value of the only label: a rate() over a series that appears late is
-        wrong."""
+        """Shows a series of 0 for each value of the only label, because rate() is wrong for a series that
+        appears later."""
         for value in values:
             self._counts[value,] += 0
 
     def remove(self, *labels: str) -> None:
-        """Show the series no longer."""
+        """Removes the series of these labels."""
         self._counts.pop(labels, None)
 
     def describe(self) -> Iterator[Metric]:
@@ -124,7 +125,7 @@ class Tally:
 
 
 class Scheduling:
-    """Histogram of the seconds that each step of a decision takes, counted like a `Tally`."""
+    """A histogram of the seconds that each step of a decision takes, counted as in `Tally`."""
 
     _NAME = "perilune_scheduling_seconds"
     _TEXT = "Time spent deciding one request, by step; total is all of it without waiting for the body."
@@ -135,7 +136,7 @@ class Scheduling:
         registry.register(self)
 
     def observe(self, microseconds: Mapping[str, float]) -> None:
-        """Count one decision's steps."""
+        """Counts the steps of one decision, given in microseconds."""
         for step, value_us in microseconds.items():
             seconds = value_us * 1e-6
             self._counts[step][bisect_left(SCHEDULING_BUCKETS_S, seconds)] += 1
@@ -166,7 +167,7 @@ class StreamCounts(Protocol):
 
 
 class Metrics:
-    """What the router and the feeds report, and what a scrape reads."""
+    """Counts what the router and the feeds report, and exports it with the state at each scrape."""
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = registry
@@ -194,11 +195,13 @@ class Metrics:
             "predicted_cached_tokens", "Of these, tokens predicted to be in its KV cache.", "endpoint"
         )
         self._affinity = tally(
-            "session_requests", "Requests of sessions, by what came of the host.", "affinity"
+            "session_requests",
+            "Requests of sessions, by whether they went to the session's host.",
+            "affinity",
         )
-        self._migrations = tally("migrations", "Sessions moved to another endpoint because that pays.")
+        self._migrations = tally("migrations", "Sessions that the policy moved to another endpoint.")
 
-        # Ends, scrapes, the build
+        # Ended requests, scrapes, the build
         self._requests = tally("requests", "Requests that ended, by outcome.", "endpoint", "outcome")
         self._scrape_errors = tally("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
@@ -209,10 +212,10 @@ class Metrics:
         self._migrations.add(by=0)
         registry.register(_Mirror(self))
 
-    # What happens
+    # Events
 
     def decided(self, record: DecisionRecord) -> None:
-        """Count one decision or refusal."""
+        """Counts one decision or refusal."""
         self._scheduling.observe(record.timings_us)
         verdict, view = record.verdict, record.view
         if not isinstance(verdict, Decision):
@@ -232,36 +235,36 @@ class Metrics:
         self._window.add(record.cached_tokens, view.prompt_tokens, self._clock())
 
     def refused(self, reason: RefuseReason) -> None:
-        """Count one refusal."""
+        """Counts one refusal."""
         self._refusals.add(reason)
 
     def ended(self, endpoint: str, outcome: Outcome) -> None:
-        """Count the end of a request, under the endpoint that served it."""
+        """Counts the end of a request, under the endpoint that served it."""
         self._requests.add(LEFT if endpoint in self._left else endpoint, outcome)
 
     def scrape_failed(self, endpoint: str) -> None:
         self._scrape_errors.add(endpoint)
 
-    # What is
+    # State
 
     def describe(self, version: str, policy: str) -> None:
         self._info.info({"version": version, "policy": policy})
 
     def mirror(self, snapshot: Callable[[], Snapshot]) -> None:
-        """From now on a scrape shows what this function returns."""
+        """Sets the function that returns the state for each scrape."""
         self._snapshot = snapshot
 
     def count_streams(self, streams: StreamCounts) -> None:
-        """From now on a scrape shows these counts too."""
+        """Sets the counts of streams for each scrape."""
         self._streams = streams
 
     def hit_ratio(self) -> float | None:
-        """Predicted cached / prompt tokens of about the last minute; None: no prompt in it."""
+        """Predicted cached / prompt tokens over about the last minute; None without prompts."""
         return self._window.ratio(self._clock())
 
     def forget(self, endpoint: str) -> None:
-        """Drop the series of an endpoint that has left the pool. Requests that end there afterwards count
-        under LEFT; otherwise the series of every pod that ever was would come back."""
+        """Drops the series of an endpoint that has left the pool. Requests that end there afterwards count
+        under LEFT, so that the number of series does not grow with every replaced pod."""
         self._left.add(endpoint)
         for counter in (self._prompt, self._cached, self._scrape_errors):
             counter.remove(endpoint)
@@ -269,6 +272,7 @@ class Metrics:
             self._requests.remove(endpoint, outcome)
 
     def streams(self) -> Iterator[Metric]:
+        """The metric families of StreamCounts."""
         streams = self._streams
         if streams is None:
             return
@@ -287,7 +291,7 @@ class Metrics:
 
 
 def affinity_of(host: str, decision: Decision) -> Affinity:
-    """What `decision` did with a session bound to `host` (empty: to none)."""
+    """The affinity of `decision` for a session bound to `host`; empty when to none."""
     if not host:
         return Affinity.NEW
     if decision.target == host:
@@ -300,19 +304,19 @@ STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("body_received_bytes", "Request body bytes that reached the gateway.", "body_bytes_received"),
     ("stream_protocol_errors", "Streams in which Envoy broke the protocol.", "protocol_errors"),
     ("stream_failures", "Streams ended by a bug of this gateway.", "failures"),
-    ("late_tokens", "Prompts routed by their bytes, since their tokens came too late.", "late_tokens"),
+    ("late_tokens", "Prompts estimated from their bytes because their tokens came too late.", "late_tokens"),
 )
-"""perilune_<name>_total, and its field of StreamCounts."""
+"""(name, help, field of StreamCounts) of each perilune_<name>_total."""
 
 
 class _Mirror:
-    """What is read at scrape time."""
+    """Collects the metrics that are read at each scrape."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: registering must not take a snapshot."""
+        """Empty, so that registering does not take a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The migration planner from outside: a page of plain values, and metric families. Values only."""
+"""Shows the migration planner as plain values for /api/moves and as metric families."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -12,12 +12,12 @@ from perilune_gateway.moves.planner import Ended, Lapse, Planner, PlannerStats, 
 from perilune_gateway.state.calibration import Calibration
 
 RECENT = 50
-"""Ended moves that the page shows."""
+"""Number of ended moves that the page shows."""
 
 
 def page(planner: Planner, calibration: Calibration, now: float) -> Mapping[str, Any]:
-    """What is offered, what stays where it is and why, what became of earlier offers, the budget, and how
-    slow links are."""
+    """Offered moves, rejected moves with their reasons, ended moves, the budget, and the measured slowdown of
+    links."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -70,20 +70,24 @@ def _ended(one: Ended, now: float) -> dict[str, Any]:
 
 
 def families(stats: PlannerStats) -> Iterator[Metric]:
-    """Series of every label exist from the start."""
+    """Metric families of the planner. The series of all labels exist from the start."""
     moves = CounterMetricFamily(
-        "perilune_moves", "Moves that were planned, by what became of them.", labels=("reason", "state")
+        "perilune_moves", "Planned moves, by their state.", labels=("reason", "state")
     )
     for reason in sorted(APPROVED):
         for state in State:
             moves.add_metric((reason, state), stats.moves.get((reason, state), 0))
     yield moves
-    lapsed = CounterMetricFamily("perilune_moves_lapsed", "Offers that came to nothing.", labels=("why",))
+    lapsed = CounterMetricFamily(
+        "perilune_moves_lapsed", "Offers that were withdrawn, by cause.", labels=("why",)
+    )
     for why in Lapse:
         lapsed.add_metric((why,), stats.lapses.get(why, 0))
     yield lapsed
     refused = CounterMetricFamily(
-        "perilune_moves_refused", "Sessions and prefixes that were weighed and stay.", labels=("reason",)
+        "perilune_moves_refused",
+        "Sessions and prefixes that were considered and not moved, by reason.",
+        labels=("reason",),
     )
     for reason in sorted(set(MoveReason) - APPROVED):
         refused.add_metric((reason,), stats.stays.get(reason, 0))
@@ -92,5 +96,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
         "perilune_moves_budget_left", "Moves that may still start within a minute.", stats.moves_left
     )
     yield GaugeMetricFamily(
-        "perilune_moves_bytes_in_flight", "KV on its way between endpoints.", sum(stats.in_flight.values())
+        "perilune_moves_bytes_in_flight",
+        "KV bytes that are being transferred between endpoints.",
+        sum(stats.in_flight.values()),
     )

@@ -1,6 +1,7 @@
-"""Passes every decision and every end on to metrics, the log, the kept decisions and the decision log.
+"""Passes every decision and every end of a request to metrics, the log, the kept decisions and the decision
+log.
 
-The router knows this only as routing.lifecycle.Observer.
+The router uses it through the protocol routing.lifecycle.Observer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Recorder:
         self._decision_log = decision_log
 
     def decided(self, record: DecisionRecord) -> int:
-        """Record a decision or a refusal. Returns its number, for `ended`."""
+        """Records a decision or a refusal and returns its number, for `ended`."""
         self._metrics.decided(record)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision request_id=%s %s", record.request_id, sentence(record))
@@ -37,7 +38,7 @@ class Recorder:
         return number
 
     def ended(self, number: int, target: str, ending: Ending) -> None:
-        """The request with that number has ended."""
+        """Records the end of the request with that number."""
         self._metrics.ended(target, ending.outcome)
         self._decisions.finish(number, ending)
         if self._decision_log:

@@ -1,4 +1,4 @@
-"""The live state as stats rows, built when somebody asks (admin pages, a scrape); reads, never writes."""
+"""Builds the stats of the current state for admin pages and scrapes. Only reads the state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe import health
-from perilune_gateway.observe import moves as moves
+from perilune_gateway.observe import health, moves
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.router import Router
@@ -17,13 +16,13 @@ from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
 class Feeds(Protocol):
-    """What feeds.pool_events.EventFeeds tells of its feeds."""
+    """The part of feeds.pool_events.EventFeeds that stats need."""
 
     def stats(self, address: str) -> EventStats | None: ...
 
 
 class Snapshots:
-    """Rows of one gateway. Costs O(endpoints) and, for the index, O(claims)."""
+    """The stats of one gateway. Costs O(endpoints) and, for the index, O(blocks × holders)."""
 
     def __init__(
         self,
@@ -55,12 +54,12 @@ class Snapshots:
         )
 
     def serves(self) -> bool:
-        """Some endpoint may be chosen: `health` would not say UNREADY. Cheap, for probes."""
+        """Whether some endpoint may be chosen, so that `health` is not UNREADY. Cheap enough for probes."""
         now, fleet = self._clock(), self._state.fleet
         return any(view.endpoint.ready for view in fleet.view(now)) or bool(fleet.silent(now))
 
     def moves(self) -> Mapping[str, Any]:
-        """The migration planner's page."""
+        """The values of /api/moves."""
         return moves.page(self._router.planner, self._state.calibration, self._clock())
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
@@ -71,20 +70,20 @@ class Snapshots:
         silent, rows = state.fleet.silent(now), []
         for view in state.fleet.view(now, state.sessions.bound):
             address = view.endpoint.address
-            said = state.fleet.engine_metrics(address)
+            metrics = state.fleet.engine_metrics(address)
             parity = state.parity.report(address)
             rows.append(
                 EndpointStats(
                     view.endpoint,
                     view.load,
                     index.endpoints.get(address, EndpointBlocks()),
-                    said.prefix_queries_tokens if said else 0.0,
-                    said.prefix_hits_tokens if said else 0.0,
+                    metrics.prefix_queries_tokens if metrics else 0.0,
+                    metrics.prefix_hits_tokens if metrics else 0.0,
                     self._events.stats(address),
                     parity.parity.value if view.endpoint.events else "",
                     parity.cause,
                     parity.cure,
-                    said.block_size if said else 0,
+                    metrics.block_size if metrics else 0,
                     view.seconds_since_move,
                     state.calibration.of(address, now),
                     address in silent,
@@ -93,7 +92,7 @@ class Snapshots:
         return tuple(rows)
 
     def sessions(self, session_id: str) -> list[SessionStats]:
-        """Every tenant's session of that id."""
+        """Sessions with this id, of all tenants."""
         now = self._clock()
         return [
             SessionStats(
@@ -113,7 +112,7 @@ class Snapshots:
         return self._decision_log.stats() if self._decision_log else None
 
     def health(self, pool_error: str) -> health.Health:
-        """`pool_error`: why the newest pool document is not in force."""
+        """The values of /api/health. `pool_error` says why the newest pool document is not in force."""
         pool = self._router.pool
         return health.report(
             self.endpoints(),

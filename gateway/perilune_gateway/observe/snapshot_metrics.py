@@ -1,7 +1,7 @@
-"""The gateway's metrics of what *is*: a snapshot of the state (stats.py) as metric families.
+"""The gateway's metrics of the current state: a snapshot (stats.py) as metric families.
 
-One table for each kind of row: its name, its help and where its value stands. Moves have their own
-(moves.py). Costs a scrape 100 µs an endpoint, requests nothing. What *happens* is counted in metrics.py.
+The tables have a row for each metric: its name, its help and its value. moves.py has the metrics of moves,
+metrics.py counts events. A scrape takes 100 µs for each endpoint; requests do no work for these metrics.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ Row = tuple[str, str, Callable[[EndpointStats], float]]
 
 LOAD_GAUGES: tuple[Row, ...] = (
     ("pending_prefill_tokens", "Prompt tokens not yet prefilled.", lambda e: e.load.pending_prefill_tokens),
-    ("pending_prefill_seconds", "The same in predicted seconds.", lambda e: e.load.pending_prefill_s),
-    ("in_flight_requests", "Requests sent there and not ended.", lambda e: e.load.in_flight),
-    ("running_requests", "Running, as the engine says.", lambda e: e.load.running),
-    ("waiting_requests", "Waiting, as the engine says.", lambda e: e.load.waiting),
-    ("kv_usage_ratio", "KV pool in use, 0 to 1.", lambda e: e.load.kv_usage),
-    ("sessions", "Sessions bound there.", lambda e: e.load.sessions),
-    ("metrics_age_seconds", "Since its metrics were read; +Inf: never.", lambda e: e.load.metrics_age_s),
-    ("ready", "1: may be chosen.", lambda e: e.endpoint.ready),
-    ("draining", "1: known sessions only.", lambda e: e.endpoint.draining),
-    ("prefill_time_ratio", "Prefill, observed / predicted.", lambda e: e.calibration.prefill.ratio),
+    ("pending_prefill_seconds", "Predicted time of that prefill.", lambda e: e.load.pending_prefill_s),
+    ("in_flight_requests", "Requests sent to the endpoint that have not ended.", lambda e: e.load.in_flight),
+    ("running_requests", "Running requests, as reported by the engine.", lambda e: e.load.running),
+    ("waiting_requests", "Waiting requests, as reported by the engine.", lambda e: e.load.waiting),
+    ("kv_usage_ratio", "Share of the KV cache in use, 0 to 1.", lambda e: e.load.kv_usage),
+    ("sessions", "Sessions whose host it is.", lambda e: e.load.sessions),
+    ("metrics_age_seconds", "Seconds since its metrics were read.", lambda e: e.load.metrics_age_s),
+    ("ready", "1 when it may be chosen.", lambda e: e.endpoint.ready),
+    ("draining", "1 when it serves only sessions that it already has.", lambda e: e.endpoint.draining),
+    ("prefill_time_ratio", "Prefill time, observed / predicted.", lambda e: e.calibration.prefill.ratio),
     ("ttft_ratio", "Seconds to the first token, observed / predicted.", lambda e: e.calibration.ttft.ratio),
-    ("store_time_ratio", "Store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
-    ("sending_time_ratio", "Pulls from it, observed / predicted.", lambda e: e.calibration.sends.ratio),
+    ("store_time_ratio", "Time of store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
+    ("sending_time_ratio", "Transfers from it, observed / predicted.", lambda e: e.calibration.sends.ratio),
 )  # fmt: skip
 """perilune_endpoint_<name>{endpoint}"""
 
 EVENT_COUNTERS: tuple[tuple[str, str], ...] = (
     ("batches", "KV event batches received."),
-    ("gaps", "Times that batches were missing."),
-    ("replayed", "Batches that a replay brought."),
-    ("rebuilds", "Times that an endpoint's blocks were dropped because a gap could not be filled."),
-    ("restarts", "Times that an engine began anew."),
+    ("gaps", "Gaps in the sequence of batches."),
+    ("replayed", "Batches received by a replay."),
+    ("rebuilds", "Gaps that could not be filled, so that the endpoint's blocks were forgotten."),
+    ("restarts", "Restarts of the engine."),
     ("malformed", "Messages that could not be read."),
-    ("old", "Batches that had come before."),
-    ("unknown", "Events of types that this version does not know."),
+    ("old", "Batches that were received before."),
+    ("unknown", "Events of unknown types."),
 )
-"""perilune_events_<name>_total{endpoint}, each named like its field of EventStats."""
+"""(field of EventStats, help) of each perilune_events_<field>_total{endpoint}."""
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """One metric family after the other."""
+    """All metric families of the snapshot."""
     yield from _endpoints(snapshot.endpoints)
     index = snapshot.index
-    yield _gauge("index_entries", "Blocks known anywhere.", index.entries)
-    yield _gauge("index_store_blocks", "Blocks known in the shared store.", index.store)
-    yield _gauge("index_depth_blocks", "Deepest recent match.", index.depth_blocks)
+    yield _gauge("index_entries", "Blocks in the index.", index.entries)
+    yield _gauge("index_store_blocks", "Blocks known to be in the shared store.", index.store)
+    yield _gauge("index_depth_blocks", "Longest recent match in blocks.", index.depth_blocks)
     yield _recent(index)
-    yield _counter("index_evicted_blocks", "Blocks dropped for want of room.", index.evicted)
+    yield _counter("index_evicted_blocks", "Blocks dropped because the index was full.", index.evicted)
     yield _gauge("sessions_bound", "Sessions with a host.", snapshot.sessions_bound)
-    evicted = "Sessions forgotten: idle for too long, or for want of room."
+    evicted = "Sessions forgotten because they were idle for too long or there were too many."
     yield _counter("sessions_evicted", evicted, snapshot.sessions_evicted)
-    in_part = "Bodies of which only what is new was parsed: the rest was known."
+    in_part = "Bodies of which only the new part was parsed."
     yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
     yield _unused(snapshot.unused_blocks)
     if snapshot.moves:
@@ -76,15 +76,23 @@ def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
         for stats in endpoints:
             load.add_metric((stats.endpoint.address,), value(stats))
         yield load
-    blocks = GaugeMetricFamily("perilune_index_blocks", "Blocks known there.", labels=("endpoint", "tier"))
+    blocks = GaugeMetricFamily(
+        "perilune_index_blocks", "Blocks known to be on the endpoint.", labels=("endpoint", "tier")
+    )
     speculative = GaugeMetricFamily(
-        "perilune_index_speculative_blocks", "Routed there, not yet announced.", labels=("endpoint",)
+        "perilune_index_speculative_blocks",
+        "Blocks expected from routed requests and not yet announced.",
+        labels=("endpoint",),
     )
     parity = GaugeMetricFamily(
-        "perilune_parity", "1 for the state that computed and announced block hashes are in.",
+        "perilune_parity", "1 for the state of the comparison of our block hashes with the engine's.",
         labels=("endpoint", "state"),
     )  # fmt: skip
-    lag = GaugeMetricFamily("perilune_events_lag_seconds", "Of the last batch.", labels=("endpoint",))
+    lag = GaugeMetricFamily(
+        "perilune_events_lag_seconds",
+        "Seconds from publication to receipt of the last batch.",
+        labels=("endpoint",),
+    )
     counters = [
         (field, CounterMetricFamily(f"perilune_events_{field}", text, labels=("endpoint",)))
         for field, text in EVENT_COUNTERS
@@ -104,9 +112,11 @@ def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
 
 
 def _recent(index: IndexStats) -> GaugeMetricFamily:
-    """Missed, partly or fully matched: Conductor's statistics of its index."""
+    """Recent prompts by how much of them matched; Conductor has the same statistics."""
     recent = GaugeMetricFamily(
-        "perilune_index_recent_prompts", "About the last 1,000 prompts, by what matched.", labels=("match",)
+        "perilune_index_recent_prompts",
+        "About the last 1,000 prompts, by how much of them matched.",
+        labels=("match",),
     )
     for name in ("missed", "partial", "full"):
         recent.add_metric((name,), getattr(index, f"recent_{name}"))
@@ -124,7 +134,7 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
 
 def _decision_log(log: LogStats) -> Iterator[Metric]:
     yield _counter("decision_log_written", "Decisions and endings written to the decision log.", log.written)
-    yield _counter("decision_log_dropped", "Decisions and endings that it could not take.", log.dropped)
+    yield _counter("decision_log_dropped", "Decisions and endings that could not be written.", log.dropped)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

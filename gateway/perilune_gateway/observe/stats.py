@@ -1,6 +1,6 @@
-"""What state looks like from outside at one moment: the rows that the admin pages and gauges show.
+"""The state at one moment as values, for admin pages and metrics.
 
-Values only. `snapshot` builds them from the live state when somebody asks; no request keeps them up to date.
+`snapshot` builds them from the current state for each page and each scrape; requests do not update them.
 """
 
 from __future__ import annotations
@@ -18,74 +18,75 @@ from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 @dataclass(frozen=True, slots=True)
 class EndpointStats:
-    """One endpoint."""
+    """One endpoint at one moment."""
 
     endpoint: Endpoint
     load: Load = Load()
     index: EndpointBlocks = EndpointBlocks()
     prefix_queries_tokens: float = 0.0
-    """Prompt tokens that the engine has looked up in its prefix cache, as its metrics say."""
+    """Number of prompt tokens that the engine has looked up in its prefix cache, from its metrics."""
     prefix_hits_tokens: float = 0.0
+    """Number of those that were cached."""
     events: EventStats | None = None
-    """None: it publishes no events, its index is approximate."""
+    """None when it publishes no events, so that its part of the index is approximate."""
     parity: str = ""
-    """State of the comparison of computed and announced block hashes; empty: nothing to compare."""
+    """State of the comparison of our block hashes with the engine's; empty when there are no events."""
     parity_cause: str = ""
-    """Where they differ: the likely cause."""
+    """The likely cause when they differ; else empty."""
     parity_cure: str = ""
     block_size: int = 0
-    """As the engine says; 0: it did not."""
+    """Tokens per block as reported by the engine; 0 when it did not report it."""
     seconds_since_move: float = inf
     calibration: EndpointCalibration = EndpointCalibration()
     silent: bool = False
-    """Not ready because its metrics fail, and for nothing else."""
+    """Whether it is not ready only because its metrics cannot be read."""
 
     @property
     def engine_hit_ratio(self) -> float:
-        """Since the engine's start; NaN before its first request."""
+        """Share of cached prompt tokens since the engine's start; NaN before its first request."""
         return self.prefix_hits_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else nan
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStats:
-    """One session. Several tenants may use one id."""
+    """One session at one moment. Several tenants may use the same id."""
 
     session_id: str
     tenant: str
-    """As `identity` knows it; the pages show a hash of it."""
+    """The tenant of `request.identity`; the pages show a hash of it."""
     host: str
     turns: int
     context_tokens: int
     moves: int
     seconds_since_move: float
     idle_s: float
-    """Since its last request."""
+    """Seconds since its last request."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogStats:
-    """The decision log. Entries are decisions and endings."""
+    """Numbers of entries of the decision log; an entry is a decision or an ending."""
 
     path: str
     written: int = 0
     dropped: int = 0
     queued: int = 0
     error: str = ""
-    """Why nothing is written at present; empty: it is."""
+    """Why nothing can be written at present; empty when it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that a scrape mirrors."""
+    """All state that a scrape exports."""
 
     endpoints: tuple[EndpointStats, ...] = ()
     index: IndexStats = IndexStats()
     sessions_bound: int = 0
     sessions_evicted: int = 0
     bodies_parsed_in_part: int = 0
-    """Number of bodies that begin as an earlier one did; see `request.known_bodies`."""
+    """Number of bodies of which only the new part was parsed; see `request.known_bodies`."""
     unused_blocks: Mapping[str, int] = field(default_factory=dict)
-    """Blocks that KV events named and that changed nothing, by `engine_blocks.Unused`."""
+    """Number of blocks in KV events that changed nothing, by `engine_blocks.Unused`."""
     decision_log: LogStats | None = None
-    """None: there is none."""
+    """None when no decision log is written."""
     moves: PlannerStats | None = None

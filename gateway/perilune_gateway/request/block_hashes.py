@@ -1,22 +1,21 @@
-"""Token ids → block hashes: our own chain, vLLM's, and Dynamo's.
+"""Computes block hashes from token ids: our own, vLLM's, and Dynamo's.
 
 A prompt is cut into full blocks of `block_size` tokens; the incomplete tail is dropped. A *chained* hash
-covers its block and every block before it, so an equal hash means an equal prefix: one number names block
-and prefix together, and an index over such numbers needs no tree.
+covers its block and every block before it, so equal hashes mean equal prefixes, and an index of hashes needs
+no tree.
 
     ours     h_i = low 60 bits of xxh3-64(tokens_i as little-endian uint32, seed h_{i-1}),
              h_{-1} = prefix_root(lora, salt)
     vLLM     h_i = H((h_{i-1}, tokens_i, extra keys)),  h_{-1} = H(seed): see `vllm_hashes`
     Dynamo   local hash: xxh3-64, seed 1337, each block alone; sequence hash: chained local hashes
 
-Ours costs about 0.4 µs a block (16 tokens), vLLM's about 3 µs: routing uses ours, and engine hashes are
-only mapped to it (`state.engine_blocks`); vLLM's is for the self-check (`parity`) and for store keys.
-Sixty bits, because Python then keeps a number in 32 bytes instead of 48. Such keys are not collision-proof
-against somebody who chooses the tokens on purpose; a wrong match costs a wrong estimate, never a wrong
-answer.
+Our hash takes about 0.4 µs for a block of 16 tokens, vLLM's about 3 µs. Routing uses ours, to which engines'
+hashes are mapped (`state.engine_blocks`). vLLM's are for the self-check (`state.parity`) and for store keys.
+Ours have 60 bits, because Python allocates 32 bytes for such a number instead of 48. A client can construct
+collisions; a wrong match causes a wrong estimate, never a wrong answer.
 
-A conversation is hashed again with every turn: `Chains` remembers rows of hashes and finds them by a hash of
-the whole row, which makes a known prompt of 33,600 tokens cost a sixth.
+A conversation is hashed again at every turn. `Chains` caches rows of hashes, found by a hash of the whole
+row; a known prompt of 33,600 tokens then takes a sixth of the time.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ import xxhash
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 
 NONE_HASH_SEED = "vllm-none-hash"
-"""What vLLM >= 0.29 hashes as root of the sha256 algorithms when PYTHONHASHSEED is unset."""
+"""The text that vLLM >= 0.29 hashes for the root of the sha256 algorithms when PYTHONHASHSEED is unset."""
 
 DYNAMO_SEED = 1337
 
 MmKeys = Sequence[tuple[str, int]]
-"""Multimodal inputs that touch one block: identifier, offset relative to the block."""
+"""Multimodal inputs in one block: (identifier, offset relative to the block)."""
 
 _xxh3 = xxhash.xxh3_64_intdigest
 _60_BITS = (1 << 60) - 1
 
 
 def prefix_root(lora: str, salt: str) -> int:
-    """Where a chain begins: prefixes of another LoRA or cache salt never meet. O(1); 0 for neither."""
+    """The start of a chain, which keeps prefixes of different LoRAs or cache salts apart. 0 for neither."""
     if not lora and not salt:
         return 0
     name = lora.encode()
@@ -58,7 +57,7 @@ def chain(
 ) -> list[int]:
     """Our chained hashes (60 bits), one per full block.
 
-    `extra`: per block, further bytes that its hash must cover (multimodal content), or None.
+    `extra` has for each block further bytes that its hash covers (multimodal content), or None.
     Raises ValueError for an id outside 0 … 2³²−1.
     """
     previous, cut = root, _cut(_little_endian(token_ids), 4 * block_size)
@@ -75,7 +74,8 @@ def chain(
 
 
 def text_chain(text: bytes, block_bytes: int, root: int) -> list[int]:
-    """Chained hashes of `block_bytes` bytes each, for prompts of unknown tokens. Never meets `chain`."""
+    """Chained hashes of blocks of `block_bytes` bytes, for prompts without known tokens. They never equal
+    those of `chain`."""
     previous = _text_root(root)
     return [previous := _xxh3(block, previous) & _60_BITS for (block,) in _cut(text, block_bytes)]
 
@@ -85,29 +85,29 @@ def _text_root(root: int) -> int:
 
 
 class Chains:
-    """`chain` and `text_chain` for prompts that mostly begin like one before.
+    """`chain` and `text_chain` with a cache, for prompts that mostly begin like an earlier one.
 
-    Rows of hashes are found by a hash of what they are made from: as many long rows as fit, then shorter
-    ones. What is left at the end, the tail, is found by the row before it: the next turn goes on there. At
-    most 2 × `max_rows` rows (4 kB at most) are remembered, those used lately, and as many tails.
+    A prompt is divided into as many long rows as fit, then short rows, then a tail. A row is found by a hash
+    of the bytes from which its hashes are computed; a tail by the row before it, which the next turn extends.
+    The cache has the last used rows, at most 2 × `max_rows` of at most 4 kB, and as many tails.
     """
 
     ROWS = (512, 64)
-    """Blocks of a row."""
+    """Number of blocks in long and in short rows."""
 
     def __init__(self, max_rows: int = 4_096) -> None:
         self._max_rows = max_rows
         self._rows: dict[int, array[int]] = {}
         self._older: dict[int, array[int]] = {}
         self._tails: dict[int, tuple[int, array[int]]] = {}
-        """By the name of the row before: their own name, their hashes."""
+        """(hash of the tail's bytes, its hashes) by the name of the row before it."""
 
     def tokens(self, token_ids: Sequence[int], block_size: int, root: int) -> array[int]:
-        """The numbers of `chain`, which see. Cheapest for an array of unsigned ints."""
+        """The hashes of `chain`. An array of unsigned ints is fastest."""
         return self._chain(_little_endian(token_ids), 4 * block_size, root)
 
     def text(self, text: bytes | memoryview, block_bytes: int, root: int) -> array[int]:
-        """The numbers of `text_chain`."""
+        """The hashes of `text_chain`."""
         return self._chain(text, block_bytes, _text_root(root))
 
     def _chain(self, prompt: bytes | memoryview, size: int, root: int) -> array[int]:
@@ -122,22 +122,22 @@ class Chains:
                 before, name = name, _xxh3(part, name ^ size)
                 row = self._recall(name)
                 if row is None:
-                    row = self._made(part, size, before, hashes[-1] if hashes else root)
+                    row = self._compute(part, size, before, hashes[-1] if hashes else root)
                     self._remember(name, row)
                 hashes.extend(row)
                 at, end = end, end + blocks * size
         if at < len(data):
             part = data[at:]
-            row = self._made(part, size, name, hashes[-1] if hashes else root)
+            row = self._compute(part, size, name, hashes[-1] if hashes else root)
             if len(self._tails) >= 2 * self._max_rows:
                 self._tails.clear()
             self._tails[name] = _xxh3(part, name ^ size), row
             hashes.extend(row)
         return hashes
 
-    def _made(self, part: memoryview, size: int, name: int, previous: int) -> array[int]:
-        """The hashes of what comes after the row of that name, whose last hash is `previous`. Their beginning
-        may be known: by shorter rows, then by a tail, which a shorter prompt has left."""
+    def _compute(self, part: memoryview, size: int, name: int, previous: int) -> array[int]:
+        """The hashes of `part`, which follows the row called `name`, whose last hash is `previous`. The first
+        ones may be in the cache, as short rows and as the tail of a shorter prompt."""
         row = array("Q")
         at, end = 0, self.ROWS[-1] * size
         while end < len(part) and (known := self._recall(after := _xxh3(part[at:end], name ^ size))):
@@ -169,12 +169,12 @@ class Chains:
 
 
 def dynamo_local_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
-    """Dynamo's `compute_block_hash_for_seq`: each full block alone, unchained."""
+    """Dynamo's `compute_block_hash_for_seq`: the hash of each full block alone."""
     return [_xxh3(block, DYNAMO_SEED) for (block,) in _cut(_little_endian(token_ids), 4 * block_size)]
 
 
 def dynamo_sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
-    """Local hashes chained: the first stands for itself, each later one covers (parent, local)."""
+    """Chains local hashes: the first is itself, each later one covers (parent, local)."""
     hashes: list[int] = []
     for block in local:
         if parent is None:
@@ -186,12 +186,12 @@ def dynamo_sequence_hashes(local: Sequence[int], parent: int | None = None) -> l
 
 
 def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes]]:
-    """Full blocks of `size` bytes, each as a 1-tuple: a third cheaper than slicing."""
+    """Full blocks of `size` bytes, each in a 1-tuple, which takes a third less time than slicing."""
     return iter_unpack(f"{size}s", memoryview(data)[: len(data) // size * size])
 
 
 def _little_endian(token_ids: Sequence[int]) -> memoryview:
-    """Not copied where it is an array of unsigned ints."""
+    """The ids as little-endian uint32. An array of unsigned ints is not copied."""
     if sys.byteorder == "little" and isinstance(token_ids, array) and token_ids.typecode == "I":
         return memoryview(token_ids).cast("B")
     try:
@@ -231,19 +231,19 @@ DIGESTS: dict[HashAlgorithm, Callable[[object], bytes]] = {
 
 
 def low64(digest: bytes) -> int:
-    """What KV events carry of a digest: its last eight bytes, big-endian."""
+    """The part of a digest that KV events contain: its last eight bytes, big-endian."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def none_hash(hashing: Hashing) -> bytes:
     """vLLM's NONE_HASH, the parent of a first block.
 
-    With PYTHONHASHSEED it is the digest of that string. Without, it is fixed for the sha256 algorithms
-    (vLLM >= 0.29; random before) and random for the xxhash ones, which nobody can compute: SpecError.
+    With PYTHONHASHSEED it is the digest of that string. Without it, it is fixed for the sha256 algorithms
+    (vLLM >= 0.29; random before) and random for the xxhash algorithms, for which this raises SpecError.
     """
     if not hashing.seed and hashing.algorithm in (HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR):
         raise SpecError(
-            "vLLM's xxhash root is random unless the engines set PYTHONHASHSEED; set it there and"
+            "vLLM's xxhash root is random unless PYTHONHASHSEED is set: set it for the engines and"
             " - at `$.spec.engine.hashing.seed`"
         )
     return DIGESTS[hashing.algorithm](hashing.seed or NONE_HASH_SEED)
@@ -261,9 +261,9 @@ def vllm_hashes(
 ) -> list[bytes]:
     """vLLM's full block digests, one per full block (32 bytes, 16 for the xxhash algorithms).
 
-    `extra[i]` are the multimodal keys of block i (missing ones: none). `parent`: the digest before the
-    first block, when the tokens continue a chain; the salt then plays no part. Raises SpecError like
-    `none_hash`.
+    `extra[i]` are the multimodal keys of block i; it may be shorter than the list of blocks. `parent` is the
+    digest before the first block, when the tokens continue a chain; the salt then has no effect. Raises
+    SpecError like `none_hash`.
     """
     digest = DIGESTS[hashing.algorithm]
     tagged = hashing.extra_keys is ExtraKeys.TAGGED

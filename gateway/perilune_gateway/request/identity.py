@@ -1,14 +1,16 @@
-"""Whose request it is: tenant, session, parent session, and whether it is the last turn.
+"""Finds a request's tenant, session and parent session, and whether it is the session's last turn.
 
-Headers come first, so that the answer is the same with and without the body:
+The first source that names a session is used. Headers come first, so that a session that they name is known
+without the body:
 
-1. the pool's own session headers, then the well-known ones (names.SESSION_HEADERS), then the cookie;
-   a sub-agent (`x-claude-code-agent-id`) is a session of its own, whose parent is the session;
-2. the body's `session_id`, then `user` where the pool says so;
-3. nothing: the router then infers, see state/sessions.py.
+1. the pool's own session headers, the well-known ones (names.SESSION_HEADERS), then the cookie; a sub-agent
+   (`x-claude-code-agent-id`) is a session of its own, whose parent is that session;
+2. the body's `session_id`, then its `user`, if the pool enables that;
+3. otherwise the router infers the session, see state/sessions.py.
 
-A session id is a name that a client chose, no authority: it is looked up under (tenant, id), tenant being a
-configured header or a hash of the Authorization value. Ids over 256 characters are replaced by a hash.
+Clients choose session ids, so the id alone grants nothing: a session is looked up by (tenant, id), where the
+tenant is a configured header or a hash of the Authorization value. Ids over 256 characters are replaced by a
+hash.
 """
 
 from collections.abc import Mapping
@@ -23,11 +25,11 @@ from perilune_gateway.model import Identity
 
 MAX_ID = 256
 _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
-"""Most requests carry none of these."""
+"""Headers that most requests do not have."""
 
 
 def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
-    """`headers` by lower-case name."""
+    """The identity by the headers, which are given by lower-case name."""
     session_id = _first(headers, _session_headers(keys.headers))
     if keys.cookie and not session_id:
         session_id = _cookie(headers, keys.cookie)
@@ -43,11 +45,11 @@ def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
 
 
 def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys) -> Identity:
-    """The body's word counts only where the headers were silent."""
-    told = session_id or (user if keys.body_user else "")
-    if identity.session_id or not told:
+    """Adds the body's session id, or its user, to an identity without a session."""
+    found = session_id or (user if keys.body_user else "")
+    if identity.session_id or not found:
         return identity
-    return named(identity, _bounded(told))
+    return named(identity, _bounded(found))
 
 
 def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
@@ -57,7 +59,7 @@ def named(identity: Identity, session_id: str, inferred: bool = False) -> Identi
 
 @lru_cache(maxsize=16)
 def _session_headers(own: tuple[str, ...]) -> tuple[str, ...]:
-    """In lower case."""
+    """The names of all session headers, in lower case."""
     return tuple(name.lower() for name in (*own, *names.SESSION_HEADERS))
 
 

@@ -37,9 +37,9 @@ from perilune_gateway.request.openai import Api, ChatPrompt, ParsedRequest
 CHUNK_BYTES = 16_384
 _APIS = {Api.CHAT: 1, Api.MESSAGES: 2}
 """APIs whose conversation is an array. The numbers make their hashes different."""
-_LOOKED_AT = 64
+_SEARCHED_BYTES = 64
 """Bytes at the beginning of a conversation by which it is searched in the body; they must not be empty."""
-_SAME = 4
+_MAX_TRIES = 4
 """Number of places in the body that are tried when a conversation is searched."""
 
 
@@ -53,7 +53,7 @@ class _Known(NamedTuple):
 
 
 class KnownBodies:
-    """Parses bodies as `openai.parse` does, and knows earlier conversations."""
+    """Parses bodies as `openai.parse` does, with the help of earlier conversations."""
 
     def __init__(self, max_known: int = 4_096, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.parsed_in_part = 0
@@ -75,7 +75,9 @@ class KnownBodies:
             names.append(xxh3_64_intdigest(view[at : at + self._chunk_bytes], names[-1]))
         for chunks in range(len(names) - 1, 0, -1):
             known = self._known.get(names[chunks]) or self._older.get(names[chunks])
-            if known and (request := self._go_on(path, view, known, self._name(view, names, known.ends))):
+            if known and (
+                request := self._parse_rest(path, view, known, self._name(view, names, known.ends))
+            ):
                 self.parsed_in_part += 1
                 self._remember(view, names, known.begins, request)
                 return request
@@ -91,10 +93,10 @@ class KnownBodies:
         chunks = min(end // self._chunk_bytes, len(names) - 1)
         return xxh3_64_intdigest(view[chunks * self._chunk_bytes : end], names[chunks])
 
-    def _go_on(self, path: str, view: memoryview, known: _Known, name: int) -> ParsedRequest | None:
+    def _parse_rest(self, path: str, view: memoryview, known: _Known, name: int) -> ParsedRequest | None:
         """The request, parsed from `known` on; None when the body has to be parsed whole."""
-        begins, ends, told = known
-        if ends >= len(view) or name != told:
+        begins, ends, known_name = known
+        if ends >= len(view) or name != known_name:
             return None
         request = openai.parse(path, b"".join((view[:begins], self._mark, view[ends:])))
         if isinstance(request, Refusal):
@@ -119,11 +121,11 @@ class KnownBodies:
 
 def _begins(body: bytes, messages: bytes) -> int:
     """Position in the body where the first message begins; 0 when it is not found, or there is none."""
-    head = messages[:_LOOKED_AT]
+    head = messages[:_SEARCHED_BYTES]
     if not head[1:-1].strip():
         return 0
     at = -1
-    for _ in range(_SAME):
+    for _ in range(_MAX_TRIES):
         if (at := body.find(head, at + 1)) < 0:
             return 0
         if body.startswith(messages, at):

@@ -69,7 +69,7 @@ class ChatPrompt(Struct, frozen=True, gc=False):
     messages: Raw
     """An array; for `responses` an array of items or one string."""
     system: Raw = Raw()
-    """`messages`: its `system`; `responses`: its `instructions`."""
+    """`system` of `messages`, or `instructions` of `responses`."""
     tools: Raw = Raw()
     documents: Raw = Raw()
     template_kwargs: Raw = Raw()
@@ -99,7 +99,7 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     user: str = ""
     """Body `user`; Anthropic: `metadata.user_id`."""
     previous_response_id: str = ""
-    """When set, the engine prepends a stored conversation that this body does not contain."""
+    """If not empty, the engine prepends a stored conversation, which this body does not contain."""
     cache_salt: str = ""
     priority: int = 0
 

@@ -291,15 +291,15 @@ async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monk
     """Each makes gRPC look again at calls that came while it was shutting down; all are gone in the end."""
     came = []
 
-    async def noted(*address, real=grpc_server._bystander):
+    async def noted(*address, real=grpc_server._connection):
         came.append(await real(*address))
         return came[-1]
 
-    monkeypatch.setattr(grpc_server, "_bystander", noted)
+    monkeypatch.setattr(grpc_server, "_connection", noted)
     server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
     await server.start(f"{host}:0")
     await server.stop(10)
-    assert len(came) == len(grpc_server.BYSTANDERS_S)
+    assert len(came) == len(grpc_server.WAKE_S)
     assert all(writer is not None and writer.transport.is_closing() for writer in came)
 
 

@@ -12,7 +12,7 @@ import zmq.asyncio
 from perilune_api.pool import SpecError
 from perilune_gateway.feeds import kv_feed
 from perilune_gateway.feeds.kv_events import Batch, decode
-from perilune_gateway.feeds.kv_feed import Counters, ResetCause, Source
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
 
@@ -167,7 +167,7 @@ async def feeding(context, engine, *, replay=True, counters=None, timeout_s=2.0)
     sink = Recorder()
     task = asyncio.create_task(
         kv_feed.run(
-            Source(ENGINE, 0, engine.events_url, engine.replay_url if replay else ""),
+            Publisher(ENGINE, 0, engine.events_url, engine.replay_url if replay else ""),
             sink,
             lambda: 100.0,
             context,
@@ -210,7 +210,7 @@ class EndlessReplay:
 
     def catch_up(self, counters: Counters) -> asyncio.Task[bool]:
         feed = kv_feed._Feed(
-            Source(ENGINE, 0, "", "tcp://there"), Recorder(), lambda: 1.0, self, counters, 2.0
+            Publisher(ENGINE, 0, "", "tcp://there"), Recorder(), lambda: 1.0, self, counters, 2.0
         )
         return asyncio.create_task(feed.catch_up())
 
@@ -470,4 +470,4 @@ async def test_unknown_events_are_counted(context):
 @pytest.mark.parametrize("url", ["tcp://", "nonsense", "tcp://127.0.0.1:none"])
 async def test_no_zmq_address(context, url):
     with pytest.raises(SpecError, match="ZMQ address"):
-        await kv_feed.run(Source(ENGINE, 0, url), Recorder(), lambda: 0.0, context)
+        await kv_feed.run(Publisher(ENGINE, 0, url), Recorder(), lambda: 0.0, context)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perilune_gateway.feeds.kv_sequence import Replayed, SequenceTracker, Step, judge
+from perilune_gateway.feeds.kv_sequence import Order, Replayed, SequenceTracker, judge
 
 
 def tracker(*seen: tuple[int, float]) -> SequenceTracker:
@@ -13,22 +13,22 @@ def tracker(*seen: tuple[int, float]) -> SequenceTracker:
 
 
 @pytest.mark.parametrize(
-    ("seen", "seq", "published_s", "step"),
+    ("seen", "seq", "published_s", "order"),
     [
-        pytest.param([], 0, 1.0, Step.APPLY, id="the first of all"),
-        pytest.param([], 2, 1.0, Step.GAP, id="the first that we hear"),
-        pytest.param([(4, 1.0)], 5, 2.0, Step.APPLY, id="the next"),
-        pytest.param([(4, 1.0)], 7, 2.0, Step.GAP, id="one too late"),
-        pytest.param([(4, 1.0)], 4, 1.0, Step.OLD, id="the last again"),
-        pytest.param([(4, 1.0)], 0, 0.5, Step.OLD, id="the first again"),
-        pytest.param([(4, 1.0)], 0, 2.0, Step.RESTART, id="a new process"),
-        pytest.param([(4, 1.0)], 2, 2.0, Step.RESTART, id="a new process whose first we missed"),
+        pytest.param([], 0, 1.0, Order.NEXT, id="the first of all"),
+        pytest.param([], 2, 1.0, Order.GAP, id="the first that we hear"),
+        pytest.param([(4, 1.0)], 5, 2.0, Order.NEXT, id="the next"),
+        pytest.param([(4, 1.0)], 7, 2.0, Order.GAP, id="one too late"),
+        pytest.param([(4, 1.0)], 4, 1.0, Order.OLD, id="the last again"),
+        pytest.param([(4, 1.0)], 0, 0.5, Order.OLD, id="the first again"),
+        pytest.param([(4, 1.0)], 0, 2.0, Order.RESTART, id="a new process"),
+        pytest.param([(4, 1.0)], 2, 2.0, Order.RESTART, id="a new process whose first we missed"),
     ],
 )
-def test_a_number_tells_whether_messages_are_missing_or_repeated(seen, seq, published_s, step):
+def test_a_number_tells_whether_messages_are_missing_or_repeated(seen, seq, published_s, order):
     it = tracker(*seen)
-    assert it.step(seq, published_s) is step
-    assert it.step(seq, published_s) is step, "asking changes nothing"
+    assert it.order(seq, published_s) is order
+    assert it.order(seq, published_s) is order, "asking changes nothing"
 
 
 @pytest.mark.parametrize(

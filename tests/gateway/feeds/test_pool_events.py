@@ -82,20 +82,20 @@ class Feeds:
     """Stands in for `kv_feed.run`: notes whom it is to follow, and ends as told."""
 
     def __init__(self) -> None:
-        self.running: set[kv_feed.Source] = set()
-        self.counters: dict[kv_feed.Source, kv_feed.Counters] = {}
+        self.running: set[kv_feed.Publisher] = set()
+        self.counters: dict[kv_feed.Publisher, kv_feed.Counters] = {}
         self.fail: Exception | None = None
 
-    async def run(self, source, sink, clock, context, counters, budget) -> None:
-        self.running.add(source)
-        self.counters[source] = counters
+    async def run(self, publisher, sink, clock, context, counters, budget) -> None:
+        self.running.add(publisher)
+        self.counters[publisher] = counters
         counters.connected = True
         try:
             if self.fail:
                 raise self.fail
             await asyncio.Event().wait()
         finally:
-            self.running.remove(source)
+            self.running.remove(publisher)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def of(*, ranks: int, replay: bool = True) -> Endpoint:
 async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFeeds, fake: Feeds) -> None:
     feeds.follow([of(ranks=2), Endpoint("silent")])
     await asyncio.sleep(0)
-    first, second = (kv_feed.Source("e", rank, f"tcp://e:{rank}", f"tcp://e:{rank}0") for rank in (0, 1))
+    first, second = (kv_feed.Publisher("e", rank, f"tcp://e:{rank}", f"tcp://e:{rank}0") for rank in (0, 1))
     assert fake.running == {first, second}
     before = fake.counters[first]
     feeds.follow([of(ranks=1)])
@@ -129,7 +129,7 @@ async def test_a_feed_for_each_rank_as_long_as_the_pool_names_it(feeds: EventFee
     assert fake.counters[first] is before, "it goes on"
     feeds.follow([of(ranks=1, replay=False)])
     await asyncio.sleep(0)
-    assert fake.running == {kv_feed.Source("e", 0, "tcp://e:0")}
+    assert fake.running == {kv_feed.Publisher("e", 0, "tcp://e:0")}
     feeds.follow([])
     await asyncio.sleep(0)
     assert (fake.running, feeds.stats("e")) == (set(), None)

@@ -21,7 +21,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.admin import PAGES, Admin, Sources
+from perilune_gateway.observe.admin import PAGES, Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import Health, report
 from perilune_gateway.observe.metrics import Metrics
@@ -45,8 +45,8 @@ class World:
             self.endpoints, block_size=16, pool="default/p", policy="ear", version="0.1.0", uptime_s=1.0
         )
 
-    def sources(self) -> Sources:
-        return Sources(
+    def data(self) -> AdminData:
+        return AdminData(
             registry=self.metrics.registry,
             decisions=self.decisions,
             policies=POLICIES,
@@ -68,7 +68,7 @@ def world():
 @asynccontextmanager
 async def browsing(world: World):
     """`await get(path)` → (status, parsed JSON or text)."""
-    admin = Admin(world.sources())
+    admin = Admin(world.data())
     port = await admin.start()
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
@@ -254,7 +254,7 @@ class TestPlainPages:
 
 class TestListening:
     async def test_a_taken_port_is_an_oserror_that_names_it(self, world):
-        first, second = Admin(world.sources()), Admin(world.sources())
+        first, second = Admin(world.data()), Admin(world.data())
         port = await first.start()
         try:
             with pytest.raises(OSError, match=f"admin cannot listen on 127.0.0.1:{port}: .*in use"):
@@ -264,7 +264,7 @@ class TestListening:
             await first.stop()
 
     async def test_the_port_is_free_after_stop(self, world):
-        admin = Admin(world.sources())
+        admin = Admin(world.data())
         port = await admin.start()
         await admin.stop()
         await admin.stop()

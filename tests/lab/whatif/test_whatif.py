@@ -215,7 +215,7 @@ class TestCommand:
         lines = log.read_bytes().splitlines(True)
         log.write_bytes(b"".join([*lines[:3], b"no json\n", *lines[3:]]))
         assert cli.main(["--decisions", str(log)]) == 2
-        assert f"{log}: line 4 is no JSON" in capsys.readouterr().err
+        assert f"{log}: line 4 is not JSON" in capsys.readouterr().err
 
     def test_a_cut_last_line_is_skipped_and_said(self, log, capsys):
         log.write_bytes(log.read_bytes()[:-20])

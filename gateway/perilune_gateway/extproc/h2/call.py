@@ -1,4 +1,4 @@
-"""What the server and the calls that it serves know of each other."""
+"""The protocols between the server and its calls: a call as the server uses it, and the reverse."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from perilune_gateway.extproc.h2.replies import Status
 
 
 class Call(Protocol):
-    """One stream, from `opened` to `closed`."""
+    """One gRPC call on one HTTP/2 stream. `message` takes a whole gRPC message."""
 
     def message(self, raw: bytes) -> None: ...
     def ended(self) -> None:
-        """The peer sends no more."""
+        """The peer has half-closed the stream."""
         ...
 
     def closed(self) -> None:
@@ -21,17 +21,17 @@ class Call(Protocol):
 
 
 class Link(Protocol):
-    """A connection as its calls use it; each names its stream by number."""
+    """A connection as its calls use it. `stream` is the number of the call's stream."""
 
     def send(self, stream: int, raw: bytes) -> None: ...
     def handled(self, stream: int, size_bytes: int) -> None:
-        """A message of this size is done with, so the peer may send as much again."""
+        """A message of this size was handled, so the peer may send as many bytes again."""
         ...
 
     def finish(self, stream: int, status: Status = ..., reason: str = ...) -> None:
-        """End the stream from our side."""
+        """Ends the stream from our side."""
         ...
 
     def flush(self) -> None:
-        """Write what was sent. A call that sends outside of its methods has to call this."""
+        """Writes what was sent. A call must call it after sending outside the methods of `Call`."""
         ...

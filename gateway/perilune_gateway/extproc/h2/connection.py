@@ -1,18 +1,18 @@
 """One HTTP/2 connection that serves gRPC streams, without I/O: bytes in, events out; calls in, bytes out.
 
-    receive(bytes) ─▶ reader: frames ─▶ RULES: step ─▶ Opened │ Message │ Ended │ Reset
+    receive(bytes) ─▶ reader: frames ─▶ RULES: handler ─▶ Opened │ Message │ Ended │ Reset
     send, finish ─▶ frames, as far as both windows allow ─▶ take() ─▶ bytes
 
 Rules:
 
-1.  A peer that breaks HTTP/2 or goes beyond `limits` ends the connection: it gets GOAWAY with the code,
+1.  A peer that violates HTTP/2 or exceeds `limits` ends the connection: it gets GOAWAY with the code,
    `ended` is set, and no stream is left. Nothing is raised, and nothing later is read. Errors that the RFC
    allows to confine to a stream end the connection too.
-2.  A peer that breaks gRPC (a compressed or oversized message, a stream that ends within a message) ends that
-    stream with a status.
+2.  A peer that violates gRPC (a compressed or oversized message, a stream that ends within a message) ends
+    that stream with a status.
 3.  Inbound flow control. A stream's window takes one message of the largest size. The credit is given back
-   when a message was handled (`handled`), so a stream whose owner waits is held back and the others are not.
-   The connection's window is given back at once; what all streams together have not handled is limited.
+    when a message was handled (`handled`), so a stream whose owner waits is slowed down and the others are
+    not. The connection's window is given back at once; what all streams together have not handled is limited.
 4.  Outbound flow control. What the windows do not allow waits in its stream; a WINDOW_UPDATE sends it on, in
    the order in which streams began to wait.
 5.  A peer may open and reset any number of streams, because Envoy ends every stream by a reset. Only resets
@@ -73,20 +73,24 @@ SETTINGS_ACK = frame(Type.SETTINGS, ACK, 0)
 
 
 class Stream(Struct, gc=False):
+    """One open stream."""
+
     window: int
     """Bytes that the peer may still send. What is missing from a whole window, unhandled bytes apart, is
     credit that is still to be given back."""
     send_window: int
+    """Bytes that we may still send."""
     inbox: Inbox
     unhandled_bytes: int = 0
-    """Received and not yet handled."""
+    """Number of bytes received and not yet handled."""
     half_closed: bool = False
+    """Whether the peer has ended its half."""
     answered: bool = False
-    """Response headers were sent."""
+    """Whether response headers were sent."""
     pending: bytearray | None = None
     """Answers that wait for the windows to open."""
     trailers: bytes = b""
-    """The end of our answer; it follows what is pending."""
+    """The end of our answer, sent after `pending`."""
 
 
 class Connection:
@@ -95,17 +99,17 @@ class Connection:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.ended = False
         self.cause: Closed | None = None
-        """Why it ends, unless its owner or its peer closes it."""
+        """Why it ends; None when its owner or its peer closes it."""
         self.error: FrameError | None = None
-        """What the peer did wrong, if it is to blame."""
+        """What the peer did wrong; None when it did nothing wrong."""
         self.streams: dict[int, Stream] = {}
         self.buffered_bytes = 0
-        """Received and not yet handled, of all streams."""
+        """Number of bytes received and not yet handled, of all streams."""
         self.pending_bytes = 0
-        """Waiting to be sent, of all streams."""
+        """Number of bytes waiting to be sent, of all streams."""
         self._clock = clock
         self._busy_s = clock()
-        """When `check_time` last saw that streams were open or had been opened."""
+        """Time at which `check_time` last found an open or a newly opened stream."""
         self._seen_stream = 0
         self._allowances = Allowances(self._busy_s)
         self._out: list[bytes] = [GREETING]
@@ -125,27 +129,27 @@ class Connection:
     # Called by the owner.
 
     def receive(self, data: bytes) -> list[Event]:
-        """Take bytes from the peer, in any pieces."""
+        """Takes bytes from the peer, in pieces of any size, and returns the events in them."""
         events: list[Event] = []
         self._events = events
         if self.ended:
             return events
         try:
             for kind, flags, stream_id, payload in self._reader.frames(data):
-                STEPS.get(kind, SKIP)(self, flags, stream_id, payload)
+                HANDLERS.get(kind, SKIP)(self, flags, stream_id, payload)
         except FrameError as violation:
-            self._break(violation, violation.cause)
+            self._fail(violation, violation.cause)
         return events
 
     def check_time(self) -> None:
-        """Apply the time limits; call it about once a second."""
+        """Applies the time limits. Call it about once a second."""
         if self.ended:
             return
         now_s = self._clock()
         if not self._reader.greeted:
             if now_s - self._busy_s >= limits.HANDSHAKE_S:
                 late = FrameError(Code.PROTOCOL_ERROR, f"no HTTP/2 greeting in {limits.HANDSHAKE_S:g} s")
-                self._break(late, Closed.HANDSHAKE_TIMEOUT)
+                self._fail(late, Closed.HANDSHAKE_TIMEOUT)
         elif self.streams or self._last_stream != self._seen_stream:
             self._busy_s, self._seen_stream = now_s, self._last_stream
         elif now_s - self._busy_s >= limits.IDLE_S:
@@ -156,12 +160,12 @@ class Connection:
                 self.close()
 
     def take(self) -> bytes:
-        """Return what is to be written now."""
+        """Returns the bytes to write now."""
         out, self._out = self._out, []
         return b"".join(out)
 
     def handled(self, stream_id: int, size_bytes: int) -> None:
-        """Give back the credit for a message of this length; its stream may be gone."""
+        """Gives back the credit for a message of this length. The stream may have ended."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
@@ -170,7 +174,7 @@ class Connection:
         self._give_credit(stream_id, stream)
 
     def send(self, stream_id: int, payload: bytes) -> None:
-        """Send a gRPC message; does nothing when the stream is gone."""
+        """Sends a gRPC message. Does nothing when the stream has ended."""
         stream = self.streams.get(stream_id)
         if stream is None:
             return
@@ -191,11 +195,11 @@ class Connection:
         self.pending_bytes += len(raw)
         self._flush(stream_id, stream)
         if self.pending_bytes > limits.PENDING_BYTES:
-            error = FloodError(f"more than {limits.PENDING_BYTES} bytes of answers are not taken")
-            self._break(error, Closed.NOT_READING)
+            error = FloodError(f"the peer does not read more than {limits.PENDING_BYTES} bytes of answers")
+            self._fail(error, Closed.NOT_READING)
 
     def finish(self, stream_id: int, status: Status = Status.OK, reason: str = "") -> None:
-        """End the stream after what is pending. A peer that still sends is told to stop."""
+        """Ends the stream after what is pending. If the peer has not ended its half, the stream is reset."""
         stream = self.streams.get(stream_id)
         if stream is None or stream.trailers:
             return
@@ -207,18 +211,18 @@ class Connection:
             self._close(stream_id, stream)
 
     def drain(self) -> None:
-        """Ask the peer to open no more streams; those on their way are served."""
+        """Asks the peer to open no more streams. Those that it opens before it reads this are served."""
         self._draining = True
         self._out.append(frames.goaway(MAX_STREAM, Code.NO_ERROR))
         self._out.append(frame(Type.PING, 0, 0, DRAIN_PING))
 
     @property
     def quiet(self) -> bool:
-        """No stream is left, and the peer, if it speaks HTTP/2 at all, has read that we drain."""
+        """Whether no stream is open and the peer, if it speaks HTTP/2 at all, has acknowledged the drain."""
         return not self.streams and (self._drain_seen or not self._reader.greeted)
 
     def close(self) -> None:
-        """End the connection from our side; streams that are left are reset."""
+        """Ends the connection from our side. Open streams are reset."""
         if not self.ended:
             for stream_id in self.streams:
                 self._out.append(number(Type.RST_STREAM, stream_id, Code.CANCEL))
@@ -233,8 +237,8 @@ class Connection:
             )
 
     def _on_skip(self, flags: int, stream_id: int, payload: bytes) -> None:
-        """Priorities, the peer's own GOAWAY (its streams go on), unknown types."""
-        self._spend(self._allowances.empty, "frames that say nothing")
+        """Skips priorities, the peer's own GOAWAY (its streams continue) and unknown types."""
+        self._spend(self._allowances.empty, "frames without effect")
 
     def _on_push_promise(self, flags: int, stream_id: int, payload: bytes) -> None:
         raise FrameError(Code.PROTOCOL_ERROR, "a client cannot push")
@@ -248,7 +252,7 @@ class Connection:
             self._window = limits.CONNECTION_WINDOW
         content = unpadded(flags, payload)
         if not content and not flags & END_STREAM:
-            self._spend(self._allowances.empty, "frames that say nothing")
+            self._spend(self._allowances.empty, "frames without effect")
         stream = self.streams.get(stream_id)
         if stream is None:
             return self._check_past(stream_id)
@@ -278,7 +282,8 @@ class Connection:
         self._give_credit(stream_id, stream)
 
     def _give_credit(self, stream_id: int, stream: Stream) -> None:
-        """Open the stream's window: rarely, but always far enough for the message that is arriving."""
+        """Opens the stream's window in large steps, and always far enough for the message that is
+        arriving."""
         credit = limits.STREAM_WINDOW - stream.window - stream.unhandled_bytes
         due = credit >= limits.STREAM_WINDOW // 2 or stream.window < stream.inbox.missing_bytes
         if due and credit and not stream.half_closed:
@@ -298,12 +303,12 @@ class Connection:
             self._headers(path)
 
     def _on_continuation(self, flags: int, stream_id: int, payload: bytes) -> None:
-        path = self._blocks.go_on(flags, payload)
+        path = self._blocks.continued(flags, payload)
         if path is not None:
             self._headers(path)
 
     def _headers(self, path: str) -> None:
-        """A whole header block: of a new stream, or the trailers of a request."""
+        """Handles a whole header block: that of a new stream, or the trailers of a request."""
         stream_id, ends_stream = self._blocks.stream, self._blocks.ends_stream
         if stream_id in self.streams:  # the request's trailers
             if not ends_stream or self.streams[stream_id].half_closed:
@@ -362,7 +367,7 @@ class Connection:
                     if stream.send_window > MAX_WINDOW:
                         raise FrameError(Code.FLOW_CONTROL_ERROR, "a window grows beyond its limit")
             case _:
-                pass  # no concern of ours: our header blocks use no table, and we open no streams
+                pass  # the others do not matter: our header blocks use no table, and we open no streams
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         self._spend(self._allowances.pings, "PING frames")
@@ -390,7 +395,7 @@ class Connection:
             self._flush(stream_id, stream)
 
     def _check_past(self, stream_id: int) -> None:
-        """Raise FrameError unless the stream is over; then its frames may still be on their way."""
+        """Raises FrameError unless the stream existed. Frames of an ended stream may still arrive."""
         if stream_id > self._last_stream or not stream_id % 2:
             raise FrameError(Code.PROTOCOL_ERROR, "a frame of a stream that was never opened")
 
@@ -403,7 +408,7 @@ class Connection:
             self._flush(stream_id, self.streams[stream_id])
 
     def _flush(self, stream_id: int, stream: Stream) -> None:
-        """Send as much of what is pending as the windows allow."""
+        """Sends as much of what is pending as the windows allow."""
         pending = stream.pending
         assert pending is not None
         size = min(len(pending), stream.send_window, self._send_window)
@@ -428,7 +433,7 @@ class Connection:
         self._remove(stream_id, stream)
 
     def _give_up(self, stream_id: int, status: Status, reason: str) -> None:
-        """End a stream on which the peer broke gRPC; answers that are pending are dropped."""
+        """Ends a stream on which the peer violated gRPC. Pending answers are dropped."""
         stream = self.streams[stream_id]
         self._unblock(stream_id, stream)
         self.finish(stream_id, status, reason)
@@ -446,8 +451,8 @@ class Connection:
             stream.pending = None
             del self._blocked[stream_id]
 
-    def _break(self, error: FrameError, cause: Closed) -> None:
-        """End the connection because of what the peer did."""
+    def _fail(self, error: FrameError, cause: Closed) -> None:
+        """Ends the connection because of an error of the peer."""
         self.error, self.cause = error, cause
         self._end(error.code, str(error))
 
@@ -458,7 +463,7 @@ class Connection:
         self.ended = True
 
 
-STEPS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
-    kind: getattr(Connection, f"_on_{rule.step}") for kind, rule in RULES.items()
+HANDLERS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
+    kind: getattr(Connection, f"_on_{rule.handler}") for kind, rule in RULES.items()
 }
 SKIP = Connection._on_skip

@@ -1,4 +1,4 @@
-"""What a connection tells its owner about its streams."""
+"""The events of a connection's streams."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from msgspec import Struct
 
 
 class Opened(Struct, frozen=True, gc=False):
+    """The peer has opened a stream."""
+
     stream: int
     path: str
 
 
 class Message(Struct, frozen=True, gc=False):
-    """A whole gRPC message. Call `Connection.handled` with its length when it is done with."""
+    """A complete gRPC message. Call `Connection.handled` with its length when it was handled."""
 
     stream: int
     payload: bytes
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """The peer sends nothing more on this stream and awaits its end: call `Connection.finish`."""
+    """The peer has ended its half of the stream. Call `Connection.finish` to end the other."""
 
     stream: int
 
 
 class Reset(Struct, frozen=True, gc=False):
-    """The stream is over in both directions; nothing more can be sent."""
+    """The stream has ended in both directions; nothing more can be sent."""
 
     stream: int
 

@@ -1,7 +1,7 @@
-"""Envoy's method as a call of the HTTP/2 server.
+"""Serves Envoy's method as a call of the HTTP/2 server.
 
-A message is answered before `message` returns. When tokens have to be awaited, a task awaits them, and
-messages that come meanwhile are kept; the peer gets no credit for these, and other streams go on.
+A message is answered before `message` returns, unless tokens have to be awaited. Then a task awaits them, and
+messages that arrive meanwhile are queued. The peer gets no credit for these, and other streams continue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from perilune_gateway.extproc.exchange import Abort, Wait
 from perilune_gateway.extproc.h2.call import Link
 from perilune_gateway.extproc.h2.replies import Status
-from perilune_gateway.extproc.service import Step, Stream
+from perilune_gateway.extproc.service import Reply, Stream
 from perilune_gateway.routing.router import Encode
 
 
@@ -27,7 +27,7 @@ class ExtProc:
         self._number = number
         self._waiting: asyncio.Task[None] | None = None
         self._inbox: deque[bytes] | None = None
-        """What comes while tokens are awaited."""
+        """Messages that arrived while tokens were awaited."""
         self._ended = False
         self._closed = False
 
@@ -51,10 +51,10 @@ class ExtProc:
             self._waiting.cancel()
         self._stream.closed()
 
-    def _carry_out(self, step: Step) -> None:
-        for message in step.messages:
+    def _carry_out(self, reply: Reply) -> None:
+        for message in reply.messages:
             self._link.send(self._number, message)
-        match step.then:
+        match reply.then:
             case None:
                 pass
             case Wait(encode):
@@ -63,9 +63,9 @@ class ExtProc:
                 self._link.finish(self._number, Status.INTERNAL, reason)
 
     async def _wait(self, encode: Encode) -> None:
-        step = await self._stream.tokens(encode)
+        reply = await self._stream.tokens(encode)
         self._waiting = None
-        self._carry_out(step)
+        self._carry_out(reply)
         while self._inbox and self._waiting is None and not self._closed:
             self.message(self._inbox.popleft())
         if self._ended and self._waiting is None and not self._closed:

@@ -1,8 +1,8 @@
-"""HTTP/2 frames (RFC 9113): the table of their types, and how ours are written.
+"""HTTP/2 frames (RFC 9113): the table of their types, and functions that write frames.
 
-A frame is 9 bytes of header (length, type, flags, stream) and a payload. `RULES` tells for each type where it
-may appear and how long it may be, so that a frame is refused before its payload is awaited. Types that are
-not in the table are skipped, as the RFC demands.
+A frame has a header of 9 bytes (length, type, flags, stream) and a payload. `RULES` says for each type where
+it may appear and how long it may be, so that a frame can be refused before its payload is awaited. Types that
+are not in the table are skipped, as the RFC demands.
 """
 
 from __future__ import annotations
@@ -71,12 +71,14 @@ PRIORITY = 0x20
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """Where frames of a type may appear, how long they may be, and what handles them."""
+
     on_connection: bool
     on_stream: bool
     min_bytes: int
     max_bytes: int
-    step: str
-    """The method of Connection, without `_on_`, that takes (flags, stream, payload)."""
+    handler: str
+    """Name, without `_on_`, of the method of Connection that takes (flags, stream, payload)."""
 
 
 _CONNECTION, _STREAM, _EITHER = (True, False), (False, True), (True, True)
@@ -97,7 +99,7 @@ UNKNOWN = Rule(*_EITHER, 0, FRAME_BYTES, "skip")
 
 
 class FrameError(ProtocolError):
-    """The peer broke HTTP/2, so the connection ends with this code."""
+    """The peer violated HTTP/2, so the connection ends with this code."""
 
     cause = Closed.PROTOCOL_ERROR
 
@@ -107,7 +109,7 @@ class FrameError(ProtocolError):
 
 
 class FloodError(FrameError):
-    """The peer went beyond one of `limits`."""
+    """The peer exceeded one of `limits`."""
 
     cause = Closed.FLOOD
 
@@ -128,7 +130,7 @@ def settings(values: Mapping[Setting, int]) -> bytes:
 
 
 def number(kind: Type, stream: int, value: int) -> bytes:
-    """Write an RST_STREAM or WINDOW_UPDATE frame."""
+    """Writes an RST_STREAM or WINDOW_UPDATE frame."""
     return frame(kind, 0, stream, value.to_bytes(4, "big"))
 
 
@@ -137,7 +139,7 @@ def goaway(last_stream: int, code: Code, why: str = "") -> bytes:
 
 
 def unpadded(flags: int, payload: bytes) -> bytes:
-    """Return the content of a DATA or HEADERS frame. Raises FrameError for more padding than payload."""
+    """Returns the content of a DATA or HEADERS frame. Raises FrameError for more padding than payload."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):
@@ -146,7 +148,7 @@ def unpadded(flags: int, payload: bytes) -> bytes:
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """Write a header field that touches no table. Name and value have at most 126 bytes."""
+    """Writes a header field without use of the tables. Name and value have at most 126 bytes."""
     assert len(name) < 127, name
     assert len(value) < 127, value
     return b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value

@@ -1,7 +1,7 @@
-"""Header blocks out of HEADERS and CONTINUATION frames, and the path that each names.
+"""Joins HEADERS and CONTINUATION frames into header blocks, and returns the `:path` of each.
 
 Envoy sends the same block for every stream. A block whose meaning does not depend on the dynamic table (see
-`hpack`) is therefore decoded once and remembered, which saves 30 µs per stream. Raises FrameError.
+`hpack`) is therefore decoded once and cached, which saves 30 µs per stream. Raises FrameError.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from perilune_gateway.extproc.h2.frames import (
 )
 from perilune_gateway.extproc.h2.hpack import Decoder
 
-REMEMBERED_BLOCKS = 128
+CACHED_BLOCKS = 128
+"""Number of blocks that a connection caches."""
 
 
 class HeaderBlocks:
-    """The header blocks of one connection, one after the other."""
+    """The header blocks of one connection, which follow each other without overlap."""
 
     def __init__(self) -> None:
         self.stream = 0
+        """Stream of the last block."""
         self.ends_stream = False
-        """Both are of the block that began last."""
+        """Whether the last block ends the stream."""
         self._parts: list[bytes] = []
         self._bytes = 0
         self._hpack = Decoder()
         self._paths: dict[bytes, str] = {}
 
     def begin(self, flags: int, stream: int, payload: bytes) -> str | None:
-        """Take a HEADERS frame. Returns the path, or None where the block continues."""
+        """Takes a HEADERS frame. Returns the path, or None when the block continues."""
         block = unpadded(flags, payload)
         if flags & PRIORITY:
             if len(block) < 5:
@@ -46,10 +48,10 @@ class HeaderBlocks:
         self._parts, self._bytes = [block], len(block)
         return None
 
-    def go_on(self, flags: int, payload: bytes) -> str | None:
-        """Take a CONTINUATION frame; returns as `begin`."""
+    def continued(self, flags: int, payload: bytes) -> str | None:
+        """Takes a CONTINUATION frame. Returns as `begin` does."""
         if not self._parts:
-            raise FrameError(Code.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise FrameError(Code.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
         if len(self._parts) > limits.CONTINUATIONS:
             raise FloodError(f"a header block of more than {limits.CONTINUATIONS} CONTINUATION frames")
         self._parts.append(payload)
@@ -67,7 +69,7 @@ class HeaderBlocks:
             return known
         fields, stateless = self._hpack.decode(block)
         path = next((value for name, value in fields if name == ":path"), "")
-        if not stateless or len(self._paths) >= REMEMBERED_BLOCKS:
+        if not stateless or len(self._paths) >= CACHED_BLOCKS:
             self._paths.clear()
         if stateless:
             self._paths[block] = path

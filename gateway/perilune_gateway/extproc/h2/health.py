@@ -1,4 +1,4 @@
-"""gRPC health (grpc.health.v1) for the HTTP/2 server: Check answers once, Watch answers with every change.
+"""Serves gRPC health (grpc.health.v1): Check answers once, Watch with every change.
 
 The answers are those of gRPC's own servicer: `liveness` is SERVING from `start` to `stop`, and every other
 known service while the gateway is ready. An unknown service is NOT_FOUND to Check and SERVICE_UNKNOWN to
@@ -22,10 +22,10 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """The status of each service, and the watches that are told of changes."""
+    """The status of each service, and the watches that are notified of changes."""
 
     def __init__(self) -> None:
-        self._said: dict[str, Any] = {}
+        self._status: dict[str, Any] = {}
         self._watches: set[HealthWatch] = set()
 
     def start(self) -> None:
@@ -35,14 +35,15 @@ class Health:
         self._set(dict.fromkeys(HEALTH_SERVICES, SERVING if ready else NOT_SERVING) | {LIVENESS: SERVING})
 
     def stop(self) -> None:
-        """Answer NOT_SERVING from now on, and end the watches, which would hold up a drain."""
+        """Answers NOT_SERVING from now on, and ends the watches, which would otherwise keep a drain
+        waiting."""
         self._set(dict.fromkeys(HEALTH_SERVICES, NOT_SERVING))
         for watch in list(self._watches):
             watch.finish()
 
-    def says(self, service: str) -> Any:
-        """Return the service's status, or None for an unknown service."""
-        return self._said.get(service)
+    def status(self, service: str) -> Any:
+        """Returns the service's status, or None for an unknown service."""
+        return self._status.get(service)
 
     def watch(self, watch: HealthWatch) -> None:
         self._watches.add(watch)
@@ -50,19 +51,21 @@ class Health:
     def forget(self, watch: HealthWatch) -> None:
         self._watches.discard(watch)
 
-    def _set(self, said: dict[str, Any]) -> None:
-        self._said = said
+    def _set(self, status: dict[str, Any]) -> None:
+        self._status = status
         for watch in list(self._watches):
-            watch.tell()
+            watch.notify()
 
 
 class HealthCheck:
+    """A call of Check."""
+
     def __init__(self, health: Health, link: Link, number: int) -> None:
         self._health, self._link, self._number = health, link, number
 
     def message(self, raw: bytes) -> None:
         service = _service(raw)
-        status = None if service is None else self._health.says(service)
+        status = None if service is None else self._health.status(service)
         if service is None:
             self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
         elif status is None:
@@ -79,10 +82,12 @@ class HealthCheck:
 
 
 class HealthWatch:
+    """A call of Watch."""
+
     def __init__(self, health: Health, link: Link, number: int) -> None:
         self._health, self._link, self._number = health, link, number
         self._service: str | None = None
-        self._told: Any = None
+        self._sent: Any = None
 
     def message(self, raw: bytes) -> None:
         self._link.handled(self._number, len(raw))
@@ -91,15 +96,15 @@ class HealthWatch:
             self._link.finish(self._number, Status.INTERNAL, "not a HealthCheckRequest")
         else:
             self._health.watch(self)
-            self.tell()
+            self.notify()
 
-    def tell(self) -> None:
-        """Send the status if it has changed."""
+    def notify(self) -> None:
+        """Sends the status if it has changed."""
         assert self._service is not None
-        status = self._health.says(self._service)
+        status = self._health.status(self._service)
         status = SERVICE_UNKNOWN if status is None else status
-        if status != self._told:
-            self._told = status
+        if status != self._sent:
+            self._sent = status
             self._link.send(self._number, _response(status))
             self._link.flush()
 
@@ -108,7 +113,7 @@ class HealthWatch:
         self._link.flush()
 
     def ended(self) -> None:
-        """A watch has one request, so nothing follows from its end."""
+        """Does nothing: a watch has one request, and lasts until the peer resets it."""
 
     def closed(self) -> None:
         self._health.forget(self)

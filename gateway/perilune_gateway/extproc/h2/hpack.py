@@ -1,14 +1,14 @@
-"""HPACK (RFC 7541), the decoding half: header block → list of (name, value).
+"""Decodes HPACK (RFC 7541): header block → list of (name, value).
 
     block ─▶ integers and strings ─▶ fields, looked up in the static and the dynamic table
 
 We announce a dynamic table of 0 bytes, but a peer may use one of 4096 bytes until it has read that, so the
-decoder has one. A block that neither reads nor changes the table always means the same. `decode` tells so,
-and `header_blocks` then remembers the block; decoding one costs about 30 µs.
+decoder has one. A block that neither reads nor changes the table always has the same meaning. `decode`
+reports that, and `header_blocks` then caches the block, because decoding one takes about 30 µs.
 
 The Huffman code is canonical: the lengths of its codes define it, and `_CODE` is made from them.
 
-There is no encoder: `replies` sends literal fields only. Raises FrameError.
+An encoder is not needed: `replies` sends literal fields only. Raises FrameError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from perilune_gateway.extproc.h2.frames import Code, FloodError, FrameError
 
 DEFAULT_TABLE_BYTES = 4096
 ENTRY_BYTES = 32
-"""Counted for each field beside its text, in the dynamic table and in a header list."""
+"""Number of bytes counted for each field besides its text, in the dynamic table and in a header list."""
 
 Field = tuple[str, str]
 
@@ -40,7 +40,7 @@ STATIC: tuple[Field, ...] = tuple(
     for name, _, value in (entry.partition("=") for entry in _STATIC_TEXT.split())
 )
 
-# RFC 7541, appendix B: bits → symbols of that code length, in their order; 256 ends a string, never occurs.
+# RFC 7541, appendix B: bits → symbols of that code length, in order; 256 ends a string and never occurs.
 _LENGTHS: dict[int, list[int]] = {
     5: list(b"012aceiost"),
     6: list(b" %-./3456789=A_bdfghlmnpru"),
@@ -86,7 +86,7 @@ _CODE = _codes()
 
 
 def huffman(data: bytes) -> bytes:
-    """Decode a Huffman-coded string. Raises FrameError for wrong padding."""
+    """Decodes a Huffman-coded string. Raises FrameError."""
     out = bytearray()
     code = bits = 0
     for byte in data:
@@ -115,7 +115,7 @@ class Decoder:
         self._stateless = True
 
     def decode(self, block: bytes) -> tuple[list[Field], bool]:
-        """Return the block's fields, and whether the block means the same at any time."""
+        """Returns the block's fields, and whether the block has the same meaning at any time."""
         self._stateless = True
         fields: list[Field] = []
         at = list_bytes = 0
@@ -131,17 +131,17 @@ class Decoder:
                 self._stateless = False
                 self._max_bytes = size
                 self._evict()
-            else:  # literal; to be remembered where bit 6 is set
-                remembered = first & 0x40
-                index, at = _integer(block, at, 6 if remembered else 4)
+            else:  # literal; bit 6 says whether it is added to the dynamic table
+                indexed = first & 0x40
+                index, at = _integer(block, at, 6 if indexed else 4)
                 if index:
                     name = self._entry(index)[0]
                 else:
                     name, at = _string(block, at)
                 value, at = _string(block, at)
                 fields.append((name, value))
-                if remembered:
-                    self._remember((name, value))
+                if indexed:
+                    self._insert((name, value))
             list_bytes += _size(fields[-1]) if fields else 0
             if len(fields) > limits.HEADER_FIELDS:
                 raise FloodError(f"more than {limits.HEADER_FIELDS} header fields")
@@ -157,9 +157,9 @@ class Decoder:
             raise _broken(f"no header field {index}")
         return self._table[index - len(STATIC) - 1]
 
-    def _remember(self, field: Field) -> None:
+    def _insert(self, field: Field) -> None:
         if not self._max_bytes:
-            return  # nothing fits into a table of no size, so nothing changes
+            return  # nothing fits into a table of 0 bytes, so it does not change
         self._stateless = False
         self._table.appendleft(field)
         self._bytes += _size(field)

@@ -1,8 +1,8 @@
-"""gRPC messages out of the pieces in which one stream's DATA arrives.
+"""Joins the pieces in which one stream's DATA arrives into gRPC messages.
 
-A message is 5 bytes (a compression flag and its length) and its payload. Pieces are kept and joined once,
-when a message is whole. Small pieces are joined at once, so that a peer that sends single bytes costs no more
-memory.
+A message has a prefix of 5 bytes (a compression flag and its length) and a payload. Pieces are joined once,
+when a message is complete. Small pieces are joined as they come, so that a peer that sends single bytes uses
+no more memory.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from struct import Struct
 import msgspec
 
 PREFIX = Struct(">BI")
-"""Compression flag, length."""
+"""The prefix: compression flag, length."""
 PREFIX_BYTES = PREFIX.size
 SMALL_BYTES = 4096
+"""Size up to which a piece is joined with the one before it."""
 
 
 class MessageError(ValueError):
-    """The peer broke gRPC."""
+    """The peer violated gRPC."""
 
 
 class CompressedError(MessageError):
-    """A compressed message; we announce no compression."""
+    """A compressed message, although we offer no compression."""
 
 
 class TooLongError(MessageError):
-    """A message beyond the limit."""
+    """A message that is larger than the limit."""
 
 
 class Inbox(msgspec.Struct, gc=False):
-    """The bytes of one stream that are not a whole message yet."""
+    """The bytes of one stream that are not yet a complete message."""
 
     max_message_bytes: int
     missing_bytes: int = PREFIX_BYTES
-    """Until the prefix or the message that is arriving is whole."""
+    """Number of bytes until the prefix, or the message that is arriving, is complete."""
     _pieces: list[bytes] = []
 
     @property
     def empty(self) -> bool:
-        """No message has begun, so the stream may end here."""
+        """Whether no message has begun, so that the stream may end here."""
         return not self._pieces
 
     @property
@@ -48,7 +49,7 @@ class Inbox(msgspec.Struct, gc=False):
         return len(self._pieces)
 
     def take(self, piece: bytes) -> Sequence[bytes]:
-        """Return the messages that `piece` completes. Raises MessageError, after which the stream is lost."""
+        """Returns the messages that `piece` completes. After a MessageError the stream must be ended."""
         self._keep(piece)
         self.missing_bytes -= len(piece)
         if self.missing_bytes > 0:
@@ -60,7 +61,7 @@ class Inbox(msgspec.Struct, gc=False):
         while missing <= 0:
             compressed, size = PREFIX.unpack_from(data, at)
             if compressed:
-                raise CompressedError("compressed messages are not taken")
+                raise CompressedError("compressed messages are not accepted")
             if size > self.max_message_bytes:
                 raise TooLongError(f"a message of {size} bytes")
             missing = PREFIX_BYTES + size - left

@@ -1,6 +1,6 @@
-"""What one connection may cost, so that a peer on the network cannot spend the gateway's memory or CPU.
+"""Limits on one connection, so that no peer can exhaust the gateway's memory or CPU.
 
-Envoy stays far below every limit. The limit on the size of one message stands in `service.MESSAGE_BYTES`.
+Envoy stays far below every limit. The limit on the size of one message is `service.MESSAGE_BYTES`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,45 @@ import msgspec
 from perilune_gateway.extproc.service import MESSAGE_BYTES
 
 MAX_STREAMS = 16_384
-"""Concurrent streams; one more is refused with REFUSED_STREAM, and Envoy opens another connection."""
+"""Number of concurrent streams. One more is refused with REFUSED_STREAM; Envoy then opens another
+connection."""
 STREAM_WINDOW = MESSAGE_BYTES + 64 * 1024
 """Bytes that a peer may send on a stream before we handle any of them: one message of the largest size."""
 CONNECTION_WINDOW = 1 << 30
 BUFFERED_BYTES = 256 * 1024 * 1024
-"""Received and not yet handled, of all streams; the stream that goes beyond ends with RESOURCE_EXHAUSTED."""
+"""Bytes received and not yet handled, of all streams. The stream that exceeds it ends with
+RESOURCE_EXHAUSTED."""
 PENDING_BYTES = 256 * 1024 * 1024
-"""Answers that wait because the peer's flow control windows are closed."""
+"""Bytes of answers that wait because the peer's flow control windows are closed."""
 UNTAKEN_BYTES = 256 * 1024 * 1024
-"""Answers that wait because the peer does not read its socket."""
+"""Bytes of answers that wait because the peer does not read its socket."""
 
 FRAME_BYTES = 16_384
-"""The largest frame we take, which is HTTP/2's default."""
+"""Size of the largest frame that we accept, HTTP/2's default."""
 HEADER_BLOCK_BYTES = 64 * 1024
-"""A compressed header block, CONTINUATION frames included."""
+"""Size of a compressed header block, CONTINUATION frames included."""
 CONTINUATIONS = 8
-"""CONTINUATION frames of one header block."""
+"""Number of CONTINUATION frames of one header block."""
 HEADER_FIELDS = 256
 HEADER_LIST_BYTES = 64 * 1024
-"""A decompressed header list as RFC 9113 counts it: names, values and 32 bytes per field."""
+"""Size of a decompressed header list as RFC 9113 counts it: names, values and 32 bytes per field."""
 
 HANDSHAKE_S = 10.0
-"""From the connection to the peer's SETTINGS: TLS handshake, HTTP/2 preface and SETTINGS together."""
+"""Seconds from the connection to the peer's SETTINGS: TLS handshake, HTTP/2 preface and SETTINGS together."""
 IDLE_S = 300.0
-"""Without a stream; then the connection is drained and closed, and Envoy opens another when it needs one."""
+"""Seconds without a stream after which a connection is drained and closed. Envoy opens another when it needs
+one."""
 DRAIN_ANSWER_S = 10.0
-"""For a peer to notice that its idle connection drains."""
+"""Seconds for a peer to acknowledge that its idle connection drains."""
 CLOSE_S = 1.0
-"""For a peer to read our last bytes."""
+"""Seconds for a peer to read our last bytes."""
 
 Clock = Callable[[], float]
 """Monotonic seconds."""
 
 
 class Allowance(msgspec.Struct, gc=False):
-    """A token bucket: so many events at once, and so many more for each second that passes."""
+    """A token bucket: allows `at_once` events at once, and `per_second` more for each second."""
 
     at_once: int
     per_second: float
@@ -55,14 +58,14 @@ class Allowance(msgspec.Struct, gc=False):
     since_s: float
 
     def spend(self, now_s: float) -> bool:
-        """Count one event. Returns False when there have been too many."""
+        """Counts one event. Returns False when there were too many."""
         self.left = min(self.at_once, self.left + (now_s - self.since_s) * self.per_second) - 1
         self.since_s = now_s
         return self.left >= 0
 
 
 class Allowances:
-    """The allowances of one connection: frames that are cheap to send and cost us work or answers."""
+    """The allowances of one connection, for frames that are cheap to send and cause work or answers here."""
 
     def __init__(self, now_s: float) -> None:
         self.settings = Allowance(100, 10, 100, now_s)
@@ -73,4 +76,4 @@ class Allowances:
         """Streams that the peer resets before we answered anything, or that we refuse ("rapid reset",
         CVE-2023-44487). Envoy resets every stream when it ends, but after our answer."""
         self.empty = Allowance(1_000, 100, 1_000, now_s)
-        """Frames that say nothing: PRIORITY, GOAWAY, unknown types, DATA without a byte or an end."""
+        """Frames without effect: PRIORITY, GOAWAY, unknown types, empty DATA that does not end the stream."""

@@ -1,8 +1,8 @@
-"""Bytes, in any pieces, → whole frames that are allowed at this point (RFC 9113, sections 3.4, 4 and 6).
+"""Splits received bytes into frames, and checks that each is allowed (RFC 9113, sections 3.4, 4 and 6).
 
-Each frame's header is checked as soon as it is there, against `frames.RULES` and against what has to come
-next: first SETTINGS, and after a header block has begun only its continuation. A frame that is too long or
-out of place is therefore refused before its payload is awaited.
+Each frame's header is checked as soon as it arrives, against `frames.RULES` and against the order of frames:
+SETTINGS come first, and a header block that has begun is followed only by its continuation. So a frame that
+is too long or out of order is refused before its payload is awaited.
 
 Costs about 1 µs per frame. Raises FrameError; nothing can be read after that.
 """
@@ -32,19 +32,19 @@ Frame = tuple[int, int, int, bytes]
 
 
 class Reader:
-    """The inbound half of one connection."""
+    """Reads the bytes of one connection."""
 
     def __init__(self) -> None:
         self.greeted = False
-        """The peer's SETTINGS have come, so it speaks HTTP/2."""
+        """Whether the peer's SETTINGS have arrived, so that it speaks HTTP/2."""
         self._prefaced = False
         self._next: tuple[int, int] | None = (SETTINGS, 0)
         """The only type and stream that may come next; None allows any."""
         self._rest = b""
-        """The beginning of a frame that is not whole yet."""
+        """The beginning of an incomplete frame."""
 
     def frames(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that `data` completes. Exhaust the iterator before passing more bytes."""
+        """Yields the frames that `data` completes. Exhaust the iterator before the next call."""
         if self._rest:
             data = self._rest + data
         at, end = 0, len(data)

@@ -1,4 +1,4 @@
-"""What we say in gRPC: response headers, message prefixes, and statuses in trailers, all as literal HPACK."""
+"""Writes gRPC replies: response headers, message prefixes, and statuses in trailers, all as literal HPACK."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Status(IntEnum):
 
 
 def message(payload: bytes) -> bytes:
-    """A gRPC message, uncompressed."""
+    """An uncompressed gRPC message."""
     return PREFIX.pack(0, len(payload)) + payload
 
 
 def trailers(status: Status, reason: str) -> bytes:
     if status is Status.OK:
         return TRAILERS_OK
-    said = "".join(c if " " <= c <= "~" and c != "%" else f"%{ord(c):02X}" for c in reason)[:100]
-    return literal(b"grpc-status", str(status.value).encode()) + literal(b"grpc-message", said.encode())
+    text = "".join(c if " " <= c <= "~" and c != "%" else f"%{ord(c):02X}" for c in reason)[:100]
+    return literal(b"grpc-status", str(status.value).encode()) + literal(b"grpc-message", text.encode())

@@ -7,7 +7,7 @@
 that both transports are reached, probed and deployed alike.
 
 Answers are written once per read. `limits` bounds what a connection may cost; a connection that is closed for
-going beyond a limit is counted by cause (`service.Closed`) and logged with the cause and the peer's address.
+exceeding a limit is counted by cause (`service.Closed`) and logged with the cause and the peer's address.
 
 A request with headers only costs about 50 µs without the decision, system calls included. On a stream that is
 half-closed and reset at once, as Envoy ends every stream, nothing is answered.
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024
 CHECK_S = 1.0
-"""How often the time limits of all connections are checked."""
+"""Seconds between two checks of the time limits of all connections."""
 
 
 class H2Server:
@@ -48,7 +48,7 @@ class H2Server:
         self.health = Health()
         self.links: set[Link] = set()
         self.changed = asyncio.Event()
-        """Set whenever a link may have become quiet, or is gone."""
+        """Set whenever a link may have become quiet or was closed."""
         self.draining = False
         self._listener: asyncio.Server | None = None
         self._checking: asyncio.TimerHandle | None = None
@@ -89,7 +89,7 @@ class H2Server:
             self._checking.cancel()
 
     def closed(self, cause: Closed, peer: object, why: object) -> None:
-        """Count and log a connection that this server closed on its own."""
+        """Counts and logs a connection that this server closed because of a limit or an error."""
         self.service.connections_closed[cause] += 1
         level = logging.INFO if cause is Closed.IDLE else logging.WARNING
         log.log(level, "connection_closed cause=%s peer=%s error=%s", cause, _address(peer), why or "none")
@@ -115,7 +115,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._tls = TlsChannel(server.tls.context()) if server.tls else None
         self._counted = False
-        """The reason for the connection's end is counted."""
+        """Whether the cause of the connection's end was counted."""
         # For calls; `flush` comes after them.
         self.send = connection.send
         self.handled = connection.handled
@@ -131,7 +131,7 @@ class Link(asyncio.Protocol):
     # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
         self.server.links.add(self)
         if self.server.draining:
             self.drain()
@@ -168,12 +168,12 @@ class Link(asyncio.Protocol):
     # Called by calls.
 
     def finish(self, stream: int, status: Status = Status.OK, reason: str = "") -> None:
-        """End the stream from our side."""
+        """Ends the stream from our side."""
         self._connection.finish(stream, status, reason)
         self._closed(stream)
 
     def flush(self) -> None:
-        """Write what is to be written. Call it at the end of every turn of the event loop that sends."""
+        """Writes what was sent. Call it at the end of every turn of the event loop that sends."""
         transport, connection = self._transport, self._connection
         if transport is None:
             return
@@ -207,19 +207,19 @@ class Link(asyncio.Protocol):
         self.flush()
 
     def close(self) -> None:
-        """Reset what still runs and close the connection."""
+        """Resets open streams and closes the connection."""
         self._connection.close()
         self.flush()
 
     def _refuse(self, error: TlsError) -> None:
-        """End a connection whose TLS has failed."""
+        """Ends a connection whose TLS has failed."""
         if (transport := self._transport) is not None and self._tls is not None:
             self.server.closed(Closed.TLS_FAILED, transport.get_extra_info("peername"), error)
             transport.write(self._tls.send(b""))
             self._leave(transport)
 
     def _leave(self, transport: asyncio.Transport) -> None:
-        """Close the socket when the peer has read what is written, or has had the time for it."""
+        """Closes the socket when the peer has read everything, or after CLOSE_S."""
         self._close_calls()
         self._transport = None
         transport.close()

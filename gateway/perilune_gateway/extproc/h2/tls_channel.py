@@ -2,8 +2,8 @@
 
     receive(records) ─▶ handshake, then plain bytes        send(plain bytes) ─▶ records to write
 
-The event loop's own TLS tells a protocol neither of handshakes nor why they fail, and takes one context for
-all connections. Here each connection has the current context, and a failure has a cause.
+The event loop's own TLS reports to a protocol neither handshakes nor why they fail, and uses one context for
+all connections. Here each connection has the current context, and each failure has a cause.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class TlsChannel:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._open = False
-        """The handshake is done."""
+        """Whether the handshake is done."""
         self._waiting = b""
-        """What is to be sent once it is."""
+        """Plain bytes to send after the handshake."""
 
     def receive(self, records: bytes) -> bytes:
-        """Take bytes from the socket and return what they say. Raises TlsError."""
+        """Takes bytes from the socket and returns the plain bytes in them. Raises TlsError."""
         self._incoming.write(records)
         plain: list[bytes] = []
         try:
@@ -47,7 +47,8 @@ class TlsChannel:
         return b"".join(plain)
 
     def send(self, plain: bytes) -> bytes:
-        """Return what is to be written to the socket; before the handshake is done `plain` waits for it."""
+        """Returns the bytes to write to the socket. Before the end of the handshake, `plain` is kept for
+        later."""
         plain = self._waiting + plain
         self._waiting = b""
         if not self._open:
@@ -59,7 +60,7 @@ class TlsChannel:
         return self._outgoing.read()
 
     def close(self) -> bytes:
-        """Return what tells the peer that nothing follows."""
+        """Returns the bytes that tell the peer that nothing follows."""
         if self._open:
             try:
                 self._tls.unwrap()

@@ -1,4 +1,4 @@
-"""The decision log: a file of JSON lines from which every decision can be taken again (docs/decision-log.md).
+"""The decision log: a file of JSON lines from which every decision can be repeated (docs/decision-log.md).
 
 Decisions ─▶ log: DecisionLog ─▶ lines: Writer ─▶ file: RotatedFile ┄┄▶ reading: read ─▶ perilune whatif
 """

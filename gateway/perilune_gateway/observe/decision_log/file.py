@@ -1,10 +1,10 @@
-"""A file that whole batches are appended to: all of a batch or nothing.
+"""A rotated file to which batches of lines are appended, each wholly or not at all.
 
-A file that has become too large is renamed FILE.1, the one before it FILE.2 …; the oldest goes. A process
-that is killed may leave its last line cut; the next one starts on a line of its own. A file that somebody
-moves, deletes or cuts is begun anew (`touched`).
+A file that has become too large is renamed FILE.1, an older one FILE.2, and so on; the oldest is deleted. A
+process that is killed may leave its last line incomplete; the next one starts on a new line. After somebody
+moves, deletes or truncates the file, it is opened again (`reopened`).
 
-Does not: wait for the disk to have it (no fsync), share a file with another process that writes.
+Data is not synced to the disk. No other process may write to the same file.
 """
 
 import os
@@ -12,14 +12,16 @@ import stat
 from pathlib import Path
 
 MAX_BYTES = 256 * 2**20
+"""Default size in bytes at which a file is rotated."""
 KEEP = 4
+"""Default number of older files."""
 
 
 class RotatedFile:
-    """A file that is appended to whole batches at a time. Blocks: for a thread."""
+    """One rotated file. All methods block, so call them in a thread."""
 
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
-        """`keep`: how many older files stay. Raises OSError when the file cannot be opened."""
+        """`keep` is the number of older files. Raises OSError when the file cannot be opened."""
         self.path = path
         self._max_bytes = max_bytes
         self._keep = keep
@@ -27,7 +29,7 @@ class RotatedFile:
         self._open()
 
     def append(self, data: bytes) -> None:
-        """All of it or nothing. Raises OSError."""
+        """Appends all of `data`, or nothing when it raises OSError."""
         if self._fd < 0:
             self._open()
         rest = memoryview(data)
@@ -39,9 +41,9 @@ class RotatedFile:
             raise
         self.size += len(data)
 
-    def touched(self) -> bool:
-        """Somebody has moved, deleted or cut the file since the last append; it is open anew then. Raises
-        OSError."""
+    def reopened(self) -> bool:
+        """Opens the file again if it was moved, deleted or truncated since the last append, and returns
+        whether it did. Raises OSError."""
         if self._fd >= 0:
             ours = os.fstat(self._fd)
             if not stat.S_ISREG(ours.st_mode) or (ours.st_size >= self.size and self._is_at_path(ours)):
@@ -61,12 +63,13 @@ class RotatedFile:
         return self.size >= self._max_bytes
 
     def rotate(self) -> None:
-        """Begin a new file. Raises OSError; the next `append` tries again."""
+        """Renames the file and begins a new one. Raises OSError; the next `append` then opens the file
+        again."""
         self.close()
-        there = 0
-        while there < self._keep and self._older(there).exists():
-            there += 1
-        for i in range(there, 0, -1):
+        existing = 0
+        while existing < self._keep and self._older(existing).exists():
+            existing += 1
+        for i in range(existing, 0, -1):
             os.replace(self._older(i - 1), self._older(i))
         if not self._keep:
             self.path.unlink(missing_ok=True)
@@ -82,7 +85,7 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{i}") if i else self.path
 
     def _open(self) -> None:
-        """A line that an earlier process was killed in is ended."""
+        """Opens the file, and ends its last line if an earlier process left that incomplete."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.size = os.fstat(self._fd).st_size
         if self.size and os.pread(self._fd, 1, self.size - 1) != b"\n":

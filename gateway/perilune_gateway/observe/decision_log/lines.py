@@ -1,20 +1,20 @@
-"""The decision log's lines: JSON that holds all that a decision was taken from, written here.
+"""Encodes the decision log's lines: JSON with everything that a decision was based on.
 
     Writer: pool → line; decision → lines; ending → line
 
-Five kinds of lines, told apart by `kind` (docs/decision-log.md describes every field):
+The field `kind` says which of five kinds a line is (docs/decision-log.md describes every field):
 
-    pool      schema, routing as the pool document has it, the columns of what follows; first in every file
-    endpoint  one endpoint, by a number that later lines use
-    engine    one endpoint's speed as believed then, likewise
+    pool      schema, routing of the pool document, the columns of later lines; first in every file
+    endpoint  one endpoint, with a number that later lines use
+    engine    the assumed speed of one endpoint, with a number likewise
     decision  the request as the policy saw it, every candidate as a row, the random seed, the verdict
-    end       how a request ended, by the number of its decision
+    end       how a request ended, with the number of its decision
 
-Rows are arrays under the columns that `pool` names, because a decision has as many as the pool has endpoints:
-200 to 330 bytes a candidate. What JSON cannot say (infinity) is null.
+A row is an array of the columns that `pool` names, because a decision has a row for each endpoint: 200 to 330
+bytes for each candidate. Values that JSON does not have (infinity) are null.
 
-Left out: prompts (never known here), messages of refusals (they may quote a request), tenants (hashed), the
-parts of the costs (the policy gives them again). Cost: about 2 µs a candidate.
+The log contains no prompts, no messages of refusals (which may quote a request), only hashes of tenants, and
+no parts of costs (the policy can compute them again). Costs about 2 µs for each candidate.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ CANDIDATE = (
     "decode_s",
     "ttft_ratio",
 )
-"""Columns of a candidate; `endpoint` and `engine` are numbers of lines before it."""
+"""Columns of a candidate; `endpoint` and `engine` are numbers that earlier lines define."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "candidate": CANDIDATE,
     "load": Load._fields,
     "overlap": Overlap._fields,
     "link": Link._fields,
 }
-_MOST_SEEN = 8192
+_MAX_SEEN = 8192
+"""Number of objects whose identity `_Numbers` remembers."""
 _T = TypeVar("_T")
 _encode = msgspec.json.Encoder().encode
 
 
 class Writer:
-    """Values → lines. Numbers of endpoints and engines count from 0 after every `pool` line."""
+    """Encodes values as lines. Numbers of endpoints and engines start at 0 after every `pool` line."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -74,7 +75,7 @@ class Writer:
         self._engines = _Numbers[EngineModel]("engine")
 
     def pool(self, pool: Pool, time: float) -> bytes:
-        """`time`: Unix seconds."""
+        """The line of a pool document; `time` is in Unix seconds."""
         self._endpoints.clear()
         self._engines.clear()
         return _line(
@@ -90,7 +91,7 @@ class Writer:
         )
 
     def decision(self, number: int, record: DecisionRecord) -> bytes:
-        """The decision, after the endpoints and engines that it is the first to name."""
+        """The line of a decision, after lines for the endpoints and engines that have no number yet."""
         new: list[bytes] = []
         rows = [self._row(candidate, record.view.prefix, new) for candidate in record.candidates]
         line = {
@@ -130,8 +131,8 @@ class Writer:
 
 
 class _Numbers(Generic[_T]):
-    """Values by number, each written when it is first named. Equal ones have one number; found by identity
-    first, because hashing one costs more than writing a row."""
+    """Numbers values, and writes a line for each new one. Equal values have the same number. They are looked
+    up by identity first, because hashing a value costs more than writing a row."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -143,7 +144,7 @@ class _Numbers(Generic[_T]):
         self._seen.clear()
 
     def of(self, value: _T, new: list[bytes]) -> int:
-        """Its number; the line that says what it is is appended to `new` the first time."""
+        """The value's number. For a new value, the line that defines it is appended to `new`."""
         seen = self._seen.get(id(value))
         if seen is not None:
             return seen[0]
@@ -151,9 +152,9 @@ class _Numbers(Generic[_T]):
         if number is None:
             number = self._numbers[value] = len(self._numbers)
             new.append(_line({"kind": self._kind, "id": number} | msgspec.to_builtins(value)))
-        if len(self._seen) >= _MOST_SEEN:
+        if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
-        self._seen[id(value)] = number, value  # kept alive: its id names nothing else meanwhile
+        self._seen[id(value)] = number, value  # keeps the value alive, so that no other object gets its id
         return number
 
 
@@ -166,5 +167,7 @@ def _verdict(verdict: Decision | Refusal) -> dict[str, object]:
         return {"refused": verdict.reason, "retry_after_s": verdict.retry_after_s}
     values: dict[str, object] = msgspec.to_builtins(msgspec.structs.replace(verdict, costs=(), move=None))
     if verdict.move:
-        values["move"] = msgspec.to_builtins(replace(verdict.move, subject=""))  # it would name the tenant
+        values["move"] = msgspec.to_builtins(
+            replace(verdict.move, subject="")
+        )  # a subject contains the tenant
     return values | {"costs": {cost.address: cost.total for cost in verdict.costs}}

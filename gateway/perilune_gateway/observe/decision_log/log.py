@@ -1,15 +1,16 @@
-"""Decisions and endings in a queue, and the task that writes them: beside the decisions, never before them.
+"""Queues decisions and endings, and writes them to the file in a task, so that no decision waits for the
+disk.
 
     Decisions ──decided, ended──▶ queue ──run──▶ Writer ──▶ RotatedFile (in a thread of its own)
 
-1. A decision or an ending is put into the queue as it is (the values are frozen): 0.3 µs. A full queue drops
-   it and counts.
-2. `run` looks ten times a second, writes a few lines of JSON at a time (about 2 µs per candidate, others run
-   in between) and hands them to the file's thread.
-3. What cannot be written (the disk is full) is dropped and counted, logged once when it begins and once when
-   it ends; the file never keeps half a line of it.
+1. A decision or an ending is put into the queue as it is, since the values are frozen; this takes 0.3 µs.
+   When the queue is full, the entry is dropped and counted.
+2. `run` empties the queue ten times a second. It encodes a few entries at a time (about 2 µs per candidate),
+   with breaks for other tasks, and appends the lines to the file in a thread.
+3. A batch that cannot be written (the disk is full) is dropped and counted. The log says once that writing
+   fails and once that it works again. The file never contains a part of such a batch.
 
-A gateway that is killed loses the last tenth of a second.
+A gateway that is killed loses the entries of the last 0.1 s.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from perilune_gateway.observe.stats import LogStats
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.1
+"""Seconds between two looks at the queue."""
 MAX_QUEUED_ROWS = 65_536
-"""Candidates in the queue, which keeps them alive: about 25 MB. Without candidates a record counts as one."""
+"""Maximum number of candidates of all queued records, about 25 MB. A record without any counts as one."""
 SLICE_ROWS = 64
-"""Candidates rendered before others may run: about 0.15 ms."""
+"""Number of candidates encoded before other tasks may run: about 0.15 ms."""
 BATCH_BYTES = 2**20
+"""Approximate number of bytes written at once."""
 
 
 Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending]
 
 
 class DecisionLog:
-    """The queue of one gateway's decisions, and what becomes of it."""
+    """The decision log of one gateway."""
 
     def __init__(
         self,
@@ -51,10 +54,11 @@ class DecisionLog:
         max_rows: int = MAX_QUEUED_ROWS,
     ) -> None:
         self.written = 0
-        """Decisions and endings."""
+        """Number of decisions and endings written."""
         self.dropped = 0
+        """Number of decisions and endings lost."""
         self.error = ""
-        """Why nothing is written at present; empty: it is."""
+        """Why nothing can be written at present; empty when it can."""
         self._file = file
         self._pool = pool
         self._writer = Writer(version)
@@ -63,7 +67,7 @@ class DecisionLog:
         self._rows = 0
         self._queue: deque[Entry] = deque()
         self._headed = False
-        """The file's last `pool` line is in force, and so are the numbers after it."""
+        """Whether the last `pool` line in the file is still valid. Otherwise a new one is written first."""
         self._stopping = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "decision-log")
 
@@ -71,7 +75,7 @@ class DecisionLog:
         return LogStats(str(self._file.path), self.written, self.dropped, len(self._queue), self.error)
 
     def configure(self, pool: Pool) -> None:
-        """What is decided from now on is decided under this pool document."""
+        """Later decisions use this pool document."""
         self._queue.append(pool)
 
     def decided(self, number: int, record: DecisionRecord) -> None:
@@ -88,7 +92,7 @@ class DecisionLog:
         self._queue.append(entry)
 
     async def run(self) -> None:
-        """Write until `stop`, then what is left."""
+        """Writes until `stop`, and then what is left in the queue."""
         try:
             last = False
             while not last:
@@ -112,12 +116,12 @@ class DecisionLog:
             pass
 
     async def _write_batch(self) -> bool:
-        """What is queued, about BATCH_BYTES of it at most. False: it failed, so try again later."""
+        """Writes about BATCH_BYTES of the queue at most. Returns False when that failed."""
         loop = asyncio.get_running_loop()
         lines: list[bytes] = []
         size_bytes = entries = rows = 0
         try:
-            if await loop.run_in_executor(self._thread, self._file.touched):
+            if await loop.run_in_executor(self._thread, self._file.reopened):
                 self._headed = False
             if self._file.full:
                 self._headed = False
@@ -137,12 +141,12 @@ class DecisionLog:
             return False
         self.written += entries
         if self.error:
-            log.warning("decision log is written again dropped=%d", self.dropped)
+            log.warning("decision log can be written again dropped=%d", self.dropped)
             self.error = ""
         return True
 
     def _render(self, entry: Entry) -> tuple[bytes, int]:
-        """(lines, rows)."""
+        """(lines, number of rows) of an entry."""
         if isinstance(entry, Pool):
             self._pool, self._headed = entry, False
             return b"", 0
@@ -157,11 +161,12 @@ class DecisionLog:
         return head + line, rows
 
     def _failed(self, error: OSError, entries: int) -> None:
-        """These are lost; the next batch begins with a `pool` line, since numbers may be among them."""
+        """Counts the lost entries. The next batch begins with a `pool` line, because lines that define
+        numbers may be lost too."""
         self._headed = False
         self.dropped += entries
         if not self.error:
-            log.error("decision log cannot be written, decisions go on without it: %s", error)
+            log.error("decision log cannot be written, requests are served without it: %s", error)
         self.error = str(error)
 
 

@@ -1,9 +1,10 @@
-"""A decision log read back: its lines (see lines.py) → decisions as they were taken, and how they ended.
+"""Reads a decision log: its lines (see lines.py) → decisions as they were made, and how the requests ended.
 
-Columns are found by name: one that is not known is ignored, one that is missing has its default, and so has
-what is null. A line cut by the end of its process is told and skipped, if a new start follows.
+Columns are found by name. Unknown columns are ignored; missing columns and nulls have their defaults. An
+incomplete line of a process that was killed is reported as `Cut` and skipped, if it is the last line or a new
+`pool` line follows.
 
-Costs 5 µs a candidate. Does not: open files.
+Costs 5 µs for each candidate. The caller opens the file.
 """
 
 from __future__ import annotations
@@ -34,30 +35,31 @@ from perilune_gateway.model import (
 from perilune_gateway.observe.decision_log.lines import CANDIDATE, SCHEMA
 
 _T = TypeVar("_T")
-_MISSHAPEN = (AttributeError, TypeError, ValueError, OverflowError)
-"""What a row or a cell of another shape raises."""
+_SHAPE_ERRORS = (AttributeError, TypeError, ValueError, OverflowError)
+"""Errors that a row or a cell of a wrong shape raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """A decision as it was taken. Of its costs only the totals, of a refusal no message, of a planned move
-    only where from."""
+    """A decision as it was made. It has only the totals of costs, no message of a refusal, and only the
+    source of a planned move."""
 
     number: int
     record: DecisionRecord
     routing: Routing
-    """In force then; the policy is the record's own."""
+    """The routing of the pool document at that time; `record.policy` names the policy."""
 
 
 class Ended(NamedTuple):
-    """How the decision of that number ended; numbers begin anew with every gateway's start."""
+    """How the request of the decision with that number ended. Numbers start again with every gateway
+    process."""
 
     number: int
     ending: Ending
 
 
 class Cut(NamedTuple):
-    """A line that was not written to its end, as happens to the last one of a gateway that was killed."""
+    """Number of an incomplete line, such as the last one of a gateway that was killed."""
 
     line: int
 
@@ -95,37 +97,38 @@ class _DecisionLine(msgspec.Struct):
 
 
 def read(lines: Iterable[bytes], name: str) -> Iterator[Logged | Ended | Cut]:
-    """The lines of one file, in their order. Raises SpecError with file and line for what is no such log."""
-    reader, cut = _Reader(), 0
+    """The entries of one file, in order. Raises SpecError with file and line for an invalid log."""
+    reader = _Reader()
+    cut = 0  # number of the last line, when it was incomplete
     for number, line in enumerate(lines, 1):
         try:
             values = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if cut:
-                raise SpecError(f"{name}: line {cut} is no JSON: {error}") from None
+                raise SpecError(f"{name}: line {cut} is not JSON: {error}") from None
             cut = number
             continue
         if cut:
             if not isinstance(values, dict) or values.get("kind") != "pool":
-                raise SpecError(f"{name}: line {cut} is no JSON, and no restart follows it")
+                raise SpecError(f"{name}: line {cut} is not JSON, and no `pool` line follows it")
             yield Cut(cut)
             cut = 0
         try:
             found = reader.take(values)
         except (SpecError, msgspec.ValidationError) as error:
             raise SpecError(f"{name}: line {number}: {error}") from None
-        except _MISSHAPEN as error:
-            raise SpecError(f"{name}: line {number} is not as {SCHEMA} says: {error}") from None
+        except _SHAPE_ERRORS as error:
+            raise SpecError(f"{name}: line {number} does not match {SCHEMA}: {error}") from None
         if found is not None:
             yield found
     if cut == 1:
-        raise SpecError(f"{name}: line 1 is no JSON, and no other follows it")
+        raise SpecError(f"{name}: line 1 is not JSON, and no other line follows it")
     if cut:
         yield Cut(cut)
 
 
 class _Reader:
-    """What lines so far said."""
+    """Reads lines with what earlier lines defined."""
 
     def __init__(self) -> None:
         self._pool: _PoolLine | None = None
@@ -133,9 +136,9 @@ class _Reader:
         self._engines: dict[int, EngineModel] = {}
 
     def take(self, values: Any) -> Logged | Ended | None:
-        """One line's values. Raises SpecError, or msgspec.ValidationError."""
+        """Reads one line's values. Raises SpecError, or msgspec.ValidationError."""
         if not isinstance(values, dict):
-            raise SpecError("it is no object")
+            raise SpecError("it is not an object")
         kind = values.pop("kind", None)
         if kind == "pool":
             if values.get("schema") != SCHEMA:
@@ -145,7 +148,9 @@ class _Reader:
             self._engines.clear()
             return None
         if self._pool is None:
-            raise SpecError(f"no {SCHEMA} begins before it; is this a gateway's --decision-log?")
+            raise SpecError(
+                f"no `pool` line with {SCHEMA} comes before it; is this a gateway's --decision-log?"
+            )
         match kind:
             case "endpoint":
                 self._endpoints[values.pop("id", -1)] = _convert(values, Endpoint)
@@ -180,7 +185,7 @@ class _Reader:
         endpoint = self._endpoints.get(named.pop("endpoint", -1))
         engine = self._engines.get(named.pop("engine", -1))
         if endpoint is None or engine is None:
-            raise SpecError("it names an endpoint or engine that no line before it describes")
+            raise SpecError("it names an endpoint or engine that no earlier line defines")
         load = _values(columns.get("load", ()), named.pop("load", ()), Load)
         overlap = _values(columns.get("overlap", ()), named.pop("overlap", ()), Overlap)
         links = {
@@ -192,14 +197,14 @@ class _Reader:
 
 
 def _named(columns: Sequence[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A row under its columns, without what is null."""
+    """The cells of a row by column, without nulls."""
     if len(columns) != len(row):
         raise SpecError(f"a row has {len(row)} values for the {len(columns)} columns {', '.join(columns)}")
     return {name: value for name, value in zip(columns, row, strict=True) if value is not None}
 
 
 def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
-    """A named tuple from a row, checked."""
+    """A named tuple from a row, with checked types."""
     fields: Sequence[str] = kind._fields  # type: ignore[attr-defined]
     if columns == fields and None not in row:
         return msgspec.convert(row, kind)
@@ -209,7 +214,7 @@ def _values(columns: Sequence[str], row: Sequence[Any], kind: type[_T]) -> _T:
 
 
 def _convert(values: Any, kind: type[_T]) -> _T:
-    """Checked; null and what is missing is the field's default."""
+    """Converts with checked types. Nulls and missing fields have the field's default."""
     return msgspec.convert(_without_nulls(values), kind)
 
 

@@ -1,14 +1,14 @@
-"""Why a request went where it went: one record per decision, kept for a while, explained when read.
+"""Explains why each request was routed as it was, from one record per decision.
 
-    recording ──add──▶ Decisions ──get, query──▶ DecisionRecord ─┬─▶ sentence
+    Recorder ──add──▶ Decisions ──get, query──▶ DecisionRecord ─┬─▶ sentence
                                                                  ├─▶ summary, to_json ─▶ admin, CLI
                                                                  └─▶ counterfactual
 
-Every decision and refusal makes one `DecisionRecord`, the very values that the policy saw (record.py), in a
-bounded ring (decisions.py). All else is made from it when somebody asks: a sentence (words.py), JSON
-(page.py), what could be expected of an endpoint (expectation.py), and what the other policies would have done
-(other_policies.py). Does not: write (decision_log does), count (metrics.py does), know where values come
-from.
+Every decision and refusal makes one `DecisionRecord` with the values that the policy saw (model/record.py).
+decisions.py keeps the last ones. Explanations are made from a record when a page asks for them: a sentence
+(words.py), JSON (page.py), the time and cached tokens that an endpoint promised (expectation.py), and what
+the other policies would have done (other_policies.py). decision_log writes records to a file, metrics.py
+counts them.
 """
 
 from perilune_gateway.model import DecisionRecord, Ending, tenant_hash

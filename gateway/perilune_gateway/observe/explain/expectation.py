@@ -1,4 +1,5 @@
-"""What a request could expect of an endpoint: admission's prediction, from the values that the policy saw."""
+"""Predicts what a request can expect of an endpoint, as admission does, from the values that the policy
+saw."""
 
 from __future__ import annotations
 
@@ -12,16 +13,18 @@ from perilune_gateway.routing.admission import predict
 
 
 class Expected(NamedTuple):
-    """What the request can expect of an endpoint, as admission predicts it."""
+    """Predicted time and cached tokens of a request on an endpoint."""
 
     ttft_s: float
-    """Queue, fetching, prefill of the rest and overhead, corrected by what was observed there."""
+    """Predicted seconds to the first token: queue, fetching, prefill of the rest and overhead, corrected by
+    what was observed there."""
     cached_tokens: int
-    """Prompt tokens that need no prefill: held there, or fetched where that is faster."""
+    """Number of prompt tokens that need no prefill: cached there, or fetched when that is faster."""
 
 
 def expected(candidate: Candidate, view: RequestView, verdict: Verdict | None = None) -> Expected:
-    """Of the endpoint that `verdict` chose: it pulls from a peer only if told to. Without: as if told to."""
+    """With the `verdict` that chose this endpoint, KV from a peer counts only if the verdict names one.
+    Without a verdict, it counts wherever it is faster."""
     if isinstance(verdict, Decision) and not verdict.replicate_from:
         view = replace(view, prefix=replace(view.prefix, pullable=False))
     return Expected(predict(candidate, view).ttft_s, cheapest_fetch(candidate, view)[2])

@@ -1,7 +1,7 @@
-"""What the other policies would have done with a recorded request.
+"""Runs the other policies on a recorded request.
 
-Each is run on the record's own values, so what is said of a policy is what that policy's code does, not a
-description of it. Costs one decision each: up to 4 ms among 1,000 candidates, so they come one by one.
+Each policy's own code decides with the values of the record. This costs one decision for each policy, up to 4
+ms with 1,000 candidates, so the answers come from an iterator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from perilune_gateway.policy.cost import find
 def counterfactual(
     record: DecisionRecord, policies: Mapping[str, Policy], params: PolicyParams, rng: Random
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, answer) of every policy but the one that decided; none where there were no candidates.
+    """(name, answer) of every policy except the one that decided; nothing without candidates.
 
     An answer has `target`, `reason`, `same` (as decided), `estimated_s`, `cached_tokens` and `moved_from`; or
-    `refused` and `message`; or `needs_body`, where the decision was taken from the headers and the policy
-    wants more.
+    `refused` and `message`; or `needs_body`, when the record was decided by its headers and the policy needs
+    the body.
     """
     if record.candidates:
         for name, policy in policies.items():

@@ -1,6 +1,6 @@
-"""Records as plain values, for JSON: a row of a list (`summary`), everything (`to_json`).
+"""Converts records to plain values for JSON: a row of a list (`summary`) or the whole record (`to_json`).
 
-Costs 15 µs a candidate, most of it what is expected there.
+Costs 15 µs for each candidate, most of it for the prediction of what the request can expect there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
 
 
 def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The whole record as plain values; `alternatives`: what `counterfactual` gave."""
+    """The whole record as plain values. `alternatives` are the answers of `counterfactual`."""
     session, costs = record.view.session, {cost.address: cost for cost in record.costs}
     return summary(record) | {
         "message": record.verdict.message if isinstance(record.verdict, Refusal) else "",

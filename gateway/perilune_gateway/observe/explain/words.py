@@ -1,9 +1,9 @@
-"""A decision in one line of plain English.
+"""Describes a decision in one line of plain English.
 
     10.0.0.2:8000 because it is the session's host (hot: no): 33,200 of 33,600 prompt tokens cached there; …
 
-The reason's words (`BECAUSE`), then the numbers that a reader asks for next, then who was not considered and
-who served instead. Costs 30 µs, so the router asks only when its log shows it.
+The line has the reason (`BECAUSE`), the most important numbers, the endpoints that were excluded, and the
+endpoint that served instead, if another did. Costs 30 µs, so it is made only when a log or a page shows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from perilune_gateway.policy.cost import find
 
 BECAUSE: Mapping[Reason, str] = {
     Reason.ROUND_ROBIN: "it is next in turn",
-    Reason.RANDOM: "the dice fell so",
+    Reason.RANDOM: "it was drawn at random",
     Reason.LEAST_LOADED: "it has the fewest pending prefill tokens",
     Reason.POWER_OF_TWO: "it is the less loaded of two drawn at random",
     Reason.COLD: "the session has no host yet and its cost is the lowest",
@@ -27,7 +27,7 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.PASS_THROUGH: "the request is not one for the model, so any ready endpoint may take it",
     Reason.FORCED: "the conformance header names it",
     Reason.LOWEST_COST: "its cost is the lowest",
-    Reason.SAMPLED: "the dice, weighted by cost, fell so",
+    Reason.SAMPLED: "it was drawn at random, weighted by cost",
     Reason.CACHE_NODE: "it holds the prefix and has the shortest queue of those that do",
     Reason.NEAR_CACHE: "no holder of the prefix will do and it is near one, by distance and queue",
     Reason.NO_CACHE: "nothing worth using is cached and it is the least loaded",
@@ -65,7 +65,7 @@ def sentence(record: DecisionRecord) -> str:
 
 
 def _because(decision: Decision, record: DecisionRecord) -> str:
-    """The reason's words, as true as the facts allow."""
+    """The text of the reason, adapted to the record."""
     session = record.view.session
     if decision.reason is Reason.COLD and session and session.host:
         return f"the session's host {session.host} may not be chosen and its cost is the lowest"
@@ -81,7 +81,7 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
 
 
 def _line(text: str, record: DecisionRecord) -> str:
-    """Append what else is worth a word: exclusions and the end."""
+    """Appends the excluded endpoints, and the endpoint that served if it was another one."""
     if record.excluded:
         checks = ", ".join(f"{address} ({check})" for address, check in list(record.excluded.items())[:3])
         more = len(record.excluded) - 3

@@ -7,8 +7,8 @@
 
 `conversation` converts the messages of every API to one form, `chat_template` renders them with the model's
 template, `incremental` encodes only the new part of that text (`cuts` finds where a text may be split), and
-`encoder` runs the tokenizer.json itself. `prompts` has the questions that all sources ask about a request,
-`causes` the reasons why a source has no answer, and `metrics` exports what all of them did.
+`encoder` runs the tokenizer.json itself. `prompts` has facts about a request that all sources need,
+`causes` the reasons why a source has no tokens, and `metrics` exports counters of all of them.
 """
 
 from perilune_gateway.request.tokens.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ to be done here for the tokens to be right (source: renderers and API layers of 
 
 - text parts are joined by a newline (or stay parts, for a template that loops over `content`), empty ones are
   dropped, `null` is empty; a `tool` message's content is always one text;
-- tool calls' `arguments` become objects; what is no JSON object becomes `{}`;
+- tool calls' `arguments` become objects; anything but a JSON object becomes `{}`;
 - tools are written as type, name, description, parameters, absent ones `null`;
 - Anthropic: `system` blocks and system messages become the first message, `tool_result`s `tool` messages,
   `tool_use` tool calls; Responses: `instructions` come first, function calls join their assistant message.
@@ -42,7 +42,7 @@ class Conversation:
     documents: list[Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     media: int = 0
-    """Number of parts that are no text."""
+    """Number of parts that are not text."""
     media_bytes: int = 0
     """Size of those parts in the body."""
 

@@ -53,7 +53,7 @@ class Encoder:
     """Why the library is not fastokens; empty when it is."""
     plain: Callable[[str], Ids]
     """Ids of a text, without special tokens around it. Raises what the library raises, including Rust panics,
-    which are no Exceptions, and UnicodeEncodeError for half a surrogate pair."""
+    which are not Exceptions, and UnicodeEncodeError for half a surrogate pair."""
     around: tuple[Ids, Ids] | None
     """Ids that `add_special_tokens` puts before and after a text; None when it does something else."""
     special: Callable[[str], Ids]
@@ -73,7 +73,7 @@ def of(text: str, template: str = "") -> Encoder:
     """The tokenizer that the text of a tokenizer.json describes. Raises as `load` does."""
     spec = json.loads(text)
     if not isinstance(spec, dict):
-        raise ValueError("tokenizer.json is no JSON object")
+        raise ValueError("tokenizer.json is not a JSON object")
     reference = _reference(text)
     encode, library, why = reference, Library.TOKENIZERS, ""
     fast = _fast(text)
@@ -119,7 +119,7 @@ def _fast(text: str) -> _Encode | str:
         tokenizer.no_padding()
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # Rust's panics are no Exceptions
+    except BaseException as error:  # Rust's panics are not Exceptions
         return f"does not load: {error}"
 
     def encode(prompt: str, special: bool) -> Ids:
@@ -186,14 +186,14 @@ _SCRIPTS = """\
 
 def corpus(spec: dict[str, Any]) -> list[str]:
     """The texts of the self-test. They depend on the tokenizer.json alone."""
-    dice = random.Random(0)
-    raw = dice.randbytes(4096)
-    runs = "".join(dice.choice(" \t\n\r\u00a0\u3000a1.") * dice.randrange(1, 40) for _ in range(200))
+    rng = random.Random(0)
+    raw = rng.randbytes(4096)
+    runs = "".join(rng.choice(" \t\n\r\u00a0\u3000a1.") * rng.randrange(1, 40) for _ in range(200))
     points = "".join(
-        chr(point) for _ in range(2000) if not 0xD800 <= (point := dice.randrange(1, 0x11000)) < 0xE000
+        chr(point) for _ in range(2000) if not 0xD800 <= (point := rng.randrange(1, 0x11000)) < 0xE000
     )
     words = " ".join(
-        "".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=dice.randrange(1, 14))) for _ in range(600)
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randrange(1, 14))) for _ in range(600)
     )
     return [
         "", " ", "a", " a", "\n", "  \n", *("x" * n for n in (31, 32, 33, 500)),

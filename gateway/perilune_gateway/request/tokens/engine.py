@@ -100,5 +100,5 @@ class EngineTokenizer:
                 rest_bytes = sum(len(text.encode()) for text in texts[1:])
             case _:
                 raise CannotTellError(Cause.NO_TEXT)
-        asked = {key: value for key, value in question.items() if value is not None}
-        return msgspec.json.encode(asked | {"model": request.model}), rest_bytes
+        given = {key: value for key, value in question.items() if value is not None}
+        return msgspec.json.encode(given | {"model": request.model}), rest_bytes

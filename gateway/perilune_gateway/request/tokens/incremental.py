@@ -17,8 +17,8 @@ longest ago are dropped first. The 64-bit hashes start from a secret. A wrong ma
 estimate, never a wrong answer.
 
 A text of 130 KB takes 10–100 µs for UTF-8, 15 µs for the hashes and 30 µs for finding and joining parts,
-besides what the encoder needs for the new part. Several threads may use it: a lock is held while parts are
-looked up or stored, but not while they are encoded.
+besides what the encoder needs for the new part. Several threads may use it: a lock protects look-ups and
+stores of parts, and is not taken while they are encoded.
 """
 
 import threading

@@ -45,20 +45,26 @@ class TokenMetrics:
 def _local(local: IncrementalEncoder) -> Iterator[Metric]:
     encoder = local.encoder
     about = {"library": encoder.library.value, "why": encoder.why, "why_whole": encoder.cuts.why_none}
-    yield InfoMetricFamily("perilune_tokenizer", "The library that encodes; why not fastokens.", value=about)
+    yield InfoMetricFamily(
+        "perilune_tokenizer", "The library that encodes, and why it is not fastokens.", value=about
+    )
     texts = CounterMetricFamily(
         "perilune_encoded_texts",
-        "Texts encoded by the local tokenizer, by what was known.",
+        "Texts encoded by the local tokenizer, by what was known of them.",
         labels=("known",),
     )
     texts.add_metric(("part",), local.hits)
-    for why in Why:  # not over the counter, to which threads may add meanwhile
+    for why in Why:  # not over the counter, to which other threads may add a key
         texts.add_metric((why.value,), local.whole[why])
     yield texts
     yield _count("perilune_kept_tokens", "Tokens taken from earlier texts.", local.kept_tokens)
     yield _count("perilune_encoded_tokens", "Tokens that had to be encoded.", local.encoded_tokens)
-    yield _count("perilune_known_texts_evicted", "Parts dropped because memory is limited.", local.evicted)
-    held = GaugeMetricFamily("perilune_known_texts_bytes", "Memory held by tokens of earlier texts.")
+    yield _count(
+        "perilune_known_texts_evicted",
+        "Parts of earlier texts dropped because memory is limited.",
+        local.evicted,
+    )
+    held = GaugeMetricFamily("perilune_known_texts_bytes", "Memory used by tokens of earlier texts.")
     held.add_metric((), local.held_bytes)
     yield held
 

@@ -1,5 +1,5 @@
-"""Questions that all sources of tokens ask about a prompt: how long it is, whether it is far too long for the
-model's context, whether it contains pictures, and which conversation it has.
+"""Facts about a prompt that all sources of tokens need: its size, whether it is far too long for the model's
+context, whether it contains pictures, and its conversation.
 """
 
 import math
@@ -64,7 +64,7 @@ def text_conversation(
     request: ParsedRequest, chat: ChatPrompt, bytes_per_token: float, keep_parts: bool = False
 ) -> Conversation:
     """The conversation, if it is complete and only text. Raises CannotTellError when a part is stored in the
-    engine, has a wrong form, or is no text; in the last case with an estimate."""
+    engine, has a wrong form, or is not text; in the last case with an estimate."""
     if request.previous_response_id:
         raise CannotTellError(Cause.STORED_CONVERSATION)
     try:

@@ -229,12 +229,12 @@ def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None
     if model.tokenize in ("engine", "estimate") or (model.tokenize == "auto" and not model.tokenizer):
         return None, None
     if not model.tokenizer:
-        raise SpecError(f"`tokenize: local` needs the folder that holds the model's tokenizer.json - {at}")
+        raise SpecError(f"`tokenize: local` needs the folder with the model's tokenizer.json - {at}")
     folder = Path(model.tokenizer)
     if not (folder / "tokenizer.json").is_file():
         raise SpecError(
-            f"There is no {folder / 'tokenizer.json'}: name the folder that holds it,"
-            f" or leave it empty and the engines are asked - {at}"
+            f"There is no {folder / 'tokenizer.json'}: name the folder that has it,"
+            f" or leave it empty to let the engines tokenize - {at}"
         )
     try:
         templates = chat_template.load(folder)
@@ -244,6 +244,6 @@ def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None
     except BaseException as error:  # the libraries raise plain Exception, and their panics are not even that
         raise SpecError(
             f"The tokenizer in {folder} does not load: {error}. Copy the model's files there again,"
-            f" or leave it empty and the engines are asked - {at}"
+            f" or leave it empty to let the engines tokenize - {at}"
         ) from None
     return IncrementalEncoder(loaded, secrets.randbits(64)), templates

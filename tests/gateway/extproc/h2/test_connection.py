@@ -206,7 +206,7 @@ BREACHES = {
         Code.FLOW_CONTROL_ERROR,
     ),
     "PUSH_PROMISE": (GREETING + frame(Type.PUSH_PROMISE, 0, 1, bytes(8)), Code.PROTOCOL_ERROR),
-    "CONTINUATION of nothing": (GREETING + frame(Type.CONTINUATION, 0, 1, b""), Code.PROTOCOL_ERROR),
+    "CONTINUATION without HEADERS": (GREETING + frame(Type.CONTINUATION, 0, 1, b""), Code.PROTOCOL_ERROR),
     "a header block interrupted": (
         GREETING + frame(Type.HEADERS, 0, 1, BLOCK) + frame(Type.PING, 0, 0, bytes(8)),
         Code.PROTOCOL_ERROR,
@@ -295,7 +295,7 @@ def unanswered(first: int, count: int) -> bytes:
     )
 
 
-EMPTY = "frames that say nothing"
+EMPTY = "frames without effect"
 FLOODS = {
     "SETTINGS": (lambda first, count: frames.settings({}) * count, 100 - 1, 10, "SETTINGS frames"),
     "SETTINGS acknowledged": (

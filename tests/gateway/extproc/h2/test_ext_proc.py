@@ -6,22 +6,22 @@ import pytest
 
 from perilune_gateway.extproc.exchange import Abort, Wait
 from perilune_gateway.extproc.h2.ext_proc import ExtProc
-from perilune_gateway.extproc.service import Step
+from perilune_gateway.extproc.service import Reply
 
 
 class Stream:
     """Stands in for `service.Stream`: its first message waits for tokens, which bring `then`."""
 
-    def __init__(self, then: Step) -> None:
+    def __init__(self, then: Reply) -> None:
         self.then = then
         self.received: list[bytes] = []
         self.ended = 0
 
-    def receive(self, raw: bytes) -> Step:
+    def receive(self, raw: bytes) -> Reply:
         self.received.append(raw)
-        return Step([], Wait(None) if len(self.received) == 1 else None)  # type: ignore[arg-type]
+        return Reply([], Wait(None) if len(self.received) == 1 else None)  # type: ignore[arg-type]
 
-    async def tokens(self, encode: object) -> Step:
+    async def tokens(self, encode: object) -> Reply:
         return self.then
 
     def closed(self) -> None:
@@ -46,9 +46,9 @@ class Link:
 
 
 @pytest.mark.parametrize(
-    ("then", "received"), [(Step([], None), [b"body", b"late"]), (Step([], Abort("a bug")), [b"body"])]
+    ("then", "received"), [(Reply([], None), [b"body", b"late"]), (Reply([], Abort("a bug")), [b"body"])]
 )
-async def test_what_waited_is_read_unless_the_stream_is_over(then: Step, received: list[bytes]) -> None:
+async def test_what_waited_is_read_unless_the_stream_is_over(then: Reply, received: list[bytes]) -> None:
     stream = Stream(then)
     link = Link(stream)
     for message in (b"body", b"late"):

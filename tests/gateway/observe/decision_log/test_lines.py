@@ -225,16 +225,22 @@ class TestBrokenFiles:
         assert [type(entry) for entry in found] == [Cut, Logged]
 
     def test_a_file_of_which_no_line_can_be_read_is_no_log(self):
-        with pytest.raises(SpecError, match="line 1 is no JSON"):
+        with pytest.raises(SpecError, match="line 1 is not JSON"):
             list(read([written(RECORD)[0][:9]], "log"))
 
     @pytest.mark.parametrize(
         ("break_line", "said"),
         [
-            pytest.param(lambda i, line: b"{" if i == 2 else line, "line 3 is no JSON", id="in the middle"),
-            pytest.param(lambda i, line: b"hello" if i == 0 else line, "line 1 is no JSON", id="other file"),
-            pytest.param(lambda i, line: b"[]" if i == 1 else line, "line 2: it is no object", id="a list"),
-            pytest.param(lambda i, line: b"{}" if i == 0 else line, f"line 1: no {SCHEMA}", id="other JSON"),
+            pytest.param(lambda i, line: b"{" if i == 2 else line, "line 3 is not JSON", id="in the middle"),
+            pytest.param(lambda i, line: b"hello" if i == 0 else line, "line 1 is not JSON", id="other file"),
+            pytest.param(
+                lambda i, line: b"[]" if i == 1 else line, "line 2: it is not an object", id="a list"
+            ),
+            pytest.param(
+                lambda i, line: b"{}" if i == 0 else line,
+                f"line 1: no `pool` line with {SCHEMA}",
+                id="other JSON",
+            ),
             pytest.param(
                 lambda i, line: line.replace(SCHEMA.encode(), b"perilune.decisions/v3"),
                 "line 1: its schema is 'perilune.decisions/v3', only perilune.decisions/v2 can be read",
@@ -245,7 +251,7 @@ class TestBrokenFiles:
                 "line 7: Expected `int`, got `str` - at `$.prompt_tokens`",
                 id="wrong type",
             ),
-            pytest.param(lambda i, line: b"" if i == 1 else line, "line 2 is no JSON", id="blank"),
+            pytest.param(lambda i, line: b"" if i == 1 else line, "line 2 is not JSON", id="blank"),
             pytest.param(
                 lambda i, line: b'{"kind":"end","n":1,"outcome":"?","duration_s":1}' if i == 1 else line,
                 "line 2: Invalid enum value '?' - at `$.outcome`",
@@ -258,7 +264,7 @@ class TestBrokenFiles:
             ),
             pytest.param(
                 lambda i, line: line.replace(b'"id":1', b'"id":9'),
-                "line 7: it names an endpoint or engine that no line before it describes",
+                "line 7: it names an endpoint or engine that no earlier line defines",
                 id="numbers nobody explained",
             ),
             pytest.param(
@@ -278,7 +284,7 @@ class TestBrokenFiles:
             ),
             pytest.param(
                 lambda i, line: re.sub(rb"(?<=\[64,64,64\],)[^,]+", b"1" + b"0" * 400, line),
-                f"line 7 is not as {SCHEMA} says: int too large",
+                f"line 7 does not match {SCHEMA}: int too large",
                 id="a number beyond all bounds",
             ),
         ],
@@ -309,7 +315,7 @@ class TestBrokenFiles:
         assert told.startswith("log: line")
 
     def test_a_line_too_deep_for_json_is_an_error_too(self):
-        with pytest.raises(SpecError, match="line 1 is no JSON"):
+        with pytest.raises(SpecError, match="line 1 is not JSON"):
             list(read([b"[" * 100_000], "log"))
 
 
