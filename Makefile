@@ -63,8 +63,8 @@ bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests (need
 	  -m bench -s --write $(ARGS)
 
 evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, then those shown (ARGS=--quick: minutes)
-	$(BIN)/perilune evaluate --seeds-from 1001 $(ARGS)
-	$(BIN)/perilune evaluate $(ARGS)
+	$(BIN)/python -m perilune_research evaluate --seeds-from 1001 $(ARGS)
+	$(BIN)/python -m perilune_research evaluate $(ARGS)
 
 docs: $(STAMP) ## the documents as a site, into build/site
 	$(BIN)/mkdocs build --strict $(ARGS)

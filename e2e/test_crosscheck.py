@@ -6,7 +6,7 @@ Three minutes of real time. Single plays differ by chance (`round_robin`'s TTFT 
 deviation), and machines are slower at times: policies that differ are played three times more, and the mean
 of those is judged. On a machine that is busy with other things a difference proves nothing: skipped, with the
 reason. `dynamo` is not among the policies: its TTFT p90 differs by a quarter from play to play, and over four
-it agrees (`perilune crosscheck --policies dynamo --plays 4`; docs/benchmarks.md).
+it agrees (`python -m perilune_research crosscheck --policies dynamo --plays 4`; docs/benchmarks.md).
 """
 
 import sys

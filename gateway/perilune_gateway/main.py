@@ -44,7 +44,7 @@ from perilune_gateway.observe.snapshot import Snapshots
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
-from perilune_gateway.routing import new_router
+from perilune_gateway.routing.router import new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
 

@@ -23,12 +23,12 @@ _HISTOGRAM = "perilune_scheduling_seconds"
 _TOTAL = "total"
 _KEPT = 1000
 UNREADABLE = (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError)
-"""A page that is not there, or not what we expect."""
+"""Errors of a page that is missing or has another form than expected."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the pages said; None: they did not."""
+    """What the pages said; None where a page could not be read."""
 
     policy: str | None = None
     endpoints: int | None = None
@@ -38,7 +38,7 @@ class Seen:
 
 
 async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
-    """Why these pages cannot be read; empty: they can."""
+    """Returns why the pages cannot be read; empty if they can."""
     try:
         (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
     except UNREADABLE as error:
@@ -47,7 +47,7 @@ async def unreadable(http: aiohttp.ClientSession, admin_url: str) -> str:
 
 
 async def watch(http: aiohttp.ClientSession, admin_url: str, seen: Seen, every_s: float = 0.5) -> None:
-    """Sample queues until cancelled."""
+    """Samples queue lengths until cancelled."""
     while True:
         try:
             nodes = (await page(http, f"{admin_url}/api/nodes/stats"))["nodes"]
@@ -64,7 +64,7 @@ def queues(nodes: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> None:
-    """Policy and scheduling times, at the end of a run."""
+    """Reads policy and scheduling times at the end of a run."""
     try:
         decisions = (await page(http, f"{admin_url}/api/decisions?n={_KEPT}"))["decisions"]
         seen.policy = next((row["policy"] for row in decisions if row["policy"]), None)
@@ -76,7 +76,8 @@ async def conclude(http: aiohttp.ClientSession, admin_url: str, seen: Seen) -> N
 
 
 def scheduling(decisions: Sequence[Mapping[str, Any]], by_phase: Mapping[str, float]) -> Scheduling | None:
-    """Quantiles over the decisions that the gateway still keeps (the newest 1,000), phases over all."""
+    """Quantiles over the newest 1,000 decisions, which the gateway keeps; `by_phase` covers all. None without
+    decisions."""
     took_ms = sorted(row["scheduling_us"] / 1e3 for row in decisions if row.get("scheduling_us") is not None)
     if not took_ms:
         return None

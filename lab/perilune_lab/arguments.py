@@ -1,4 +1,4 @@
-"""Words of a command line → checked values: argparse `type=`s whose messages say what is wanted."""
+"""Parsers of command-line values for argparse's `type=`. Their error messages say what is expected."""
 
 import os
 from argparse import ArgumentTypeError
@@ -41,14 +41,15 @@ def _number(text: str) -> float | None:
 
 
 def url(text: str) -> str:
-    """Without a slash or `/v1` at the end."""
+    """A URL, without a slash or `/v1` at its end."""
     if not text.startswith(("http://", "https://")):
         raise ArgumentTypeError(f"must begin with http:// or https://, got {text}")
     return text.rstrip("/").removesuffix("/v1")
 
 
 def output(text: str) -> Path:
-    """A file that can be written: better known before the work than after it."""
+    """A file that can be written. Checked before the work, so that a long run does not end without its
+    report."""
     path = Path(text)
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -61,14 +62,14 @@ def output(text: str) -> Path:
 
 
 def figure(text: str) -> Path:
-    """An `output` of a kind that can be drawn."""
+    """An `output` whose suffix names a format of figures."""
     if not text.endswith(DRAWN):
         raise ArgumentTypeError(f"{text} must end in {' or '.join(DRAWN)}")
     return output(text)
 
 
 def assignments(texts: Sequence[str], option: str) -> Mapping[str, str]:
-    """`NAME=VALUE,…`, given once or several times. Raises SpecError."""
+    """Parses `NAME=VALUE,…`, given once or several times. Raises SpecError."""
     found = {}
     for pair in (pair for text in texts for pair in text.split(",")):
         name, equals, value = pair.partition("=")

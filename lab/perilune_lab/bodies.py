@@ -51,7 +51,7 @@ class Bodies:
         )
 
     def answered(self, turn: Turn, text: str) -> None:
-        """What the model said: it takes its segment's place in later prompts."""
+        """Stores what the model answered; it replaces the generated text of its segment in later prompts."""
         self._answers[turn.answer.key] = _json_text(text)
 
     def forget(self, session: Session) -> None:
@@ -75,5 +75,5 @@ class Bodies:
 
 
 def _json_text(text: str) -> bytes:
-    """Inside of a JSON string."""
+    """`text` as the inside of a JSON string, without the quotes."""
     return msgspec.json.encode(text)[1:-1]

@@ -39,8 +39,8 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
 ) -> str:
-    """What CHAT_TEMPLATE renders for chat-completion messages and tools as clients send them. Raises
-    KeyError, TypeError, AttributeError where they have not the API's form."""
+    """Renders chat-completion messages and tools, as clients send them, like CHAT_TEMPLATE. Raises KeyError,
+    TypeError or AttributeError for messages that do not have the API's form."""
     out: list[str] = []
     lead = bool(messages) and messages[0]["role"] == "system"
     if tools or lead:
@@ -63,7 +63,7 @@ def render_chat(
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """Text parts become one text."""
+    """The text of a message; text parts are joined by newlines."""
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(part["text"] for part in content if part["text"])
@@ -71,7 +71,7 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a tool call; empty where they are no object."""
+    """Arguments of a tool call; empty if they are not a JSON object."""
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
@@ -82,11 +82,11 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """With every field that vLLM gives a template."""
+    """The tool with every field that vLLM passes to a template."""
     fields = {"name": tool["function"]["name"], "description": None, "parameters": None}
     return {"type": "function", "function": fields | dict(tool["function"])}
 
 
 def _json(value: object) -> str:
-    """As chat templates' `tojson` writes it."""
+    """JSON as the `tojson` of chat templates writes it."""
     return json.dumps(value, ensure_ascii=False)

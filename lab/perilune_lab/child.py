@@ -1,9 +1,14 @@
-"""One child process of a stack: started tethered, its ready line awaited, its end noticed, its log kept.
+"""One child process of a stack: waits for its ready line, notices its end, keeps its log.
 
-Steps: `start` runs the command through `tether` (so that it dies with us, even after kill -9), in a session
-of its own (Ctrl-C in the terminal reaches only us) → its stdout is read line by line and, with its stderr,
-written to one log file → the line `NAME ready key=value …` fulfils `ready` → `stop` asks by SIGTERM, then
-kills. Cost: about 15 ms over a bare start, one task each.
+Steps:
+
+1. `start` runs the command through `die_with_parent` (the kernel kills it when this process dies, even by
+   kill -9), in a session of its own, so that Ctrl-C in the terminal reaches only this process.
+2. Its stdout is read line by line and, with its stderr, written to one log file.
+3. The line `NAME ready key=value …` fulfils `ready`.
+4. `stop` sends SIGTERM, then SIGKILL.
+
+Cost: about 15 ms over a bare start, and one task per child.
 """
 
 import asyncio
@@ -17,18 +22,19 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
 
-from perilune_lab import tether
+from perilune_lab import die_with_parent
 
 _READY = re.compile(r"^\S+ ready\b(?P<facts>.*)$")
 _LINE_BYTES = 1 << 20
 
 
 class StackError(RuntimeError):
-    """A part of the stack did not start, or died; the message names it and shows its last log lines."""
+    """A part of the stack did not start, or ended; the message names it and shows its last log lines."""
 
 
 def ready_facts(line: str) -> dict[str, str] | None:
-    """`perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` → the facts; None for any other line."""
+    """Parses `perilune-gateway ready ext_proc=127.0.0.1:1 admin=…` into its facts; None for any other
+    line."""
     found = _READY.match(line.strip())
     if found is None:
         return None
@@ -43,11 +49,11 @@ class Child:
     log: Path
     process: asyncio.subprocess.Process
     ready: asyncio.Future[dict[str, str]]
-    """Facts of the ready line, once it came."""
+    """Facts of the ready line, set when the process has printed it."""
     ended: asyncio.Future[int] = field(init=False)
     """Done when the process has ended, with its return code (negative: the signal)."""
     stopping: bool = False
-    """We asked for its end, so that it is no death."""
+    """`stop` was called, so the end of the process is not an error."""
 
     @property
     def pid(self) -> int:
@@ -101,7 +107,8 @@ class Child:
                 pass  # ended since; `ended` will say so
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`; returns when it has ended. Cancelled: kills at once."""
+        """Sends SIGTERM, then SIGKILL after `grace_s`; returns when the process has ended. If cancelled,
+        kills at once."""
         self.stopping = True
         self.signal(signal.SIGTERM)
         try:
@@ -112,11 +119,12 @@ class Child:
 
 
 async def start(name: str, command: Sequence[str], env: Mapping[str, str], folder: Path) -> Child:
-    """Runs `command` (an absolute path first) as a tethered child; its log is `folder/NAME.log`."""
+    """Runs `command` (an absolute path first) as a child that dies with this process; its log is
+    `folder/NAME.log`."""
     log = folder / f"{name}.log"
     with log.open("ab", buffering=0) as sink:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", tether.__file__, str(getpid()), *command,
+            sys.executable, "-I", "-S", die_with_parent.__file__, str(getpid()), *command,
             stdin=DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=sink,
             env=dict(env), start_new_session=True, limit=_LINE_BYTES,
         )  # fmt: skip

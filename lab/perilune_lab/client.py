@@ -40,7 +40,7 @@ SESSION_HEADER = "x-session-id"
 
 
 class TargetError(Exception):
-    """Nothing answers there."""
+    """The target does not answer, or not like an OpenAI-compatible server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class Load:
     seconds: float | None = None
     """Wall seconds after which no further turn is submitted; None: play everything."""
     grace_s: float = 30.0
-    """With `seconds`: how long, after that, open requests may take; what is still open then is dropped."""
+    """Seconds that open requests may take after `seconds` are over; what is still open then is dropped."""
     timeout_s: float = 3600.0
-    """Of one request."""
+    """Seconds after which a request fails."""
     send_session: bool = True
-    """Name the session in a header; without, the gateway has to recognise it."""
+    """Name the session in a header; otherwise the gateway has to infer it from the prompt."""
     headers: tuple[tuple[str, str], ...] = ()
     """Further request headers."""
 
@@ -144,7 +144,7 @@ class _Run:
         return perf_counter() - self.began
 
     async def play(self, sessions: Iterable[Session], stop: asyncio.Event) -> None:
-        """Until everything is played, `load.seconds` and the grace are over, or `stop` is set."""
+        """Plays until all sessions have ended, `load.seconds` and the grace are over, or `stop` is set."""
         played = self._timed if self.load.mode is Mode.TIMESTAMPS else self._sessions
         everything = asyncio.create_task(played(sessions))
         halted = asyncio.create_task(stop.wait())
@@ -209,7 +209,7 @@ class _Run:
         await asyncio.sleep(max(0.0, due_s - self.now()))  # 0 lets the others run
 
     async def _turn(self, turn: Turn, due_s: float, tenant: str) -> None:
-        """One request; a place has been acquired and is given back here."""
+        """Sends one request. The caller has acquired a place; this releases it."""
         try:
             if self.closed:
                 return
@@ -275,7 +275,7 @@ class _Run:
 
 
 def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
-    """A 200's measurements, and whether it was complete."""
+    """Adds the measurements of an answer with status 200, or the error if it is incomplete."""
     error = broken or answer.error
     if not error and not answer.done:
         error = "the stream ended before [DONE]"
@@ -320,7 +320,7 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Cause of an answer that is not 200, in the server's own words where it has any."""
+    """Cause of an answer whose status is not 200, with the server's message if there is one."""
     try:
         answer = msgspec.json.decode(body, type=_ErrorAnswer)
     except msgspec.DecodeError:
@@ -330,7 +330,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """An exception as one line."""
+    """The cause of an exception in one line."""
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, aiohttp.ClientConnectorError):

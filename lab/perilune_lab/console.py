@@ -1,7 +1,7 @@
-"""rich's console as every command of ours uses it.
+"""rich's console, as all commands use it.
 
 rich ends the process itself, with status 1, when the reader of a pipe has left (`| head`). Here the error
-travels up to `cli`, which ends every command alike.
+is raised to `commands.run`, which ends every command alike.
 """
 
 import rich.console

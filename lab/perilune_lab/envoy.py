@@ -2,12 +2,12 @@
 
     client ─▶ listener ─▶ ext_proc (asks the gateway) ─▶ router ─▶ cluster of endpoints, chosen by header
 
-What is as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
+The same as under Envoy Gateway: the destination header is read by an `override_host` cluster with round robin
 behind it; a header of that name sent by a client is removed before any filter; the route has no timeout and
 retries what no endpoint has answered; buffers of 32 MiB; the call to the gateway is retried 8 times from
 25 ms on, and its circuit breaker is high, since every running request holds one stream.
-What is not: no xDS, no TLS; one route to one cluster. Envoy Gateway 1.9 cannot say of the call to the gateway
-that a retry goes to another one, which `retry_host_predicate` does here; on routes it says so too.
+Different: no xDS, and one route to one cluster. Here `retry_host_predicate` sends a retry of the call to the
+gateway to another gateway; Envoy Gateway 1.9 can configure that on routes only.
 
 In the access log (JSON lines) `ext_proc` holds the filter's own account of each message, in µs and gRPC
 status: `rh:1107:0,rb:1:226:0`.
@@ -39,17 +39,17 @@ EXTENSIONS = "type.googleapis.com/envoy.extensions"
 
 
 class Mode(StrEnum):
-    """What the filter sends of a request."""
+    """What Envoy's ext_proc filter sends of a request."""
 
     HEADERS = "headers"
     BUFFERED = "buffered"
-    """Envoy collects the body; what Envoy Gateway is told to do for us."""
+    """Envoy sends the body when it has all of it. Perilune's operator configures Envoy Gateway so."""
     FULL_DUPLEX = "full_duplex"
     """Bodies both ways in chunks, as Gateway API Inference Extension gateways send them."""
 
 
 class Cluster(StrEnum):
-    """How a destination is obeyed."""
+    """How Envoy turns the destination header into an endpoint."""
 
     OVERRIDE_HOST = "override_host"
     """Known endpoints only, in the order of the list; anything else falls back to round robin."""
@@ -92,11 +92,11 @@ def config(
 ) -> Json:
     """The bootstrap. `endpoints` and `processors` (gateways) are `ip:port`; ports 0 are chosen by the system.
 
-    `retry_on` has `reset`: an endpoint that dies before it answers then costs nobody a request, also on a
-    connection that was open. (`reset-before-request` would spare the next endpoint a prompt that kills.)
+    `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
+    connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
-    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of whoever signed the
-    certificates of gateways that do TLS; None: they do none. `filters_before` run before ours.
+    gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
+    gateways' certificates; None without TLS. `filters_before` run before ours.
     `processing_mode` and `ext_proc` replace fields of that message and of the filter, for tests of
     Envoy itself.
     """
@@ -354,7 +354,7 @@ def _processor_cluster(
 
 
 def _tls(ca: Path) -> Json:
-    """Towards gateways: whoever has a certificate that `ca` signed is one."""
+    """TLS towards gateways; a certificate signed by `ca` is accepted."""
     common = {"alpn_protocols": ["h2"], "validation_context": {"trusted_ca": {"filename": str(ca)}}}
     return _named(
         "envoy.transport_sockets.tls",
@@ -367,7 +367,8 @@ DEFAULT_GATEWAY = "127.0.0.1:9002"
 
 
 def _ip_port(text: str) -> str:
-    """IPv6 in brackets. Names are refused: Envoy looks up none in clusters of these kinds."""
+    """Checks IP:PORT, with IPv6 in brackets. Host names are refused, since these clusters of Envoy do no
+    DNS."""
     host, _, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     try:
@@ -387,7 +388,8 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises SpecError."""
+    """Returns the exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises
+    SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
     if args.pool:
@@ -407,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become_envoy(bootstrap: Json, announcement: str) -> int:
-    """Returns only where no Envoy is installed."""
+    """Replaces this process by Envoy; returns only if the Envoy binary is not installed."""
     try:
         program = str(binary())
     except ModuleNotFoundError:
@@ -453,7 +455,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gateway-ca",
         type=Path,
         metavar="FILE",
-        help="PEM file of whoever signed its --tls-cert (default: it does no TLS)",
+        help="PEM file of the CA that signed the gateway's --tls-cert (default: no TLS)",
     )
     parser.add_argument(
         "--listen",

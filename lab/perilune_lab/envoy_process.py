@@ -2,7 +2,7 @@
 
     child.start(name, command(bootstrap, folder), …)  ─▶  serving(child, folder, …)  ─▶  its URLs
 
-Envoy tells its admin address in a file and has no ready line, so `serving` asks until the answer is yes.
+Envoy writes its admin address to a file and prints no ready line, so `serving` polls until it is ready.
 Starting takes about 0.2 s and 50 MB of memory.
 """
 
@@ -18,7 +18,7 @@ from perilune_lab import envoy
 from perilune_lab.child import Child
 
 _BOOTSTRAP, _ADMIN = "envoy.json", "envoy-admin"
-"""Files in the folder: what it is told, where it says that its admin listener is."""
+"""Files in the folder: the bootstrap that Envoy reads, and the admin address that Envoy writes."""
 _ASK_EVERY_S = 0.02
 
 
@@ -38,7 +38,8 @@ def command(bootstrap: envoy.Json, folder: Path, program: Sequence[str] = (), *m
 
 
 async def serving(child: Child, folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Waits until its workers accept; URLs of its admin listener and of the other one. Raises StackError."""
+    """Waits until Envoy's workers accept connections; returns the URLs of its admin listener and of its HTTP
+    listener. Raises StackError."""
     asking = asyncio.create_task(_ask_until_serving(folder / _ADMIN))
     try:
         either: set[asyncio.Future[Any]] = {asking, child.ended}
@@ -65,5 +66,5 @@ async def _ask_until_serving(admin_file: Path) -> tuple[str, str]:
                     at = listeners["listener_statuses"][0]["local_address"]["socket_address"]
                     return admin_url, f"http://{at['address']}:{at['port_value']}"
             except (OSError, aiohttp.ClientError):
-                pass  # the file is not there yet, or nobody listens yet
+                pass  # the file or the listener does not exist yet
             await asyncio.sleep(_ASK_EVERY_S)

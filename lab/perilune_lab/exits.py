@@ -1,4 +1,4 @@
-"""Exit statuses that all commands share, and the end of a wrong call."""
+"""Exit statuses that all commands share, and how a command ends after a wrong call."""
 
 import sys
 
@@ -6,6 +6,6 @@ WRONG_CALL, NOT_WRITTEN, INTERRUPTED, PIPE_CLOSED = 2, 74, 130, 141
 
 
 def wrong_call(command: str, error: Exception | str) -> int:
-    """Says what is wrong with a call or its document; the exit status."""
+    """Prints what is wrong with a call or its document to stderr; returns the exit status."""
     print(f"{command}: {error}", file=sys.stderr)
     return WRONG_CALL

@@ -29,22 +29,22 @@ from perilune_lab.formats import as_percent
 GATEWAY = "http://127.0.0.1:9003"
 TIMEOUT_S = 5.0
 PLAIN_WIDTH = 160
-"""Of a table that goes to a file or a pipe."""
+"""Columns of a table that is written to a file or a pipe."""
 
 Json = Mapping[str, Any]
 
 
 class ExplainError(Exception):
-    """What the user is told."""
+    """The gateway does not answer, or does not know the decision; the message is for the user."""
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="perilune explain",
-        description="Why a request went where it went: every candidate with its numbers, the reason in one"
-        " sentence, and what the other policies would have done.",
-        epilog="A request's id is its x-request-id header; the response header x-perilune-decision tells it"
-        " too, where the request asked for that one. The gateway keeps the last few thousand decisions.",
+        description="Show why a request went to its endpoint: every candidate with its numbers, the reason"
+        " in one sentence, and what the other policies would have done.",
+        epilog="A request's id is its x-request-id header; the response header x-perilune-decision has it,"
+        " too, if the request has that header. The gateway keeps the last few thousand decisions.",
     )
     p.add_argument("request_id", nargs="?", default="", metavar="REQUEST_ID", help="the decision to explain")
     p.add_argument("--gateway", default=GATEWAY, metavar="URL", help=f"admin address (default {GATEWAY})")
@@ -82,14 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fetch(gateway: str, path: str) -> Json:
-    """GET a page of the gateway. Raises ExplainError with what to do about it."""
+    """Fetches a page of the gateway. Raises ExplainError, whose message says what to do."""
     url = (gateway if "://" in gateway else f"http://{gateway}").rstrip("/")
     try:
         with build_opener(ProxyHandler({})).open(url + path, timeout=TIMEOUT_S) as response:
             answer = json.load(response)
     except HTTPError as error:
         with error:
-            raise ExplainError(_told(error, url)) from None
+            raise ExplainError(_advice(error, url)) from None
     except (URLError, OSError, HTTPException) as error:
         cause = error.reason if isinstance(error, URLError) else error
         raise ExplainError(
@@ -102,7 +102,7 @@ def fetch(gateway: str, path: str) -> Json:
     return answer
 
 
-def _told(error: HTTPError, url: str) -> str:
+def _advice(error: HTTPError, url: str) -> str:
     try:
         message = json.load(error)["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -113,7 +113,7 @@ def _told(error: HTTPError, url: str) -> str:
 
 
 def printable(value: Any) -> Any:
-    """The same with control characters escaped: what clients send must not steer a terminal."""
+    """The value with control characters escaped, since text from clients must not control a terminal."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def printable(value: Any) -> Any:
 
 
 def render(decision: Json) -> RenderableType:
-    """One decision."""
+    """Renders one decision."""
     parts: list[RenderableType] = [
         Text(decision["sentence"], style="bold"),
         Text(),
@@ -231,7 +231,7 @@ def _counterfactual(decision: Json) -> Table:
 
 
 def render_list(answer: Json) -> RenderableType:
-    """A list of decisions, newest first."""
+    """Renders a list of decisions, newest first."""
     rows = answer["decisions"]
     if not rows:
         return Text(f"no such decision among the last {answer['kept']} kept")

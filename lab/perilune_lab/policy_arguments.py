@@ -1,4 +1,4 @@
-"""Policies and their parameters on a command line. Errors name the option and what is known."""
+"""Parses policies and their parameters of a command line. Errors name the option and the known values."""
 
 from collections.abc import Collection, Mapping
 
@@ -16,7 +16,7 @@ PARTS = ("migration", "enginePriority")
 
 
 def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
-    """Names between commas, each once; `all` stands for every known one, also beside others."""
+    """Splits names at commas and keeps each once; `all` stands for `every`, also beside other names."""
     names: list[str] = []
     for name in map(str.strip, text.split(",")):
         names += every if name == ALL else (name,)
@@ -24,7 +24,8 @@ def listed(text: str, every: Collection[str]) -> tuple[str, ...]:
 
 
 def live_policies(text: str, option: str) -> tuple[str, ...]:
-    """Policies that a gateway can run, each once, or `all` of them. Raises SpecError."""
+    """Names of policies that a gateway can run, each once; `all` stands for every policy. Raises
+    SpecError."""
     names = listed(text, POLICIES)
     for name in names:
         if name not in POLICIES:

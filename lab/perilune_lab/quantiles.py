@@ -1,4 +1,4 @@
-"""Quantiles and means, one definition for everything the lab prints: linear between closest ranks."""
+"""Quantiles and means for everything that the lab prints; quantiles are linear between closest ranks."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Raises ValueError without values."""
+    """The arithmetic mean. Raises ValueError without values."""
     kept = list(values)
     if not kept:
         raise ValueError("no values")

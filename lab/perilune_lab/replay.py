@@ -2,7 +2,7 @@
 
 Steps: open the trace → ask the target for its models (is it there?) → `client.run_load` with a progress bar →
 a `report.Run` from the results and, where `--gateway` names it, the gateway's admin pages → table on stdout,
-JSON and PNG where asked for.
+JSON and PNG if requested.
 
 Exit status: 0; 1 when the target cannot be reached or nothing succeeded; 2 for a wrong call or trace; 130
 after Ctrl-C, with what was measured until then.
@@ -57,8 +57,8 @@ modes (they give different answers; the report says which one ran):
   {Mode.TIMESTAMPS:<11} open loop: each request at its recorded time
   {Mode.MAX:<11} at its recorded time, but not before its session's previous answer
 
---time-scale tells how fast simulated engines live (engine seconds per second); the trace then runs as fast,
-and times are reported in engine seconds. --speed plays the trace faster than it was recorded: more load.
+--time-scale says how fast simulated engines run (engine seconds per second). The trace then runs as fast, and
+times are reported in engine seconds. --speed plays the trace faster than it was recorded: more load.
 """
 
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Replay:
-    """One run, from options to the table."""
+    """Plays one trace against one target, and reports."""
 
     def __init__(self, options: Options, trace: Trace, out: Console, err: Console, words: Words) -> None:
         self.options = options
@@ -111,7 +111,7 @@ class Replay:
         self.seen = admin_pages.Seen()
 
     async def run(self) -> int:
-        """The exit status. Raises TargetError if the target cannot be reached."""
+        """Plays and reports; returns the exit status. Raises TargetError if the target cannot be reached."""
         o = self.options
         model = o.model or (await models(o.target) or [""])[0]
         if not model:
@@ -155,7 +155,7 @@ class Replay:
 
     @asynccontextmanager
     async def _watching(self, http: aiohttp.ClientSession) -> AsyncIterator[None]:
-        """The gateway's pages, where somebody told where they are."""
+        """Samples the gateway's admin pages during the run, if `--gateway` names them."""
         url = self.options.gateway
         if url is None:
             yield
@@ -177,7 +177,7 @@ class Replay:
         await admin_pages.conclude(http, url, self.seen)
 
     def report(self, complete: bool) -> report.Report:
-        """`complete`: everything was played."""
+        """The report of the run. `complete`: the whole trace was played."""
         o = self.options
         simulated = any(result.simulated for result in self.results)
         measured = report.Measured(
@@ -208,7 +208,7 @@ class Replay:
         )
 
     def _conclude(self, complete: bool) -> None:
-        """Files, table, errors."""
+        """Writes the files; prints the table and the errors."""
         document = self.report(complete)
         if not complete:
             self.err.print(f"stopped after {len(self.results)} of {self.trace.requests} requests")
@@ -238,7 +238,7 @@ class Replay:
 
 
 class _Meter:
-    """How far a run is: a bar on a terminal, else a line every few seconds."""
+    """Shows progress: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, console: Console, total: int) -> None:
         self.console = console

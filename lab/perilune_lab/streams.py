@@ -60,7 +60,7 @@ class Answer:
     """Arrival of each event that carries text."""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """None: the server does not say."""
+    """None if the server does not report it."""
     output_tokens: int = 0
     done: bool = False
     """The stream ended with [DONE]."""
@@ -69,7 +69,8 @@ class Answer:
 
 
 def read(chunks: Sequence[tuple[float, bytes]]) -> Answer:
-    """An answer's (arrival, bytes) chunks, in order → what they say. Never raises: garbage is an `error`."""
+    """Parses an answer's (arrival, bytes) chunks, given in order. Never raises; malformed data sets
+    `error`."""
     texts: list[str] = []
     times: list[float] = []
     usage: _Usage | None = None
@@ -112,7 +113,7 @@ def _text(choice: _Choice) -> str:
 
 
 def _events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """SSE events' data, each with the arrival of the chunk that completed it."""
+    """The data of each SSE event with the arrival time of the chunk that completed it."""
     carry = b""
     for at, data in chunks:
         whole = carry + data if carry else data

@@ -10,10 +10,10 @@ the space, as real prompts). Every text is words, each led by one space, and one
 Steps of `words_for`: six words from a 64-bit hash of the key → runs of 64 words, joined beforehand, chosen
 by a generator that starts from that hash → cut the last run. Some hundred million tokens a second.
 
-`write_tokenizer` writes the same vocabulary as a Hugging Face tokenizer with a chat template, for whoever
-tokenizes by the model's files. It splits at white space, takes known words whole, and spells anything else
+`write_tokenizer` writes the same vocabulary as a Hugging Face tokenizer with a chat template, for programs
+that load the model's files. It splits at white space, takes known words whole, and spells anything else
 as UTF-8 bytes: no text fails. `LabTokenizer` does the same without those libraries, several times faster,
-and renders the same chat format by hand; tests hold the two equal. White space is not a token: neither
+and renders the same chat format by hand; tests compare the two. White space is not a token: neither
 gives back the text's own spaces and newlines.
 """
 
@@ -33,14 +33,14 @@ END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im
 SPECIALS = (END_OF_TEXT, MESSAGE_START, MESSAGE_END)
 ROLES = ("system", "user", "assistant", "tool")
 MARKS = ("Tools", "<tools>", "</tools>", "<tool_call>", "</tool_call>")
-"""What the chat template writes itself, a token each. Longer than a character, or they would take part in
-spelling unknown words."""
+"""Text that the chat template adds, one token each. Each is longer than one character, since single
+characters would be used to spell unknown words."""
 BYTES = 256
-"""Ids 0–255 are bytes."""
+"""Number of token ids that stand for single bytes (0–255)."""
 BYTE_NAMES = tuple(f"<0x{i:02X}>" for i in range(BYTES))
 WORDS = 4096
 _KEY_WORDS = 6
-"""64 bits of hash, 12 bits a word."""
+"""Words that spell a key's 64-bit hash, 12 bits each."""
 _RUN_TOKENS = 64
 _RUNS = 1024
 
@@ -202,7 +202,7 @@ class LabTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Conversation → token ids, see `render_chat`."""
+        """Token ids of a conversation; see `render_chat`."""
         return self.encode(render_chat(messages, tools, add_generation_prompt))
 
 

@@ -15,8 +15,7 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.routing import new_router
-from perilune_gateway.routing.router import Encode
+from perilune_gateway.routing.router import Encode, new_router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.prefix_index import FIRST, PrefixIndex

@@ -1,5 +1,5 @@
 """Hostile clients and engines against the whole stack: a real Envoy, bodies buffered and in full duplex, the
-real gateway. Hostile peers of the transports themselves are in tests/gateway/transport.
+real gateway. Hostile peers of the transports themselves are in tests/gateway/extproc.
 
 Whatever is sent, the answer is an error that says what is wrong, nothing crashes, and nothing stays behind:
 no open stream, no load. `-m bench` sends ten times as much.

@@ -2,29 +2,32 @@
 
 import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_lab import cli
+from perilune_lab import cli, commands
 from perilune_lab.exits import NOT_WRITTEN, PIPE_CLOSED
+from perilune_research import __main__ as research
 
 
 @pytest.fixture
-def commands(monkeypatch):
-    """Replaces every command's module; commands(demo=function)."""
+def mains(monkeypatch):
+    """Replaces the modules of the named commands: mains(demo=function)."""
 
-    def put(**mains) -> None:
-        modules = {cli.COMMANDS[name].module: SimpleNamespace(main=main) for name, main in mains.items()}
-        monkeypatch.setattr(cli, "import_module", modules.__getitem__)
+    def put(**functions) -> None:
+        known = cli.PROGRAM.commands
+        modules = {known[name].module: SimpleNamespace(main=main) for name, main in functions.items()}
+        monkeypatch.setattr(commands, "import_module", modules.__getitem__)
 
     return put
 
 
-def test_passes_arguments_and_status(commands):
+def test_passes_arguments_and_status(mains):
     seen = []
-    commands(demo=lambda argv: seen.append(list(argv)) or 3)
+    mains(demo=lambda argv: seen.append(list(argv)) or 3)
     assert cli.main(["demo", "--endpoints", "4", "--help"]) == 3
     assert seen == [["--endpoints", "4", "--help"]]
 
@@ -37,18 +40,33 @@ def test_imports_only_what_is_asked_for():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--help"], 0), (["-h", "demo"], 0)])
-def test_help_shows_an_example_of_every_command(capsys, argv, status):
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h", "demo"]])
+@pytest.mark.parametrize("program", [cli, research], ids=["perilune", "research"])
+def test_help_shows_every_command_with_an_example_before_the_options(capsys, program, argv):
     try:
-        ended = cli.main(argv)
+        ended = program.main(argv)
     except SystemExit as end:
         ended = end.code
-    assert ended == status
-    text = capsys.readouterr().out
-    for name, command in cli.COMMANDS.items():
+    assert ended == 0
+    text = capsys.readouterr().out.partition("\noptions:\n")[0]
+    for name, command in program.PROGRAM.commands.items():
         assert f"  {name}" in text
-        assert f"$ {command.example}" in text
-        assert command.example.startswith(f"perilune {name}")
+        assert f"$ {program.PROGRAM.name} {command.example}" in text
+        assert command.example.split()[0] == name
+
+
+def test_help_begins_with_the_demo_and_has_no_command_of_the_research(capsys):
+    assert cli.main([]) == 0
+    help_text = capsys.readouterr().out
+    names = [line.split()[0] for line in help_text.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert names[:2] == ["demo", "engine"]
+    assert not set(names) & set(research.PROGRAM.commands)
+
+
+@pytest.mark.parametrize("program", [cli, research], ids=["perilune", "research"])
+def test_every_command_has_a_main(program):
+    for command in program.PROGRAM.commands.values():
+        assert callable(import_module(command.module).main)
 
 
 def test_the_version_is_printed(capsys):
@@ -60,7 +78,7 @@ def test_the_version_is_printed(capsys):
     ("word", "says"),
     [
         pytest.param("dmeo", "unknown command 'dmeo'; did you mean `perilune demo`?", id="near"),
-        pytest.param("xyzzy", "unknown command 'xyzzy' (commands: demo, replay", id="far"),
+        pytest.param("xyzzy", "unknown command 'xyzzy' (commands: demo, engine", id="far"),
     ],
 )
 def test_unknown_command(capsys, word, says):
@@ -75,19 +93,19 @@ def raises(error):
     return main
 
 
-def test_ctrl_c(commands):
-    commands(demo=raises(KeyboardInterrupt()))
+def test_ctrl_c(mains):
+    mains(demo=raises(KeyboardInterrupt()))
     assert cli.main(["demo"]) == 130
 
 
-def test_a_wrong_document_is_one_line(commands, capsys):
-    commands(demo=raises(SpecError("Expected `int` - at `$.spec`")))
+def test_a_wrong_document_is_one_line(mains, capsys):
+    mains(demo=raises(SpecError("Expected `int` - at `$.spec`")))
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == "perilune: Expected `int` - at `$.spec`\n"
 
 
-def test_a_bug_travels_up(commands):
-    commands(demo=raises(ZeroDivisionError()))
+def test_a_bug_travels_up(mains):
+    mains(demo=raises(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["demo"])
 
@@ -130,14 +148,14 @@ def test_closed_streams_are_written_to_in_vain(how: str, closed: str):
 def printing(expression: str) -> list[str]:
     """A process of ours whose command is `expression`."""
     code = (
-        "import sys, types; from perilune_lab import cli; from perilune_lab.console import Console;"
-        f" cli.import_module = lambda _: types.SimpleNamespace(main=lambda argv: {expression});"
+        "import sys, types; from perilune_lab import cli, commands; from perilune_lab.console import Console;"
+        f" commands.import_module = lambda _: types.SimpleNamespace(main=lambda argv: {expression});"
         " sys.exit(cli.main(['trace']))"
     )
     return [sys.executable, "-c", code]
 
 
-def test_other_errors_of_the_system_travel_up(commands):
-    commands(demo=raises(FileNotFoundError(2, "No such file")))
+def test_other_errors_of_the_system_travel_up(mains):
+    mains(demo=raises(FileNotFoundError(2, "No such file")))
     with pytest.raises(FileNotFoundError):
         cli.main(["demo"])

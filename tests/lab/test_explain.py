@@ -26,7 +26,7 @@ def decided(ordinal: int, of: str = "s", tokens: int = 1_000) -> DecisionRecord:
         row._replace(endpoint=replace(row.endpoint, place=Place("n1"))) for row in fleet(a=40, b=10)
     )
     view = request(ordinal=ordinal, tokens=tokens, of=session("a", id=of))
-    verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: no dice
+    verdict = POLICIES["ear"](view, candidates, PolicyParams(), None)  # the host: draws nothing
     return DecisionRecord(
         view,
         verdict,
@@ -48,7 +48,7 @@ async def gateway(*records: DecisionRecord):
         number = decisions.add(record)
         if record.request_id == "r1":
             decisions.finish(number, Ending(Outcome.COMPLETED, 1.5, "a", 200, cached_tokens=752))
-    data = AdminData(
+    sources = AdminData(
         registry=CollectorRegistry(),
         decisions=decisions,
         policies=POLICIES,
@@ -60,7 +60,7 @@ async def gateway(*records: DecisionRecord):
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
     )
-    admin = Admin(data)
+    admin = Admin(sources)
     port = await admin.start()
     try:
         yield f"http://127.0.0.1:{port}"

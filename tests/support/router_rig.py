@@ -21,8 +21,7 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.routing import new_router
-from perilune_gateway.routing.router import Encode, TokenizesNow
+from perilune_gateway.routing.router import Encode, TokenizesNow, new_router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.pool_state import PoolState

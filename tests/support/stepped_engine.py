@@ -4,7 +4,7 @@ from perilune_gateway.model import H20_30B, EngineModel
 from perilune_lab.engine.hashing import BASE, Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.kv_cache import KvCache
 from perilune_lab.engine.request import Request
-from perilune_lab.engine.scheduler import Limits, Scheduler, Step
+from perilune_lab.engine.scheduler import EngineStep, Limits, Scheduler
 from perilune_lab.engine.store import Store
 
 
@@ -23,7 +23,7 @@ class SteppedEngine:
     ) -> None:
         self.cache = KvCache(BlockHasher(algorithm, block_size), blocks)
         self.scheduler = Scheduler(self.cache, model, limits, store)
-        self.steps: list[Step] = []
+        self.steps: list[EngineStep] = []
         self.now = 0.0
         self._ids = 0
 
@@ -45,7 +45,7 @@ class SteppedEngine:
         self.scheduler.add(request, self.now)
         return request
 
-    def run(self, seconds: float = 1e6) -> list[Step]:
+    def run(self, seconds: float = 1e6) -> list[EngineStep]:
         self.now += seconds
         ended = self.scheduler.advance(self.now)
         self.steps += ended

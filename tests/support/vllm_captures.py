@@ -16,7 +16,7 @@ from stepped_engine import SteppedEngine
 
 from perilune_lab.engine.hashing import Namespace
 from perilune_lab.engine.request import Request
-from perilune_lab.engine.scheduler import Step
+from perilune_lab.engine.scheduler import EngineStep
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def namespace_of(recorded: dict[str, Any]) -> Namespace:
     return Namespace(salt=recorded["cache_salt"] or "")
 
 
-def replay(engine: SteppedEngine, recorded: dict[str, Any]) -> tuple[Request, list[Step]]:
+def replay(engine: SteppedEngine, recorded: dict[str, Any]) -> tuple[Request, list[EngineStep]]:
     """The recorded request, alone on the engine."""
     request = engine.add(
         recorded["prompt_token_ids"],

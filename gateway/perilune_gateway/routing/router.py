@@ -17,6 +17,7 @@ Synchronous. Time and randomness come in through the constructor. Knows nothing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, isnan
 from random import Random
@@ -45,6 +46,7 @@ from perilune_gateway.model import (
     Tokens,
     Verdict,
 )
+from perilune_gateway.moves.facts import LiveFacts
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import openai
@@ -55,7 +57,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.lifecycle import Lifecycle
+from perilune_gateway.routing.lifecycle import Lifecycle, Observer
 from perilune_gateway.state.pool_state import PoolState
 
 SEED_BITS = 53
@@ -380,6 +382,35 @@ class Router:
     def plan_moves(self) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`."""
         self.planner.plan(self._clock())
+
+
+def new_router(
+    pool: Pool,
+    state: PoolState,
+    tokenizer: TokenizesNow,
+    observer: Observer,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    stopwatch: Callable[[], float] = time.perf_counter,
+    wall_clock: Callable[[], float] = time.time,
+    rng: Random | None = None,
+    conformance: bool = False,
+) -> Router:
+    """A router with all its parts."""
+    candidates = CandidateBuilder(state)
+    planner = Planner(LiveFacts(state))
+    return Router(
+        pool,
+        state,
+        tokenizer,
+        candidates,
+        planner,
+        Lifecycle(state, candidates, planner, observer, clock, wall_clock),
+        clock=clock,
+        stopwatch=stopwatch,
+        rng=rng or Random(),
+        conformance=conformance,
+    )
 
 
 def _wrong_slo(headers: Mapping[str, str]) -> str:

@@ -30,15 +30,15 @@ from perilune_lab.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What is sent."""
+    """The requests that are sent."""
 
     requests: int = 32
     same: bool = False
-    """All prompts are equal, else all differ from the first token on."""
+    """Whether all prompts are equal; otherwise all differ from the first token on."""
     prompt_tokens: int = 384
     output_tokens: int = 8
     name: str = ""
-    """Prompts follow from it: another name, other prompts."""
+    """Prompts are generated from this name: another name gives other prompts."""
 
     def sessions(self) -> list[Session]:
         return [self._session(i) for i in range(self.requests)]
@@ -51,22 +51,22 @@ class Burst:
 
 
 class Side(msgspec.Struct, frozen=True):
-    """What one side saw; absent: it did not say, or no stream had two tokens."""
+    """What one side saw. A field is absent if that side did not report it, or no stream had two tokens."""
 
     ttft_s: Quantiles | UnsetType
     tpot_s: Quantiles | UnsetType
     itl_s: Quantiles | UnsetType
     latency_s: Quantiles | UnsetType
-    """Submit → last token."""
+    """Seconds from submission to the last token."""
 
 
 class NoEngine(StrEnum):
     """Why a burst has no engine side."""
 
     NO_HISTOGRAMS = "no_histograms"
-    """No page had vLLM's, with anything counted."""
+    """No page had vLLM's histograms with anything counted."""
     FALLEN = "fallen"
-    """Something counted went down: pages of two engines, or of one that began anew meanwhile."""
+    """A counter went down: the pages were those of two engines, or the engine restarted meanwhile."""
     TOO_FEW = "too_few"
     """The target's page counted fewer requests than succeeded: others served them."""
 
@@ -75,7 +75,7 @@ NOTHING = Side(UNSET, UNSET, UNSET, UNSET)
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One burst. Engine seconds: wall seconds × the time scale."""
+    """One burst. Times are engine seconds: wall seconds × the time scale."""
 
     name: str
     requests: int
@@ -84,7 +84,7 @@ class Measured(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     seconds: float
-    """First submit → last token."""
+    """Seconds from the first submission to the last token."""
     submit_s: Quantiles | UnsetType
     client: Side
     engine: Side
@@ -100,7 +100,7 @@ async def measure(
     name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
 ) -> tuple[Measured, Counter[str]]:
     """A burst and the errors in it. `engines`: whose pages are the engine side, none: the target's own, which
-    then has to count all. Raises TargetError when nobody answers."""
+    then has to count all. Raises TargetError if the target does not answer."""
     pages = engines or [target]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
         before = await scrape(http, pages)
@@ -154,7 +154,7 @@ ENGINE_NAMES = (
     ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
     ("vllm:e2e_request_latency_seconds",),
 )
-"""Histograms in the order of Side's fields; older engines' names after the newer ones'."""
+"""Histograms in the order of Side's fields, with newer names first and those of older engines after them."""
 
 
 def _engine_side(grown: Scrape, at_least: int) -> tuple[Side, NoEngine | UnsetType]:

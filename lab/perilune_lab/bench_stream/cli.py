@@ -31,8 +31,8 @@ from perilune_lab.stack import EngineOptions, Stack, StackError
 DOWN = 1
 SCHEMA = "perilune.burst/v1"
 TOKENS_PER_STEP = 2048
-"""Of the simulated engine, so that a burst is admitted in several steps. Else TPOT hangs on how many requests
-came in time for the first."""
+"""Tokens per step of the simulated engine, so that a burst is admitted in several steps. In one step, TPOT
+would depend on how many requests arrived in time for it."""
 _ERRORS_SHOWN = 5
 
 _EPILOG = """\
@@ -54,7 +54,7 @@ async def on_target(args: argparse.Namespace, burst: Burst) -> tuple[list[Measur
 
 
 async def on_simulated(burst: Burst, time_scale: float) -> tuple[list[Measured], Counter[str]]:
-    """A simulated engine in either mode, one after the other, at H20 speed."""
+    """Measures a simulated engine at H20 speed, with serial and then with batched misses."""
     found, errors = [], Counter[str]()
     step = ("--tokens-per-step", str(TOKENS_PER_STEP))
     for name, arguments in (("serial", (*step, "--serial-misses")), ("batched", step)):
@@ -100,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def why(no_engine: NoEngine, args: argparse.Namespace, name: str) -> str:
-    """In a line, with the cure; `name`: of a burst on a simulated engine."""
+    """Explains in one line why there is no engine side, and what to do. `name`: the burst's, on a simulated
+    engine."""
     where = ", ".join(args.engine or [args.target or name])
     if no_engine is NoEngine.NO_HISTOGRAMS:
         return f"{where} has no histograms of vLLM on /metrics"

@@ -1,4 +1,4 @@
-"""Histograms of engines' /metrics pages: read, summed over engines, subtracted, asked for quantiles.
+"""Histograms of engines' /metrics pages: reads, sums over engines, subtracts; computes quantiles.
 
 Quantiles are interpolated linearly within a bucket, from 0 in the first and held at the last bound in the
 open one, as Prometheus' histogram_quantile does. A page that cannot be read or has none adds nothing.
@@ -24,7 +24,7 @@ class Histogram:
     count: float = 0.0
 
     def quantile(self, q: float) -> float:
-        """Raises ValueError for an empty one."""
+        """The q-quantile. Raises ValueError for an empty histogram."""
         if not self.count:
             raise ValueError("no observations")
         rank, below, low = q * self.count, 0.0, 0.0
@@ -36,7 +36,8 @@ class Histogram:
 
     @property
     def falls(self) -> bool:
-        """Of a difference: something in it is below 0, which one engine that goes on counting cannot give."""
+        """Whether a difference of two scrapes has a negative count, which a single engine that was not
+        restarted cannot give."""
         up_to = [0.0, *(total for _, total in sorted(self.buckets.items()))]
         return self.sum < 0 or self.count < 0 or any(b < a for a, b in pairwise(up_to))
 
@@ -69,7 +70,7 @@ class Scrape:
 
 
 async def scrape(http: aiohttp.ClientSession, engines: Sequence[str]) -> Scrape:
-    """Of all engines together, by their URLs."""
+    """Reads the pages of all `engines` (URLs) and sums their histograms."""
     total = Scrape()
     for url in engines:
         try:
@@ -82,7 +83,7 @@ async def scrape(http: aiohttp.ClientSession, engines: Sequence[str]) -> Scrape:
 
 
 def parse(text: str) -> Scrape:
-    """A page in Prometheus' text format; series of one name are summed. Raises ValueError."""
+    """Parses a page in Prometheus' text format; series of one name are summed. Raises ValueError."""
     found: dict[str, Histogram] = {}
     for family in text_string_to_metric_families(text):
         if family.type != "histogram":

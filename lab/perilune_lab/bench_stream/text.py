@@ -12,7 +12,7 @@ from perilune_lab.bench_stream.burst import Measured
 
 def table(bursts: Sequence[Measured], title: str, published: bool) -> Table:
     """A row per quantity, two columns per burst; the ratio of the first to the second where there are two,
-    and where asked for as published."""
+    and, if requested, the published one."""
     grid = Table(title=title, title_justify="left")
     grid.add_column("")
     for burst in bursts:
@@ -70,7 +70,8 @@ is not known."""
 
 
 def _ratios(values: Sequence[float | None], name: str) -> list[str]:
-    """First burst / second, for each side; then what was published under that name, if it has one."""
+    """Ratios of the first burst to the second, for each side, then the published ratio of that quantity if
+    there is one."""
     if len(values) != 4:
         return []
     pairs = zip(values[:2], values[2:], strict=True)

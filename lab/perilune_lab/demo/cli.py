@@ -49,7 +49,7 @@ from perilune_lab.vocabulary import Vocabulary
 
 PROGRAMS = Programs()
 COOLDOWN_S = 30.0
-"""Between moves of one session, engine seconds."""
+"""Seconds (engine time) between two moves of one session."""
 POLL_S = 0.25
 BUSY = 0.8
 """Share of all cores above which times say more about this machine than about the engines."""
@@ -57,18 +57,18 @@ BUSY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One policy's run and what it cost here."""
+    """One policy's run, and the CPU that it used on this machine."""
 
     run: report.Run
     cpu_share: float
-    """Of all cores, 0–1."""
+    """Share of all cores, 0–1."""
     notes: tuple[str, ...]
     ttft_s: tuple[float, ...]
-    """Of every request that succeeded, engine seconds."""
+    """TTFT of every request that succeeded, in engine seconds."""
 
 
 class Demo:
-    """From options to a comparison; `console` is where people read."""
+    """Runs the policies and compares them; prints to `console`."""
 
     def __init__(self, options: Options, console: Console, programs: Programs = PROGRAMS) -> None:
         self.options = options
@@ -81,8 +81,8 @@ class Demo:
         self.ran: dict[str, Ran] = {}
 
     async def run(self) -> None:
-        """All policies, the comparison, and with --keep until cancelled. Raises StackError when Envoy or
-        the gateway dies."""
+        """Runs all policies and prints the comparison; with --keep, then waits until cancelled. Raises
+        StackError when Envoy or the gateway ends."""
         self.console.print(text.parameters(self.options, self.load, self.sessions), highlight=False)
         order = self.options.order
         for policy in order:
@@ -122,7 +122,7 @@ class Demo:
         )
 
     async def _play(self, stack: Stack, policy: str) -> None:
-        """One policy's load, watched."""
+        """Plays the load on one policy's stack and shows the view meanwhile."""
         o = self.options
         load = Load(
             target=stack.url,
@@ -142,7 +142,7 @@ class Demo:
                 showing.cancel()
                 await asyncio.wait({showing})
             if not showing.cancelled():
-                showing.result()  # what ended the view travels up: a bug, or nobody reads any more
+                showing.result()  # what ended the view travels up: a bug, or a closed pipe
             busy_s, took_s = _cpu_s(stack) - cpu_s, time.monotonic() - began
             await watch.ask_scheduling(http)
         share = max(busy_s, 0.0) / took_s / len(os.sched_getaffinity(0))
@@ -150,16 +150,16 @@ class Demo:
         self._tell(self.ran[policy])
 
     async def _show(self, watch: Watch, http: aiohttp.ClientSession) -> None:
-        """The live view, or a line now and then, until cancelled."""
+        """Shows the live view, or prints a line now and then, until cancelled."""
         if not (self.console.is_terminal and self.options.live):
             every_s = max(1.0, min(5.0, self.options.seconds / 4))
-            told = 1.0 - every_s  # the first line soon
+            printed_s = 1.0 - every_s  # the first line soon
             while True:
                 await watch.poll(http)
                 frame = watch.frame()
-                if frame.elapsed_s - told >= every_s:
+                if frame.elapsed_s - printed_s >= every_s:
                     self.console.print(live.line(frame), highlight=False, soft_wrap=True)
-                    told = frame.elapsed_s
+                    printed_s = frame.elapsed_s
                 await asyncio.sleep(POLL_S)
         with Live(console=self.console, auto_refresh=False) as view:
             try:
@@ -171,7 +171,7 @@ class Demo:
                 view.update(live.render(watch.frame()), refresh=True)
 
     def _tell(self, ran: Ran) -> None:
-        """One line at the end of a run, and what went wrong."""
+        """Prints one line at the end of a run, and what went wrong in it."""
         for note in ran.notes:
             self.console.print(note, style="yellow", highlight=False, soft_wrap=True)
         run = ran.run
@@ -196,7 +196,7 @@ class Demo:
         )
 
     def report(self) -> report.Report:
-        """Of the policies that ran, in the order of the command line."""
+        """The report of the policies that ran, in the order of the command line."""
         o = self.options
         return report.Report(
             simulated=True,
@@ -214,7 +214,7 @@ class Demo:
         )
 
     def _conclude(self) -> None:
-        """Files, table, gains."""
+        """Writes the files; prints the table and the gains."""
         document = self.report()
         try:
             self._write(document)
@@ -244,7 +244,7 @@ class Demo:
 
 
 def _cpu_s(stack: Stack) -> float:
-    """Of the stack and of this process."""
+    """CPU seconds of the stack and of this process."""
     return sum(stack.cpu_s().values()) + time.process_time()
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: one `Frame` of values, drawn as a live view or told in lines.
+"""What the demo shows while it runs: one `Frame` of values, drawn as a live view or printed in lines.
 
     client results ─┐
     admin API ──────┼─▶ Frame ─▶ render (rich, on a terminal) │ line (anywhere else)
@@ -21,12 +21,12 @@ from perilune_lab.formats import as_percent
 _BAR_CELLS = 8
 _COLUMNS = 96
 _BAR_FULL_QUEUE_S = 4.0
-"""Engine seconds of queued prefill that fill the bar: enough to make a user wait."""
+"""Seconds (engine time) of queued prefill at which the bar is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointRow:
-    """One endpoint. Queue in engine seconds, ratios 0–1, None where nobody knows yet."""
+    """One endpoint. The queue is in engine seconds, ratios are 0–1, None is not known yet."""
 
     name: str
     address: str
@@ -37,7 +37,7 @@ class EndpointRow:
     sessions: int = 0
     in_flight: int = 0
     dead: str = ""
-    """How it ended; empty: it lives."""
+    """How the engine ended; empty while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DecisionRow:
     """hh:mm:ss"""
     session: str
     target: str
-    """Name of the endpoint; empty: refused."""
+    """Name of the endpoint; empty if the request was refused."""
     reason: str
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -69,7 +69,7 @@ class Frame:
     open: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of them, as the engines say."""
+    """Cached prompt tokens of these, as the engines report."""
     migrations: int = 0
     ttft_p90_s: float | None = None
     """Engine seconds."""
@@ -83,7 +83,7 @@ class Frame:
 
     @property
     def draining(self) -> bool:
-        """Time is over; open requests may still end."""
+        """Whether the time is over, so that only open requests still run."""
         return self.elapsed_s >= self.seconds
 
 
@@ -96,7 +96,7 @@ def _seconds(value: float | None) -> str:
 
 
 def line(frame: Frame) -> str:
-    """The frame as one line."""
+    """Renders the frame as one line."""
     dead = sum(1 for row in frame.endpoints if row.dead)
     return (
         f"{frame.policy:<12} {frame.elapsed_s:5.1f} s  requests {frame.finished:>4}"
@@ -108,7 +108,7 @@ def line(frame: Frame) -> str:
 
 
 def render(frame: Frame) -> RenderableType:
-    """The frame as a view of 80 to 96 columns and endpoints + 14 lines."""
+    """Renders the frame in 80 to 96 columns and endpoints + 14 lines."""
     return Constrain(Group(_title(frame), _endpoints(frame), _decisions(frame)), _COLUMNS)
 
 

@@ -11,16 +11,16 @@ from perilune_lab.traces.model import Session
 
 @dataclass(frozen=True, slots=True)
 class DemoLoad:
-    """What is played, and on what."""
+    """The sessions that are played, and what the engines must be for them."""
 
     parameters: Agentic
     seed: int
     kv_tokens: int
-    """KV pool of one endpoint: a few sessions; they outlive it unless they stay apart."""
+    """Tokens of one endpoint's KV pool, enough for a few sessions."""
     context_tokens: int
 
     def sessions(self) -> Iterator[Session]:
-        """Without end; every call begins anew, so that policies can be compared on equal sessions."""
+        """Sessions without end. Every call begins anew, so policies are compared on equal sessions."""
         return sessions(self.parameters, self.seed)
 
     def describe(self) -> dict[str, float | int | str]:

@@ -1,4 +1,4 @@
-"""Command line of `perilune demo`: words in, checked `Options` out."""
+"""Parses the command line of `perilune demo` into checked `Options`."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from perilune_lab.demo.load import usual_time_scale
 Number = TypeVar("Number", int, float)
 
 MOST_TIME_SCALE = 2.5
-"""Faster engines than that answer in milliseconds, which a busy machine blurs."""
+"""Largest time scale. Faster engines answer in milliseconds, which a busy machine cannot measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line."""
+    """Options of the command line."""
 
     endpoints: int
     policy: str
     compare: tuple[str, ...]
-    """Without `policy`."""
+    """Policies to compare with, other than `policy`."""
     seconds: float
     """Wall seconds per policy."""
     time_scale: float
@@ -36,12 +36,12 @@ class Options:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """As they are compared."""
+        """Policies in the order in which they are compared."""
         return (self.policy, *self.compare)
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Policies as they run: what stays up (--keep) runs last."""
+        """Policies in the order in which they run; the one that stays up with --keep runs last."""
         return (*self.compare, self.policy) if self.keep else self.policies
 
 

@@ -1,4 +1,4 @@
-"""What `perilune demo` prints around its runs. Pure: values in, text or tables out."""
+"""What `perilune demo` prints before and after its runs. Pure functions of values."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from perilune_lab.traces.model import Session
 
 
 def parameters(options: Options, load: DemoLoad, sessions: Sequence[Session]) -> Table:
-    """What will run."""
+    """Describes the run that is about to begin."""
     grid = Table.grid(padding=(0, 2))
     grid.add_row("policies", f"{', '.join(options.order)}; {options.seconds:g} s each, fresh engines each")
     grid.add_row(
@@ -46,11 +46,11 @@ GAINS: tuple[tuple[str, Callable[[report.Run], float | UnsetType]], ...] = (
     ("E2E p50", lambda run: run.e2e_s.p50 if run.e2e_s else UNSET),
     ("E2E p90", lambda run: run.e2e_s.p90 if run.e2e_s else UNSET),
 )
-"""Of APC more is better, of times less."""
+"""Metrics that the gains compare. A larger APC and shorter times are better."""
 
 
 def gains(runs: Sequence[report.Run]) -> Table:
-    """The first run's numbers over each other's, a row each."""
+    """A row for each other run: the first run's numbers in relation to its numbers."""
     first, *others = runs
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", padding=0)
     table.add_column("", no_wrap=True)
@@ -65,7 +65,7 @@ def gains(runs: Sequence[report.Run]) -> Table:
 
 
 def urls(stack: Stack) -> str:
-    """Where to send requests and questions, ready to be pasted."""
+    """Commands that send a request and explain its decision, ready to be pasted."""
     body = (
         f'{{"model": "{stack.options.model}", "max_tokens": 16,'
         ' "messages": [{"role": "user", "content": "hello"}]}'
@@ -87,5 +87,5 @@ and ask the gateway why (the request id is in the answer's header {names.DECISIO
 
 
 def _command() -> str:
-    """How this program was called, so that the hint can be pasted."""
+    """How this program was called, for commands that can be pasted."""
     return sys.argv[0] if Path(sys.argv[0]).name == "perilune" else "perilune"

@@ -42,7 +42,7 @@ class Watch:
         self.results.append(result)
 
     async def poll(self, http: aiohttp.ClientSession) -> None:
-        """Read the admin pages. A gateway that does not answer keeps the last values."""
+        """Reads the admin pages. If the gateway does not answer, the last values stay."""
         try:
             nodes = (await page(http, "/api/nodes/stats"))["nodes"]
             self._decisions = (await page(http, "/api/decisions?n=5"))["decisions"]
@@ -52,7 +52,8 @@ class Watch:
         self.queues.append(queues(nodes))
 
     async def ask_scheduling(self, http: aiohttp.ClientSession) -> None:
-        """The gateway's own times of its last decisions and per step; stays None when it does not answer."""
+        """Reads the scheduling times of the gateway's last decisions; they stay None if it does not
+        answer."""
         seen = Seen()
         await conclude(http, "", seen)  # `http` knows the address
         self.scheduling = seen.scheduling
@@ -84,7 +85,7 @@ class Watch:
         return [r.ttft_s * scale for r in self.results if r.succeeded and r.ttft_s is not None]
 
     def notes(self) -> tuple[str, ...]:
-        """What else is worth a line."""
+        """Further notes about the run, a line each."""
         failed = Counter(result.error for result in self.results if not result.succeeded)
         return (
             *(

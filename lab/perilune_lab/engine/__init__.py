@@ -7,9 +7,9 @@
 
 scheduler, kv_cache, hashing, store and the event encoding are pure state with time passed in, and held to
 captures of vLLM 0.32: for the recorded requests they answer the same `cached_tokens` and announce the same
-batches. Hashing, cache and events share nothing with the gateway, so that their agreement proves something.
+batches. Hashing, cache and events share nothing with the gateway, so their agreement is a test of both.
 
-Limits: one data-parallel rank, one KV cache group, text only; one prompt and one answer per request; what a
-model would say and how long it talks unless told are made up; KV is never moved between engines but through
-the shared pool; the store neither delays nor loses a put.
+Limits: one data-parallel rank, one KV cache group, text only; one prompt and one answer per request. Answers
+are made up, and so is their length unless the request sets it. KV moves between engines through the shared
+pool only, and the store neither delays nor loses a put.
 """

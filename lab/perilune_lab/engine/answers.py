@@ -34,7 +34,7 @@ class Usage:
 
 
 class Form(Protocol):
-    """`begin`, then `tokens` any number of times, then `end`; or only `whole`."""
+    """Renders one answer: `begin`, then `tokens` any number of times, then `end`; or only `whole`."""
 
     def begin(self) -> bytes:
         """Events before the first token."""
@@ -69,7 +69,7 @@ def _sse(data: object, event: str = "") -> bytes:
 
 
 def _around(event: bytes) -> tuple[bytes, bytes]:
-    """A prepared event, cut where the token's text goes. The mark is written as an escape by JSON."""
+    """Splits a prepared event at the mark, where the token's text goes. JSON writes the mark as an escape."""
     before, after = event.split(_json("\x00"))
     return before, after
 

@@ -89,7 +89,7 @@ def _extra_keys(change: Stored) -> list[list[str] | None]:
 
 
 def encode_batch(changes: Sequence[Change], block_size: int, ts: float, rank: int = 0) -> bytes:
-    """One payload. `ts`: Unix seconds."""
+    """Encodes one payload. `ts`: Unix seconds."""
     return _encode((ts, [to_event(change, block_size) for change in changes], rank))
 
 
@@ -107,7 +107,7 @@ class ReplayBuffer:
         return seq
 
     def since(self, first: int) -> list[tuple[int, bytes]]:
-        """Batches from `first` on that are still held."""
+        """Batches from number `first` on that the buffer still has."""
         return [batch for batch in self._batches if batch[0] >= first]
 
 
@@ -150,7 +150,7 @@ class Publisher:
         self._pub.send_multipart((self.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
     async def serve_replay(self) -> None:
-        """Answers replay requests until cancelled; ignores what is none."""
+        """Answers replay requests until cancelled; ignores other messages."""
         while True:
             frames = await self._router.recv_multipart()
             if len(frames) != 3 or frames[1] != b"" or len(frames[2]) != 8:

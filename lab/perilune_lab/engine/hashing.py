@@ -1,4 +1,4 @@
-"""vLLM's block hashes, written from its description and held to its captures.
+"""vLLM's block hashes, written from its description and tested against its captures.
 
 1. The root is H(seed): the PYTHONHASHSEED string, or, unset, the fixed "vllm-none-hash" with the sha256
    algorithms and random bytes with the xxhash ones.
@@ -26,7 +26,7 @@ GENERATION = 1 << 16
 _FIXED_SEED = "vllm-none-hash"
 
 ExtraKeys = tuple[tuple[str, ...], ...]
-"""Tagged keys of one block; empty: None enters the hash."""
+"""Tagged extra keys of one block; without any, None enters the hash."""
 
 
 class Algorithm(StrEnum):
@@ -60,7 +60,7 @@ _PARTS: dict[Algorithm, tuple[Callable[[object], bytes], Callable[[bytes], bytes
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What separates equal tokens: an adapter, a cache salt."""
+    """What keeps blocks of equal tokens apart: an adapter, a cache salt."""
 
     salt: str = ""
     lora_name: str = ""

@@ -23,7 +23,7 @@ from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, Service
 from perilune_lab.engine.words import key_of
 
 VERSION = "0.32.0"
-"""The vLLM whose behaviour this is."""
+"""Version of vLLM that this server imitates."""
 NAME_HEADER = "x-perilune-endpoint"
 """Response header: the address that answered."""
 _MOST_BODY_BYTES = 64 * 1024 * 1024
@@ -41,7 +41,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the server says of itself."""
+    """What the server reports about itself."""
 
     model: str
     max_model_len: int
@@ -118,9 +118,9 @@ class Server:
         if http.headers.get("x-data-parallel-rank", "0") != "0":
             raise BadRequestError("data_parallel_rank is out of range [0, 1)", param="data_parallel_rank")
         n_tokens, natural = self._output_tokens(inbound)
-        given = _told(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
+        given = _header_safe(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
         answer_id = _ID_PREFIX[api] + given
-        session = _told(http.headers.get("x-session-id") or inbound.session_id)
+        session = _header_safe(http.headers.get("x-session-id") or inbound.session_id)
         table = service.scheduler.cache.open(inbound.prompt[:], namespace, session)
         request = Request(
             given,
@@ -153,7 +153,8 @@ class Server:
         return response
 
     async def _answered(self, answer: Answer, arrived_s: float) -> bytes:
-        """Until the answer is complete, see `Answer.done`; a cancelled handler (the client left) aborts."""
+        """Waits until the answer is complete (see `Answer.done`); aborts the request if the handler is
+        cancelled because the client has left."""
         self._service.submit(answer, arrived_s)
         try:
             return await answer.done
@@ -172,7 +173,7 @@ class Server:
         return Namespace(inbound.cache_salt, base.lora_name, base.lora_path, base.lora_id)
 
     def _output_tokens(self, inbound: Inbound) -> tuple[int, bool]:
-        """How long the answer will be, and whether the model ends it. Raises BadRequestError."""
+        """Length of the answer in tokens, and whether the model ends it by itself. Raises BadRequestError."""
         room, prompt = self._served.max_model_len, len(inbound.prompt)
         if prompt >= room:
             self._service.metrics.rejections += 1
@@ -324,6 +325,6 @@ def _answer(value: object) -> web.Response:
     return web.Response(body=_json(value), content_type="application/json")
 
 
-def _told(name: str) -> str:
-    """A name from a client as it may stand in headers and events: bytes that are no text become `?`."""
+def _header_safe(name: str) -> str:
+    """A name from a client, made fit for headers and events: bytes that are not UTF-8 become `?`."""
     return name.encode("ascii", "replace").decode()

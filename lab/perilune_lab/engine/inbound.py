@@ -17,7 +17,7 @@ from perilune_lab.engine.words import Text
 
 
 class BadRequestError(Exception):
-    """The client's fault; answered in OpenAI's error form."""
+    """The request is invalid; answered in OpenAI's error form."""
 
     def __init__(
         self, message: str, status: int = 400, kind: str = "BadRequestError", param: str = ""
@@ -41,7 +41,7 @@ class Inbound:
     model: str
     prompt: list[int]
     max_tokens: int | None
-    """None: until the model stops."""
+    """Most output tokens; None for as many as the model generates."""
     stream: bool
     include_usage: bool
     ignore_eos: bool
@@ -82,7 +82,7 @@ class _Chat(_Body):
 class _Completions(_Body):
     prompt: str | list[Any] | None = None
     max_tokens: int | None = 16
-    """16 is the API's default."""
+    """The API's default is 16."""
 
 
 class _Responses(_Body):
@@ -108,7 +108,7 @@ _DECODERS: dict[Api, msgspec.json.Decoder[Any]] = {
 
 
 def parse(api: Api, body: bytes, text: Text) -> Inbound:
-    """Raises BadRequestError."""
+    """Decodes a body. Raises BadRequestError."""
     try:
         fields = _DECODERS[api].decode(body)
     except msgspec.ValidationError as error:
@@ -142,7 +142,7 @@ def parse(api: Api, body: bytes, text: Text) -> Inbound:
 
 
 def not_the_form(error: Exception) -> str:
-    """What is wrong with a conversation, in words."""
+    """Describes what is wrong with a conversation."""
     match error:
         case KeyError():
             what = f"`{error.args[0]}` is missing"
@@ -168,7 +168,7 @@ def _prompt(api: Api, fields: Any, text: Text) -> tuple[list[int], int | None]:
 
 
 def completion_prompt(prompt: Any, text: Text) -> list[int]:
-    """A text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
+    """Parses a text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
     match prompt:
         case str():
             return text.encode(prompt)
@@ -194,7 +194,7 @@ def _required(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _joined(content: object) -> str:
-    """A text, or the texts of its parts."""
+    """The text of a content, which is a string or a list of parts."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if part.get("text"))
     if isinstance(content, str | None):
@@ -229,14 +229,15 @@ def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
 
 
 def _same_turn(messages: list[dict[str, Any]], absent: str = "") -> dict[str, Any]:
-    """The assistant's last message, to add to; a new one where there is none or it has field `absent`."""
+    """Returns the assistant's last message to extend, or a new one if there is none or it has the field
+    `absent`."""
     if not messages or messages[-1]["role"] != "assistant" or absent in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _response_tools(fields: _Responses) -> list[Mapping[str, Any]]:
-    """A function is written flat there; other kinds of tools do not reach a template."""
+    """Converts the Responses API's flat functions to chat tools; other kinds of tools are dropped."""
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
         for tool in fields.tools or ()

@@ -35,7 +35,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A cached block was taken for other content."""
+    """A cached block was reused for other content."""
 
     digest: bytes
 
@@ -49,7 +49,7 @@ Change = Stored | Removed | Cleared
 
 
 class Table:
-    """One sequence: its tokens, their digests as far as full, its blocks, and how many are registered."""
+    """One sequence: its tokens, the digests of its full blocks, its blocks, and how many are registered."""
 
     __slots__ = ("blocks", "chain", "namespace", "registered", "session_id", "tokens")
 
@@ -63,7 +63,7 @@ class Table:
 
 
 class KvCache:
-    """`blocks` blocks of the hasher's size."""
+    """A cache of `blocks` blocks of the hasher's block size."""
 
     def __init__(self, hasher: BlockHasher, blocks: int) -> None:
         if blocks < 2:
@@ -85,14 +85,14 @@ class KvCache:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that sequences hold now, 0–1; cached but unused ones count as free."""
+        """Share of the blocks that sequences use now, 0–1; cached but unused blocks count as free."""
         return 1.0 - len(self._free) / (self.blocks - 1)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def match(self, table: Table) -> list[int]:
-        """Blocks that hold the table's leading tokens, its last token never among them."""
+        """Cached blocks that hold the table's leading tokens; the last token is never among these."""
         hits: list[int] = []
         for digest in table.chain[: (len(table.tokens) - 1) // self.block_size]:
             ids = self._by_digest.get(digest)
@@ -115,7 +115,7 @@ class KvCache:
         return Table(tokens, self.hasher.chain(tokens, namespace) if chain else [], namespace, session_id)
 
     def attach(self, table: Table, hits: Sequence[int]) -> None:
-        """Make cached blocks the table's head."""
+        """Makes cached blocks the head of the table."""
         for block in hits:
             if not self._refs[block]:
                 del self._free[block]
@@ -124,8 +124,8 @@ class KvCache:
         table.registered = len(table.blocks)
 
     def grow(self, table: Table, tokens: int, *, register: bool = True) -> bool:
-        """Give the table room for its first `tokens` tokens and register the blocks they fill.
-        False, and nothing done, when the free queue is too short."""
+        """Gives the table blocks for its first `tokens` tokens and registers those that these fill. Returns
+        False, and changes nothing, if the free queue is too short."""
         need = -(-tokens // self.block_size) - len(table.blocks)
         if need > 0:
             if need > len(self._free):
@@ -137,12 +137,12 @@ class KvCache:
         return True
 
     def announce_again(self, table: Table, blocks: int) -> None:
-        """Store event for the first `blocks` blocks although they are cached already."""
+        """Announces the first `blocks` blocks again, although they are cached already."""
         if blocks:
             self._announce(table, 0, blocks)
 
     def release(self, table: Table) -> None:
-        """Free the table's blocks, tail first; those that hold nothing reusable are taken again first."""
+        """Frees the table's blocks, tail first; blocks without reusable content are reused first."""
         for block in reversed(table.blocks):
             self._refs[block] -= 1
             if not self._refs[block]:
@@ -153,7 +153,7 @@ class KvCache:
         table.registered = 0
 
     def reset(self) -> bool:
-        """Forget every cached block; refused (False) while a sequence holds one."""
+        """Forgets every cached block; refuses (False) while a sequence uses one."""
         if len(self._free) != self.blocks - 1:
             return False
         self._by_digest.clear()

@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _listen(address: str) -> socket.socket:
-    """Raises OSError, ValueError."""
+    """Binds a listening socket. Raises OSError, ValueError."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -143,7 +143,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
-    """`NAME=PATH`, numbered from 1 as vLLM does. Raises ValueError."""
+    """Parses `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
     adapters = {}
     for i, pair in enumerate(pairs, 1):
         name, equals, path = pair.partition("=")
@@ -154,7 +154,7 @@ def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a server. Returns the exit status; a wrong call leaves by SystemExit(2)."""
+    """Runs a server. Returns the exit status; raises SystemExit(2) for a wrong call."""
     parser = _parser()
     args = parser.parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")

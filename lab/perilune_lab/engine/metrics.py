@@ -1,14 +1,14 @@
 """vLLM's Prometheus page: its names, labels and types, rendered by hand (0.1 ms; the library takes 10).
 
-Gauges are read from the scheduler when the page is asked for; counters and histograms are fed with ended
-steps. All times are engine seconds. Histogram buckets are vLLM's.
+Gauges are read from the scheduler when the page is requested; counters and histograms are updated at the end
+of each step. All times are engine seconds. Histogram buckets are vLLM's.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from perilune_lab.engine.request import Finish, Request
-from perilune_lab.engine.scheduler import Scheduler, Step
+from perilune_lab.engine.scheduler import EngineStep, Scheduler
 
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
@@ -26,7 +26,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Histogram:
-    """Counts by upper bound."""
+    """Counts of observations by upper bound."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -41,7 +41,7 @@ class Histogram:
 
 
 def _one_two_five(limit: int) -> tuple[int, ...]:
-    """1, 2, 5, 10 … up to `limit`."""
+    """Bucket bounds 1, 2, 5, 10 … up to `limit`."""
     bounds: list[int] = []
     power = 1
     while True:
@@ -53,7 +53,7 @@ def _one_two_five(limit: int) -> tuple[int, ...]:
 
 
 class Metrics:
-    """Everything that one engine counts. `info`: labels of vllm:cache_config_info."""
+    """All metrics of one engine. `info`: labels of vllm:cache_config_info."""
 
     def __init__(
         self, model: str, max_model_len: int, info: Mapping[str, str], adapters: Sequence[str], started: float
@@ -82,7 +82,7 @@ class Metrics:
         self.step_tokens = Histogram(_STEP_TOKENS)
         self._last_token: dict[Request, float] = {}
 
-    def step_ended(self, step: Step) -> None:
+    def step_ended(self, step: EngineStep) -> None:
         self.preemptions += step.preempted
         self.prefill_forwards += step.prefill_forwards
         self.step_tokens.observe(step.tokens)
@@ -111,7 +111,7 @@ class Metrics:
             self.itl_s.observe(now - previous, times)
 
     def request_ended(self, request: Request) -> None:
-        """Also for aborted ones."""
+        """Counts an ended request, also an aborted one."""
         self._last_token.pop(request, None)
         self.finished[request.finish or "error"] += 1
         if request.finish is Finish.ABORT or not request.produced:
@@ -204,7 +204,7 @@ _Values = float | Mapping[str, float]
 
 
 class _Page:
-    """Prometheus text format 0.0.4, as prometheus_client writes it."""
+    """Writes Prometheus text format 0.0.4 as prometheus_client does."""
 
     def __init__(self, labels: str, started: float) -> None:
         self._labels = labels
@@ -238,7 +238,7 @@ class _Page:
         self.plain(name, help_text, {**labels, "engine": "0"}, 1.0)
 
     def plain(self, name: str, help_text: str, labels: Mapping[str, str], value: float) -> None:
-        """A gauge with labels of its own."""
+        """Writes a gauge with its own labels."""
         self._head(name, help_text, "gauge")
         inner = ",".join(f'{key}="{text}"' for key, text in sorted(labels.items()))
         self._lines.append(f"vllm:{name}{{{inner}}} {float(value)}")

@@ -16,7 +16,7 @@ class Finish(StrEnum):
 
 
 class Request:
-    """Its way through the engine. Times are engine seconds; what has not happened yet is inf."""
+    """A request and its progress. Times are engine seconds; inf for what has not happened yet."""
 
     __slots__ = (
         "arrived_s",
@@ -71,13 +71,12 @@ class Request:
         self.cached_tokens = 0
         """Prompt tokens found in a cache at first admission, store included."""
         self.store_tokens = 0
-        """Those of them that came from the shared store."""
+        """Cached prompt tokens that came from the shared store."""
         self.preemptions = 0
         self.shared_blocks = 0
         """Leading blocks that were offered to the store."""
         self.arrived_s = self.scheduled_s = inf
         self.ready_s = inf
-        """When it can run: arrival + request overhead; then, if it loads from the store, when that is
-        done."""
+        """When it can run: arrival + request overhead, or the end of its load from the store."""
         self.first_token_s = self.last_token_s = self.finished_s = inf
         self.finish: Finish | None = None

@@ -33,21 +33,21 @@ from perilune_lab.engine.store import Store
 
 
 @dataclass(slots=True)
-class Step:
-    """One forward, or one batch of them, from its begin to its end."""
+class EngineStep:
+    """One step of the engine: a forward, or several with `serial_misses`, from begin to end."""
 
     started_s: float
     ends_s: float = inf
     prefilled: list[tuple[Request, int, int]] = field(default_factory=list)
     """(request, new tokens, tokens before them)."""
     decoded: list[Request] = field(default_factory=list)
-    """Sequences that decode one token."""
+    """Requests that decode one token."""
     batch: list[Request] = field(default_factory=list)
-    """All of them, in sampling order."""
+    """All requests of the step, in sampling order."""
     admitted: list[Request] = field(default_factory=list)
-    """For the first time."""
+    """Requests that were admitted for the first time."""
     hits: int = 0
-    """Admitted with nothing but their tail to compute."""
+    """Admissions with nothing but their tail to compute."""
     misses: int = 0
     begins: int = 0
     """Prefills that begin: misses, and what is left behind blocks that were loaded."""
@@ -55,7 +55,7 @@ class Step:
     """Forwards with a miss in them: 1 for all misses of a step, or one each with `serial_misses`."""
     preempted: int = 0
     emitted: list[Request] = field(default_factory=list)
-    """Got a token at `ends_s`."""
+    """Requests that got a token at `ends_s`."""
     finished: list[Request] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
 
@@ -86,8 +86,8 @@ class Scheduler:
         self.running: list[Request] = []
         """In order of admission."""
         self.loading: list[Request] = []
-        """Admitted, their store blocks on the way."""
-        self.step: Step | None = None
+        """Admitted requests whose blocks are being loaded from the store."""
+        self.step: EngineStep | None = None
         """The step in progress."""
         self._arriving: list[tuple[float, int, Request]] = []
         self._waiting: list[tuple[int, int, Request]] = []
@@ -96,7 +96,7 @@ class Scheduler:
         self._now = 0.0
         self._store_free_s = 0.0
         self._blocked = False
-        """Nobody who waits can be admitted until something changes."""
+        """No waiting request can be admitted until something changes."""
 
     # reading
 
@@ -106,7 +106,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Request]:
-        """Not running yet, in no particular order."""
+        """Requests that do not run yet, in no particular order."""
         return [entry[2] for entry in (*self._waiting, *self._arriving)] + self.loading
 
     @property
@@ -114,7 +114,7 @@ class Scheduler:
         return not (self.running or self.waiting_count)
 
     def next_s(self) -> float:
-        """When something happens next; inf: nothing to do."""
+        """When something happens next; inf if there is nothing to do."""
         if self.step is not None:
             return self.step.ends_s
         if self.running or (self._waiting and not self._blocked):
@@ -145,9 +145,9 @@ class Scheduler:
             heapq.heapify(self._arriving)
         self._end(request, Finish.ABORT, now)
 
-    def advance(self, now: float) -> list[Step]:
-        """Everything that happens up to `now`: the steps that ended, oldest first."""
-        ended: list[Step] = []
+    def advance(self, now: float) -> list[EngineStep]:
+        """Advances to `now`; returns the steps that have ended, oldest first."""
+        ended: list[EngineStep] = []
         while (due := self.next_s()) <= now:
             if self.step is None:
                 self._now = max(self._now, due)
@@ -161,10 +161,10 @@ class Scheduler:
 
     # a step begins
 
-    def _begin(self, now: float) -> Step | None:
+    def _begin(self, now: float) -> EngineStep | None:
         while self._arriving and self._arriving[0][0] <= now:
             self._queue(heapq.heappop(self._arriving)[2])
-        step = Step(now)
+        step = EngineStep(now)
         self._join_loaded(step, now)
         budget = self._continue(step, self.limits.tokens_per_step)
         if not step.preempted:
@@ -175,8 +175,8 @@ class Scheduler:
         step.ends_s = now + self._duration(step)
         return step
 
-    def _duration(self, step: Step) -> float:
-        """Also counts the forwards."""
+    def _duration(self, step: EngineStep) -> float:
+        """Seconds that the step takes. Also counts its forwards."""
         chunks = [(new, before) for _, new, before in step.prefilled]
         misses = [chunk for chunk in chunks if self._is_miss(chunk[0])]
         context = sum([request.computed for request in step.decoded])
@@ -189,25 +189,25 @@ class Scheduler:
         return alone_s + self.model.mixed_step_s(tails, len(step.decoded), context)
 
     def _is_miss(self, new_tokens: int) -> bool:
-        """More to compute than the tail that a hit leaves."""
+        """Whether there is more to compute than the tail that a hit leaves."""
         return new_tokens > self.cache.block_size
 
-    def _continue(self, step: Step, budget: int) -> int:
-        """Schedules what runs already; returns the tokens left."""
+    def _continue(self, step: EngineStep, budget: int) -> int:
+        """Schedules running requests; returns the tokens left."""
         i = 0
         running = self.running
         while i < len(running) and budget > 0:
             request = running[i]
             new = self._schedule(step, request, budget)
             budget -= new
-            # A sequence that preempted itself is gone from the list; nobody else before it is.
+            # A sequence that preempted itself is gone from the list; those before it stay.
             if i < len(running) and running[i] is request:
                 i += 1
         return budget
 
-    def _schedule(self, step: Step, request: Request, budget: int) -> int:
-        """Next chunk or token of a running sequence, with blocks, by preempting others if need be. Returns
-        its tokens, 0 when it had to give way itself."""
+    def _schedule(self, step: EngineStep, request: Request, budget: int) -> int:
+        """Schedules the next chunk or token of a running sequence, and preempts others if there are no free
+        blocks. Returns its tokens, 0 if it was preempted itself."""
         table, before = request.table, request.computed
         new = min(len(table.tokens) - before, budget)
         end = before + new
@@ -229,8 +229,9 @@ class Scheduler:
             return max(self.running, key=lambda request: (request.priority, request.ordinal))
         return self.running[-1]
 
-    def _preempt(self, step: Step, victim: Request) -> None:
-        """Its blocks go back; it will be recomputed (what is still cached then, hits)."""
+    def _preempt(self, step: EngineStep, victim: Request) -> None:
+        """Frees the victim's blocks and queues it again. What is still cached when it is admitted again is a
+        hit."""
         self.running.remove(victim)
         step.batch = [request for request in step.batch if request is not victim]
         step.decoded = [request for request in step.decoded if request is not victim]
@@ -249,7 +250,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (self._urgency(request), next(self._sequence), request))
         self._blocked = False
 
-    def _admit(self, step: Step, now: float, budget: int) -> int:
+    def _admit(self, step: EngineStep, now: float, budget: int) -> int:
         """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
         cache, size = self.cache, self.cache.block_size
         while self._waiting and budget > 0:
@@ -285,7 +286,8 @@ class Scheduler:
     # the shared store
 
     def _load(self, request: Request, now: float) -> bool:
-        """Starts to load what the store holds beyond the device's hits; False: nothing."""
+        """Starts to load what the store holds beyond the device's hits; returns False if it holds nothing
+        more."""
         if self.store is None:
             return False
         table, size = request.table, self.cache.block_size
@@ -301,7 +303,7 @@ class Scheduler:
         self.loading.append(request)
         return True
 
-    def _join_loaded(self, step: Step, now: float) -> None:
+    def _join_loaded(self, step: EngineStep, now: float) -> None:
         for request in [request for request in self.loading if request.ready_s <= now]:
             self.loading.remove(request)
             request.computed = len(request.table.blocks) * self.cache.block_size
@@ -312,7 +314,8 @@ class Scheduler:
             self._blocked = False
 
     def _offer(self, request: Request, computed: int) -> list[Change]:
-        """Puts the prompt's new full blocks into the store; announces, one by one, those that it had not."""
+        """Puts the prompt's new full blocks into the store; returns an announcement for each that it did not
+        have."""
         table, size = request.table, self.cache.block_size
         first, end = request.shared_blocks, min(computed, request.prompt_tokens) // size
         if self.store is None or end <= first:
@@ -335,7 +338,7 @@ class Scheduler:
 
     # a step ends
 
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: EngineStep) -> None:
         now = step.ends_s
         step.changes = self.cache.take_changes()
         if self.store is not None:

@@ -33,22 +33,22 @@ MOST_UNSENT_BYTES = 1 << 20
 
 
 class Sink(Protocol):
-    """Where a stream's bytes go."""
+    """Receives the bytes of a stream."""
 
     async def write(self, data: bytes) -> None:
         """Does not wait for the client as long as less than MOST_UNSENT_BYTES are unsent."""
 
     def unsent_bytes(self) -> int:
-        """What the client has not taken yet."""
+        """Bytes that the client has not read yet."""
 
 
 class Answer:
-    """One request's way to its client."""
+    """Hands the tokens of one request to its client."""
 
     __slots__ = ("_sent", "done", "form", "request", "sink")
 
     def __init__(self, request: Request, form: Form, sink: Sink | None, done: asyncio.Future[bytes]) -> None:
-        """`sink`: None for an answer in one piece."""
+        """`sink`: where a stream is written; None for an answer in one piece."""
         self.request = request
         self.form = form
         self.sink = sink
@@ -112,7 +112,7 @@ class Service:
         self._wake.set()
 
     def abort(self, request: Request) -> None:
-        """The client left."""
+        """Ends the request of a client that has left."""
         if self._answers.pop(request, None) is None:
             return
         self._unflushed.pop(request, None)
@@ -149,7 +149,7 @@ class Service:
                 timer.cancel()
 
     def _due_wall_s(self) -> float:
-        """When to look next, on the wall clock."""
+        """When the driver has to look next, on the wall clock."""
         if self._unflushed:
             return self._clock()
         due = self.scheduler.next_s()
@@ -199,8 +199,8 @@ class Service:
 
 
 def log_entry(request: Request) -> Mapping[str, object]:
-    """One line of the request log. Times are engine seconds since the engine's start, null where it did
-    not come to it; `admitted` counts admissions from 0, null if it was never admitted."""
+    """One line of the request log. Times are engine seconds since the engine's start, null for what did not
+    happen; `admitted` counts admissions from 0, null if it was never admitted."""
     table = request.table
     return {
         "request_id": request.request_id,

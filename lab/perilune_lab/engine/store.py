@@ -2,9 +2,9 @@
 
 The pool is one append-only file of block digests, 32 bytes each; it has no server. `put` appends in one
 write (appends of several processes do not mix); before a lookup an engine reads what others have added
-since. An entry is held while it is among the last `blocks` entries (first in, first out, where Mooncake
-evicts about least recently used), so all engines agree on what is held without talking. Like Mooncake's
-connector, nothing announces an eviction.
+since. An entry stays while it is among the last `blocks` entries (first in, first out, where Mooncake
+evicts about least recently used), so all engines agree on the content without communicating. As with
+Mooncake's connector, evictions are not announced.
 
 Cost: 32 bytes of file and about 150 bytes of memory per block, 0.2 µs per block looked up. Not modelled:
 where in the pool a block lies, and puts that are late or fail.
@@ -21,14 +21,14 @@ _ENTRY = 32
 
 class Store(Protocol):
     def leading(self, digests: Sequence[bytes]) -> int:
-        """How many of them, from the first, the pool holds."""
+        """How many of the digests, counted from the first, the pool holds."""
 
     def put(self, digests: Sequence[bytes]) -> list[bool]:
-        """Adds them; says of each whether it was new."""
+        """Adds the digests; returns for each whether it was new."""
 
 
 class FileStore:
-    """See the module. Raises OSError as the file system does."""
+    """The pool as a file; see the module. Raises OSError."""
 
     def __init__(self, file: Path, blocks: int) -> None:
         self.blocks = blocks
@@ -57,7 +57,7 @@ class FileStore:
         return new
 
     def clear(self) -> None:
-        """Empties the pool, for everyone."""
+        """Empties the pool for all engines."""
         os.ftruncate(self._fd, 0)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class FileStore:
     def _catch_up(self) -> None:
         size = os.fstat(self._fd).st_size // _ENTRY * _ENTRY
         if size < self._read:
-            self._held.clear()  # somebody emptied the pool
+            self._held.clear()  # another engine emptied the pool
             self._read = 0
         while self._read < size:
             data = os.pread(self._fd, min(size - self._read, 1 << 20), self._read)

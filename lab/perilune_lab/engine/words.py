@@ -1,6 +1,6 @@
 """Text ↔ token ids of one engine, and the answers that it gives.
 
-Without a model nobody knows what it would say; so the answer is a function of the prompt: words chosen by its
+There is no model, so the answer is a function of the prompt: words chosen by its
 hash, the same on every engine and at every temperature. Words are single tokens wherever they stand, so a
 later prompt that quotes the answer tokenizes to the very ids that were generated, and finds their blocks.
 
@@ -45,7 +45,7 @@ class Text(Protocol):
 
 
 def key_of(prompt: Sequence[int]) -> int:
-    """A number that stands for a prompt."""
+    """A number that identifies a prompt."""
     return xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
 
 
@@ -72,7 +72,8 @@ class LabText:
 
 
 class ModelText:
-    """A folder with tokenizer.json and tokenizer_config.json. Raises ValueError where they do not serve."""
+    """A model's tokenizer, from a folder with tokenizer.json and tokenizer_config.json. Raises ValueError if
+    these cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # only this class needs these two
@@ -146,7 +147,7 @@ def _is_word(text: str) -> bool:
 
 
 def load(folder: Path | None) -> Text:
-    """The tokenizer in `folder`; None: the lab's own. Raises OSError and ValueError."""
+    """Loads the tokenizer in `folder`, or the lab's own for None. Raises OSError and ValueError."""
     vocabulary = Vocabulary()
     if folder is None or _is_lab(folder, vocabulary):
         return LabText(vocabulary)
@@ -172,7 +173,7 @@ def _template(folder: Path) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As vLLM hands it to a template."""
+    """The message as vLLM passes it to a template."""
     plain = {**message, "content": content_of(message)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]

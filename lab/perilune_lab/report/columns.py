@@ -71,7 +71,7 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
 
 
 def cell(value: float | UnsetType, form: str) -> str:
-    """Empty where nobody knows."""
+    """A cell's text; empty if the value is unknown."""
     return "" if isinstance(value, UnsetType) else form.format(value)
 
 

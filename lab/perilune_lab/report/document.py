@@ -15,11 +15,11 @@ SCHEMA: Literal["perilune.report/v1"] = "perilune.report/v1"
 
 
 GOODPUT_TTFT_S, GOODPUT_TPOT_S = 5.0, 0.1
-"""SLOs of goodput."""
+"""Limits (SLOs) of TTFT and TPOT that a request of the goodput meets."""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of times in engine seconds, or of a ratio."""
+    """Quantiles of times in engine seconds, or of a ratio."""
 
     mean: float
     p50: float
@@ -29,22 +29,22 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Ceiling(msgspec.Struct, frozen=True):
-    """Best possible APC of the requests that succeeded: an infinite cache."""
+    """APC that an infinite cache would reach for the requests that succeeded."""
 
     any: float
-    """Whoever computed a prefix."""
+    """Prefixes that any session computed count."""
     intra_session: float
-    """Only what the session itself computed."""
+    """Only prefixes that the session itself computed count."""
 
 
 class Migrations(msgspec.Struct, frozen=True):
-    """Sessions that the gateway moved (a session without affinity does not migrate, it wanders)."""
+    """Sessions that the gateway moved. Sessions without affinity change endpoints without a migration."""
 
     total: int
     per_minute: float
     per_request: float
     bytes: int | UnsetType = UNSET
-    """KV moved."""
+    """Bytes of KV that were transferred."""
     transfer_s: Quantiles | UnsetType = UNSET
     accuracy: float | UnsetType = UNSET
     """Share of moves whose session's next 3 turns (fewer at the end of the run) found the target not hot;
@@ -69,13 +69,13 @@ class Scheduling(msgspec.Struct, frozen=True):
     p50: float
     p99: float
     by_phase: dict[str, float] | UnsetType = UNSET
-    """Mean per step (`perilune_gateway.observe.metrics.Step`): parse, tokenize, hash, index, policy."""
+    """Mean per step of a decision (`perilune_gateway.model.Step`): parse, tokenize, hash, index, policy."""
 
 
 class PerEndpoint(msgspec.Struct, frozen=True):
     endpoint: str
     requests: int
-    """Succeeded here."""
+    """Requests that succeeded on this endpoint."""
     sessions: int
     """Distinct sessions that it served."""
     prompt_tokens: int
@@ -89,14 +89,14 @@ class Run(msgspec.Struct, frozen=True):
 
     policy: str
     requests: int
-    """That ended before the run did."""
+    """Requests that ended before the run did."""
     succeeded: int
     rejected: int
-    """Answered 429."""
+    """Requests that were answered with status 429."""
     success_rate: float
     apc: float | UnsetType = UNSET
     """Prompt tokens served from prefix cache / prompt tokens, of requests that succeeded; absent if the
-    server does not tell cached tokens."""
+    server does not report cached tokens."""
     apc_ceiling: Ceiling | UnsetType = UNSET
     ttft_s: Quantiles | UnsetType = UNSET
     """First token − submit, at the client."""
@@ -150,7 +150,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     """thinktime, timestamps or max (see `traces.model.Mode`)."""
     endpoints: int | UnsetType = UNSET
-    """That the load was spread over; absent if nobody knows."""
+    """Endpoints over which the load was spread; absent if unknown."""
     time_scale: float
     """Engine seconds per wall second."""
     trace: dict[str, Any]

@@ -1,6 +1,6 @@
 """Draws a report: TTFT distribution, APC beside TTFT p90, and every endpoint, one colour per policy.
 
-Runs without a display. Half a second to import; import it where a figure is asked for.
+Runs without a display. The import takes half a second, so import it only to draw a figure.
 """
 
 from __future__ import annotations

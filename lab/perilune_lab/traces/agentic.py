@@ -62,7 +62,8 @@ class Agentic:
     context_tokens: int = 131_072
     """No prompt with its answer is longer: the session is compacted, or ends."""
     compacted_share: float = 0.10
-    """Of the context limit, what a compacted session goes on with, system prompt and summary; 0: it ends."""
+    """Share of the context limit that system prompt and summary take after compaction; 0 ends the session
+    instead."""
     system_prompts: int = 3
     system_tokens: int = 300
     """Length of a system prompt; part of the first prompt."""
@@ -113,7 +114,7 @@ def gap_s(u: float) -> float:
 
 
 class _Draw:
-    """The tasks handed out lately, and the dice of the session that is being drawn."""
+    """Draws sessions. Keeps the recent tasks and the random generator of the session that is being drawn."""
 
     def __init__(self, parameters: Agentic) -> None:
         self.p = parameters
@@ -122,7 +123,7 @@ class _Draw:
         self._mean_weight = sum(self._weight(rank) for rank in range(1, _RANKS + 1)) / _RANKS
 
     def session(self, session_id: str, start_s: float, seed: int) -> Session:
-        """Each session has dice of its own: another scale changes its lengths, not the sessions after it."""
+        """Each session has its own random seed: another scale changes its lengths, not later sessions."""
         p, rng = self.p, Random(seed)
         self.rng = rng
         prompt = self._task(session_id)
@@ -146,7 +147,8 @@ class _Draw:
         return Session(session_id, start_s, tuple(turns))
 
     def _task(self, session_id: str) -> tuple[Segment, ...]:
-        """System prompt and task. At most three quarters of the context, so that there is a first turn."""
+        """Draws system prompt and task, together at most three quarters of the context, so that a first turn
+        fits."""
         p, rng = self.p, self.rng
         system = Segment(
             f"system{rng.randrange(p.system_prompts)}", self._scaled(p.system_tokens), Role.SYSTEM
@@ -160,7 +162,7 @@ class _Draw:
         return task
 
     def _compacted(self, system: Segment, session_id: str, turn: int) -> tuple[Segment, ...]:
-        """What a session goes on with: the system prompt and a summary."""
+        """The context after compaction: the system prompt and a summary."""
         tokens = int(self.p.compacted_share * self._scaled(self.p.context_tokens))
         summary = Segment(f"{session_id}/summary{turn}", max(1, tokens - system.tokens), Role.USER)
         return (system, summary)

@@ -11,7 +11,7 @@
 A request continues its parent's session, unless another request has continued it already, or the file does
 not have the parent: then it begins one. Gaps are guessed (recorded.py).
 
-What the ids tell, and what not: an id stands for its block's own tokens, in two of the four files without
+Meaning of the ids: an id stands for its block's own tokens, in two of the four files without
 what is before it, so blocks are compared from the beginning on. A request's ids hold its prompt alone, and
 its last block changes once the answer begins (their FAQ): of a turn that follows, nothing but the earlier
 prompt's other blocks is known to be the same. The answer counts as new text, though an engine has it cached.

@@ -22,15 +22,16 @@ examples:
   perilune trace stats mooncake_conversation.jsonl.gz
   perilune trace stats agentic --seed 1 --sessions 2000 --json moments.json
 
-The hit rate is that of an infinite cache, token-weighted: `any` whoever computed a prefix, `intra-session`
-only the session itself. Files: Mooncake's schema (timestamp, input_length, output_length, hash_ids),
-Qwen-Bailian's (chat_id, parent_chat_id and the same) or ours (see perilune_lab/traces/jsonl.py), plain or
-gzip. Mooncake's traces name no sessions: they are derived from the chains of hash ids.
+The hit rate is that of an infinite cache, token-weighted: `any` counts prefixes of every session,
+`intra-session` only those of the session itself. Files: Mooncake's schema (timestamp, input_length,
+output_length, hash_ids), Qwen-Bailian's (chat_id, parent_chat_id and the same) or Perilune's (see
+perilune_lab/traces/jsonl.py), plain or gzip. Mooncake's traces name no sessions: they are derived from the
+chains of hash ids.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """0; 2 for a file that cannot be read, with line and field on stderr."""
+    """Returns 0, or 2 for a file that cannot be read; then line and field are printed to stderr."""
     parser = argparse.ArgumentParser(
         prog="perilune trace",
         description="What a trace is made of: lengths, sessions, reuse, best possible hit rate.",
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tables(found: Stats) -> tuple[Table, Table]:
-    """Distributions, and single numbers."""
+    """Tables of distributions and of single numbers."""
     title = found.name if found.name != AGENTIC else f"{found.name}, generated"
     spreads = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     spreads.add_column("", no_wrap=True)

@@ -4,7 +4,7 @@ A segment is a key and a token count; equal keys are equal text, so two prompts 
 of the segments that they begin with in common. The same value describes a recorded trace of hashed blocks
 (one segment per block) and generated agentic traffic (one segment per message).
 
-Times are seconds of the trace, as recorded or drawn; whoever replays it may run them faster.
+Times are seconds of the trace, as recorded or drawn; a replay may run faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Mode(StrEnum):
     THINKTIME = "thinktime"
     """Closed loop: `gap_s` after the previous turn of its session finished."""
     TIMESTAMPS = "timestamps"
-    """Open loop: at its recorded time, whatever the others do."""
+    """Open loop: at its recorded time, independent of other turns."""
     MAX = "max"
     """At its recorded time, but not before the previous turn of its session finished."""
 
@@ -66,7 +66,7 @@ class Turn:
     gap_s: float = 0.0
     """From the previous turn's finish to this one's submission."""
     timestamp_s: float | None = None
-    """When it was submitted as recorded; None where nobody recorded it."""
+    """Recorded time of submission; None if the trace has none."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -79,7 +79,7 @@ class Turn:
 
 
 def submitted_s(turn: Turn) -> float:
-    """A turn's recorded time. Raises SpecError where nobody recorded it."""
+    """A turn's recorded time of submission. Raises SpecError if the trace has none."""
     if turn.timestamp_s is None:
         raise SpecError(
             f"turn {turn.number} of session {turn.session} has no timestamp: only the mode "
@@ -106,9 +106,9 @@ class Trace:
     name: str
     style: Style
     sessions: tuple[Session, ...]
-    """By start."""
+    """Ordered by start."""
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
-    """What it was made with; printed and reported."""
+    """Parameters of its generation; printed and reported."""
 
     def turns(self) -> list[Turn]:
         """Every turn, in the order in which an unloaded system would see them: by timestamp where

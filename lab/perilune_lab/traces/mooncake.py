@@ -8,7 +8,7 @@ multiple of 512. The traces name no sessions; they follow from the chains of ids
     unless another request has continued that one already: then it begins a session.
 
 So a session is a chain, as a closed loop needs it, and a system prompt that everyone begins with does not
-join everybody into one session. Gaps are guessed (recorded.py).
+join all of them into one session. Gaps are guessed (recorded.py).
 
 Cost: a look-up per id; 12,031 requests in about half a second.
 """

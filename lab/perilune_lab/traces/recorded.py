@@ -1,7 +1,7 @@
 """Requests with the times of their submission, as production traces record them, made a trace.
 
-Such traces do not tell when an answer ended: a gap is the time between two submissions less what the earlier
-turn takes alone on an H20, its session's prefix cached.
+Such traces do not record when an answer ended: a gap is the time between two submissions less what the
+earlier turn takes alone on an H20, its session's prefix cached.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from perilune_lab.traces.reuse import ideal_turn_s, reuse
 
 
 def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
-    """`turns` of all sessions in the order of their submission. Raises SpecError where there are none."""
+    """The trace of `turns`, given for all sessions in the order of submission. Raises SpecError without
+    turns."""
     if not turns:
         raise SpecError(f"{path}: no requests")
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -25,7 +26,7 @@ def recorded(path: Path, turns: list[Turn], engine: EngineModel) -> Trace:
 
 
 def _sessions(turns: list[Turn], engine: EngineModel) -> Iterable[Session]:
-    """By start, with gaps."""
+    """Sessions ordered by start, with gaps between their turns."""
     by_session: dict[str, list[Turn]] = {}
     free_at_s: dict[str, float] = {}
     for turn, found in zip(turns, reuse(turns), strict=True):

@@ -26,7 +26,7 @@ _ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Of one turn's prompt tokens, those that an infinite cache would serve."""
+    """Prompt tokens of one turn that an infinite cache would serve."""
 
     intra_tokens: int = 0
     cross_tokens: int = 0
@@ -62,7 +62,7 @@ def reuse(turns: Sequence[Turn], many: int | None = None) -> list[Reuse]:
             if own_whole:
                 own_tokens += segment.tokens
             if not whole:
-                break  # what the session itself has seen, somebody has
+                break  # the session's own prefixes are among all known ones
             if computed_by[node] == turn.session:
                 intra += segment.tokens
             elif begun[node] >= many:
@@ -78,20 +78,22 @@ def reuse(turns: Sequence[Turn], many: int | None = None) -> list[Reuse]:
 
 
 def ideal_turn_s(engine: EngineModel, turn: Turn, cached_tokens: int) -> float:
-    """Seconds from submission to the last token, alone on an endpoint that holds `cached_tokens` of it."""
+    """Seconds from submission to the last token of a turn that runs alone on an endpoint with `cached_tokens`
+    of it cached."""
     return ideal_ttft_s(engine, turn.prompt_tokens, cached_tokens) + ideal_decode_s(
         engine, turn.prompt_tokens, turn.output_tokens
     )
 
 
 def ideal_ttft_s(engine: EngineModel, prompt_tokens: int, cached_tokens: int) -> float:
-    """At least one token is computed, whatever is cached."""
+    """Seconds to the first token of a request that runs alone. At least one token is computed, whatever is
+    cached."""
     new = max(1, prompt_tokens - cached_tokens)
     return engine.request_overhead_s(prompt_tokens) + engine.prefill_s(new, prompt_tokens - new)
 
 
 def ideal_decode_s(engine: EngineModel, prompt_tokens: int, output_tokens: int) -> float:
-    """From the first token to the last, at the mean context."""
+    """Seconds from the first token to the last of a request that runs alone, computed at the mean context."""
     steps = max(0, output_tokens - 1)
     return steps * engine.decode_step_s(1, prompt_tokens + steps // 2)
 

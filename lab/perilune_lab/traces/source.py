@@ -1,4 +1,4 @@
-"""`--trace FILE|agentic`: which loader reads what."""
+"""Opens what `--trace FILE|agentic` names."""
 
 from pathlib import Path
 
@@ -20,8 +20,9 @@ def open_trace(
     sessions: int = 200,
     parameters: Agentic | None = None,
 ) -> Trace:
-    """A file (Mooncake's schema, Qwen-Bailian's or ours, told by its first line), or generated agentic
-    sessions. `limit`: only the first so many requests. Raises SpecError naming line and field."""
+    """Opens a file in Mooncake's, Qwen-Bailian's or Perilune's schema, recognised by its first line, or
+    generates agentic sessions. `limit`: number of requests to keep, from the first. Raises SpecError naming
+    line and field."""
     if name == AGENTIC:
         trace = generate(parameters or Agentic(), seed, sessions)
         return trace.limit(limit) if limit is not None else trace

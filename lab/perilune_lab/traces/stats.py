@@ -41,9 +41,9 @@ class HitRate(msgspec.Struct, frozen=True):
     """Prompt tokens that an infinite cache serves / prompt tokens."""
 
     any: float
-    """Whoever computed them."""
+    """Tokens that any session computed before."""
     intra_session: float
-    """Only what the same session computed."""
+    """Tokens that the same session computed before."""
 
 
 class PrefillShare(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class Stats(msgspec.Struct, frozen=True):
     tokens_per_session: Spread
     """Prompt tokens over all turns."""
     top_1_percent_share: float
-    """Of all prompt tokens, those of the heaviest 1 % of the sessions (at least one session)."""
+    """Share of all prompt tokens that the largest 1 % of the sessions have (at least one session)."""
     hit_rate: HitRate
     prefill_compute: PrefillShare
     reuse: ReuseSplit | UnsetType = UNSET
@@ -128,7 +128,7 @@ def _split(found: Sequence[Reuse]) -> ReuseSplit | UnsetType:
 
 
 def _prefill_share(engine: EngineModel, turns: Sequence[Turn], cached: Sequence[int]) -> float:
-    """A decoded token costs what a prefilled one does; they differ in what bounds their time."""
+    """Share of FLOPs that is prefill. A decoded token costs as many FLOPs as a prefilled one."""
     prefill = decode = 0.0
     for turn, hit in zip(turns, cached, strict=True):
         prefill += engine.prefill_flops(turn.prompt_tokens - hit, hit)

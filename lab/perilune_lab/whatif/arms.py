@@ -2,7 +2,7 @@
 
 1. Each decision is taken again by the policy that took it, with the recorded random seed. It must come out
    the same, or the rest means little (another version of the policies recorded it).
-2. Every policy asked for decides it too, with the same seed: its `Arm` tallies what comes out.
+2. Every requested policy decides it, too, with the same seed; its `Arm` tallies the result.
 3. Recorded and other choices are measured with one yardstick: the predicted TTFT (admission.predict) and the
    cost in seconds (policy/cost.py) of the chosen endpoint, on the facts of that moment.
 
@@ -34,7 +34,7 @@ PLANNERS = (Reason.PLANNED, Reason.REPLICA)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decision by the common yardstick."""
+    """What a decision costs by the common measure."""
 
     target: str
     ttft_s: float
@@ -49,25 +49,25 @@ class Arm:
 
     policy: str
     same: int = 0
-    """Decided as recorded: the same target, or refused like then."""
+    """Decisions that equal the recorded ones: the same target, or refused both times."""
     refused: int = 0
     needs_body: int = 0
     moves: int = 0
     moved: set[str] = field(default_factory=set)
     """Sessions that it moved at least once."""
     had_host: int = 0
-    """Of its choices, those whose session had a host that could be chosen."""
+    """Choices whose session had a host that could be chosen."""
     off_host: int = 0
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
-    """Of each choice."""
+    """Predicted TTFT of each choice, seconds."""
     cost_s: float = 0.0
-    """Of all choices together, as what follows."""
+    """Sum over all choices, as are the next fields."""
     cached_tokens: int = 0
     new_tokens: int = 0
     compared: int = 0
-    """Choices of decisions of which the record has one, too."""
+    """Choices where the record has a choice, too."""
     ttft_change_s: float = 0.0
-    """Against the recorded choice, of `compared` together."""
+    """Sum over `compared` choices, relative to the recorded ones."""
     cost_change_s: float = 0.0
     by_endpoint: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(requests, uncached tokens) by address."""
@@ -79,11 +79,11 @@ class Arm:
 
     @property
     def decisions(self) -> int:
-        """That it could take: all but those that need the body."""
+        """Decisions that the policy could take: all but those that need the body."""
         return self.choices + self.refused
 
     def take(self, record: DecisionRecord, verdict: Verdict, params: PeriluneParams) -> None:
-        """Tally its verdict on a recorded decision; `params`: of the yardstick."""
+        """Tallies the policy's verdict on a recorded decision. `params`: parameters of the common measure."""
         if isinstance(verdict, NeedBody):
             self.needs_body += 1
             return
@@ -118,7 +118,8 @@ class Arm:
 
 
 def measure(record: DecisionRecord, target: str, params: PeriluneParams) -> Choice:
-    """One endpoint for that request, by the facts of then. Raises StopIteration if it was no candidate."""
+    """Measures one endpoint for that request by the recorded facts. Raises StopIteration if it was no
+    candidate."""
     chosen = next(c for c in record.candidates if c.address == target)
     cost = seconds(chosen, record.view, params)
     prompt = record.view.prompt_tokens
@@ -133,26 +134,27 @@ def measure(record: DecisionRecord, target: str, params: PeriluneParams) -> Choi
 
 @dataclass(slots=True)
 class WhatIf:
-    """Tallies of every arm over everything that was read."""
+    """Tallies of every policy over all recorded decisions that were read."""
 
     policies: Sequence[str]
     params: Mapping[str, str]
-    """Overrides, for the arms but not for what was recorded."""
+    """Changed parameters of the other policies, not of the recorded one."""
     decisions: int = 0
-    """That some policy took."""
+    """Decisions that a policy took."""
     from_headers: int = 0
     without_policy: int = 0
     """Pass-through and early refusals: nothing to decide again."""
     planned: int = 0
-    """Taken by the migration planner."""
+    """Decisions that the migration planner took."""
     as_recorded: int = 0
-    """Of `decisions` − `planned`: decided again by their own policy, they came out the same."""
+    """Decisions that came out the same when their own policy took them again; at most `decisions` −
+    `planned`."""
     cuts: list[str] = field(default_factory=list)
     endings: Counter[str] = field(default_factory=Counter)
     first_time: float = 0.0
     last_time: float = 0.0
     endpoints: set[str] = field(default_factory=set)
-    """That could ever be chosen."""
+    """Endpoints that were a candidate at least once."""
     recorded: Arm = field(default_factory=lambda: Arm(RECORDED))
     arms: dict[str, Arm] = field(default_factory=dict)
     _routings: dict[int, tuple[Routing, Routing]] = field(default_factory=dict)
@@ -161,7 +163,7 @@ class WhatIf:
         self.arms = {policy: Arm(policy) for policy in self.policies}
 
     def take(self, entry: Logged | Ended | Cut, file: str) -> None:
-        """One line of a log. Raises SpecError for a policy that is not known here."""
+        """Tallies one line of a log. Raises SpecError for an unknown policy."""
         if isinstance(entry, Cut):
             self.cuts.append(f"{file}: line {entry.line} was cut when the gateway was killed, and is skipped")
         elif isinstance(entry, Ended):
@@ -192,7 +194,7 @@ class WhatIf:
             arm.take(record, decide(record.view, record.candidates, policy, routing, rng), params)
 
     def _other(self, routing: Routing) -> Routing:
-        """The same with the overrides; one log has few."""
+        """The routing with the changed parameters, cached because a log has few different ones."""
         known = self._routings.get(id(routing))
         if known is None:
             other = changed(routing, self.params, "--params")

@@ -2,9 +2,9 @@
 
     decision log (docs/decision-log.md) ─▶ arms: every policy on each decision ─▶ text: table, JSON
 
-What it cannot say: had the other policy really run, sessions would be bound elsewhere, caches hold other
-blocks and queues would be others from the second decision on. So it tells where policies differ and what
-each single choice was predicted to bring, not what the day would have been like: `perilune simulate` does.
+Limits: under another policy, sessions, caches and queues would differ from its first other choice on. The
+command therefore shows where policies differ and which TTFT was predicted for each choice. It does not
+predict a whole run under another policy; the simulator of the repository does.
 
 Exit status: 0; 1 without a decision to replay; 2 for a wrong call or file.
 """
@@ -90,7 +90,8 @@ def replay(options: Options, err: Console) -> WhatIf:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], Iterable[bytes]]]:
-    """A log, plain or gzip, also from a pipe: what is read, for progress, and its lines."""
+    """Opens a log, plain or gzip, also from a pipe. Yields the underlying file, for progress, and the
+    lines."""
     with path.open("rb") as raw:
         packed = raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC)
         yield raw, gzip.GzipFile(fileobj=raw) if packed else raw
@@ -120,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(found: WhatIf, path: Path | None, err: Console) -> int:
-    """As JSON, where asked for; the exit status, since the table is told all the same."""
+    """Writes the JSON file if one is requested. Returns the exit status, so that the table is printed in any
+    case."""
     if path is None:
         return 0
     try:

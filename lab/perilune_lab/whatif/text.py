@@ -1,4 +1,5 @@
-"""What `perilune whatif` tells: a summary, a table of policies, their reasons, a caveat; the same as JSON."""
+"""What `perilune whatif` prints: a summary, a table of policies, their reasons and a caveat, or all of it as
+JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from perilune_lab.whatif.arms import RECORDED, Arm, WhatIf
 SCHEMA = "perilune.whatif/v1"
 CAVEAT = """\
 Every decision was taken again on the facts recorded with it. Had the other policy really run, sessions,
-caches and queues would differ from its first other choice on: read single choices here, and use
-`perilune simulate` for what a policy does to a fleet. Times are predictions of the gateway's model.\
+caches and queues would differ from its first other choice on. Read single choices here; for what a policy
+does to a whole fleet, run `python -m perilune_research simulate` in a checkout of the repository. Times are
+predictions of the gateway's model.\
 """
 
 
@@ -92,7 +94,7 @@ def _cells(arm: Arm, endpoints: int) -> list[str]:
 
 
 def busiest(arm: Arm, endpoints: int) -> float:
-    """Uncached tokens at the busiest of so many endpoints / their mean there."""
+    """Uncached tokens at the busiest endpoint, divided by the mean over all endpoints."""
     if not arm.new_tokens:
         return 1.0
     return max(new for _, new in arm.by_endpoint.values()) * endpoints / arm.new_tokens

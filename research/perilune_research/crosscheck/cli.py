@@ -1,18 +1,20 @@
-"""`perilune crosscheck`: one workload through real Envoy, gateway and engines in real time, and simulated.
+"""`python -m perilune_research crosscheck`: runs one workload live and simulated, and compares the two.
+
+Live means a real Envoy, a real gateway and simulated engines in real time.
 
     workload ─▶ play: live, a policy at a time ─┐
                 play: simulated ────────────────┴─▶ compare: a table, three verdicts
 
 The verdicts: TTFT p90 within 20 %, hit rate within 2 points, the same order of policies. A few milliseconds
-decide which endpoint a turn meets, so no two live runs are equal: simulated figures are means over plays
-whose think times are up to 10 ms longer, with their standard deviation. The live run is one play, or the few
-of `--plays`: of its hit rate's difference, two standard deviations of such a mean count as chance.
+decide which endpoint a turn goes to, so no two live runs are equal. Simulated figures are therefore means
+over plays whose think times are up to 10 ms longer, with their standard deviation. The live run is one play,
+or the mean of `--plays`; two standard deviations of that mean in the hit rate count as chance.
 
-Live times are wall times: a machine that has other things to do makes them longer. How long our processes
-waited for a CPU is measured (Linux's schedstat), and said; a verdict of a busy machine is none.
+Live times are wall times, and a busy machine makes them longer. The time that the processes waited for a CPU
+is measured (Linux's schedstat) and printed; a run on a busy machine gives no verdict.
 
-Exit status: 0: everything agrees; 1: it does not, or the stack failed; 3: it does not, but the machine was
-too busy to tell; 2 for a wrong call.
+Exit status: 0 if everything agrees; 1 if it does not, or the stack failed; 2 for a wrong call; 3 if it does
+not agree but the machine was too busy to judge.
 """
 
 from __future__ import annotations
@@ -36,19 +38,19 @@ from perilune_research.crosscheck.workload import POLICIES, Options
 
 FAILED, TOO_BUSY = 1, 3
 _MOST_ENGINES, _MOST_SESSIONS, _LEAST_TURNS = 64, 10_000, 50
-"""Each engine is a process here, each session is played in real time. Of fewer turns a single one is more
-than the two points within which hit rates have to agree."""
+"""Limits of a crosscheck. Each engine is a process on this machine, and each session is played in real time.
+With fewer turns, a single one would weigh more than the two points within which hit rates have to agree."""
 
 _EPILOG = """\
-examples:
-  perilune crosscheck
-  perilune crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
-  perilune crosscheck --policies dynamo --plays 4
+examples (after `python -m perilune_research`):
+  crosscheck
+  crosscheck --policies ear,round_robin --seconds 20 --json crosscheck.json
+  crosscheck --policies dynamo --plays 4
 """
 
 
 def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
-    """JSON, table, verdicts; the exit status."""
+    """Writes the JSON file; prints table and verdicts; returns the exit status."""
     try:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
@@ -80,13 +82,13 @@ def main(argv: Sequence[str]) -> int:
         crosscheck = Crosscheck(options, Console(stderr=True))
         if (turns := crosscheck.trace.requests) < _LEAST_TURNS:
             raise SpecError(
-                f"{turns} turns tell too little: {_LEAST_TURNS} at least - at `--seconds`, `--rate`"
+                f"{turns} turns are too few: at least {_LEAST_TURNS} are needed - at `--seconds`, `--rate`"
             )
         pairs = uvloop.run(crosscheck.run())
     except SpecError as error:
-        return wrong_call("perilune crosscheck", error)
+        return wrong_call("python -m perilune_research crosscheck", error)
     except StackError as error:
-        print(f"perilune crosscheck: {error}", file=sys.stderr)
+        print(f"python -m perilune_research crosscheck: {error}", file=sys.stderr)
         return FAILED
     return conclude(options, pairs, Console(width=None if sys.stdout.isatty() else 140))
 
@@ -95,7 +97,7 @@ def parse(argv: Sequence[str]) -> Options:
     """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="perilune crosscheck",
+        prog="python -m perilune_research crosscheck",
         description="Play one workload live (Envoy, gateway, engines in real time) and simulated; compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

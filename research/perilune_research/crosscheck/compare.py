@@ -15,16 +15,17 @@ from perilune_lab.report import Run
 TTFT_WITHIN = 0.20
 APC_WITHIN = 0.02
 CHANCE = 2.0
-"""Standard deviations: a live play, or the mean of some, may be so far from the simulated mean by chance."""
+"""Standard deviations by which a live play, or the mean of several, may differ from the simulated mean by
+chance."""
 TIE = 0.10
-"""Policies whose TTFT p90 differ by less are not in an order."""
+"""Policies whose TTFT p90 differ by a smaller share count as equal."""
 WAITED = 0.25
-"""Of all our processes for a CPU, per request, as a share of TTFT p50: above it live times say too much about
-this machine."""
+"""Time that all processes waited for a CPU, per request, as a share of TTFT p50. Above this, live times
+depend too much on this machine."""
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Means over plays, and standard deviations."""
+    """Means over plays, with standard deviations."""
 
     ttft_p50_s: float
     ttft_p90_s: float
@@ -34,14 +35,14 @@ class Simulated(msgspec.Struct, frozen=True):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One policy both ways."""
+    """One policy, live and simulated."""
 
     live: Run
     simulated: Simulated
     waited_s: float
-    """Our processes for a CPU, per live request."""
+    """Seconds that all processes waited for a CPU, per live request."""
     plays: int = 1
-    """Live ones, taken together."""
+    """Number of live plays, whose results are pooled."""
 
     @property
     def policy(self) -> str:
@@ -49,17 +50,17 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def ttft_off(self) -> float:
-        """Simulated / live TTFT p90, − 1."""
+        """Simulated / live TTFT p90, minus 1."""
         return self.simulated.ttft_p90_s / p90_s(self.live) - 1.0
 
     @property
     def apc_off(self) -> float:
-        """Simulated − live hit rate, 0–1."""
+        """Simulated minus live hit rate, 0–1."""
         return self.simulated.apc - (self.live.apc or 0.0)
 
     @property
     def apc_beyond_chance(self) -> float:
-        """What of `apc_off` the chance of the live plays does not account for, ≥ 0."""
+        """The part of `apc_off` that chance in the live plays does not explain, ≥ 0."""
         return max(0.0, abs(self.apc_off) - CHANCE * self.simulated.apc_spread / sqrt(self.plays))
 
     @property
@@ -72,12 +73,12 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def p90_s(run: Run) -> float:
-    """TTFT p90; inf where nothing was measured."""
+    """TTFT p90; inf if nothing was measured."""
     return run.ttft_s.p90 if run.ttft_s else inf
 
 
 def swapped(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
-    """Policies that the simulation puts in another order than the live run, both times clearly."""
+    """Pairs of policies that the simulation clearly orders differently than the live run clearly does."""
     found = []
     for a, b in combinations(pairs, 2):
         live = p90_s(a.live) / p90_s(b.live)
@@ -120,7 +121,7 @@ def table(pairs: Sequence[Pair]) -> Table:
 
 
 def verdicts(pairs: Sequence[Pair]) -> list[tuple[bool, str]]:
-    """(does it hold, in words)."""
+    """The verdicts: (whether it holds, a sentence about it)."""
     ttft = max(pairs, key=lambda pair: abs(pair.ttft_off))
     apc = max(pairs, key=lambda pair: (pair.apc_beyond_chance, abs(pair.apc_off)))
     wrong = swapped(pairs)

@@ -40,11 +40,11 @@ from perilune_research.simulator.simulation import simulate
 from perilune_research.simulator.workload import prepare
 
 SIMULATED = 16
-"""Plays of each policy."""
+"""Simulated plays of each policy."""
 
 
 class Crosscheck:
-    """`err`: where progress is told."""
+    """Plays every policy live and simulated. `err`: where progress is printed."""
 
     def __init__(self, options: Options, err: Console) -> None:
         self.options = options
@@ -53,7 +53,7 @@ class Crosscheck:
         self.words: Words = Vocabulary().words_for
 
     async def run(self) -> list[Pair]:
-        """Raises StackError when a part of the live path dies."""
+        """Plays every policy. Raises StackError when a process of the live path ends."""
         o = self.options
         self.err.print(
             f"{self.trace.requests} turns of {len(self.trace.sessions)} sessions, {o.endpoints} engines,"
@@ -111,8 +111,8 @@ class Crosscheck:
 
 
 def _waited_s(pids: Sequence[int]) -> float:
-    """Seconds that the living threads of these processes have waited for a CPU; 0 where Linux does not
-    tell."""
+    """Seconds that the running threads of these processes have waited for a CPU; 0 if Linux does not report
+    it."""
     waited_ns = 0
     for pid in pids:
         for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):

@@ -1,7 +1,7 @@
 """What a crosscheck plays: generated agentic sessions, cut to a window; the same again under other names.
 
 Lengths are a quarter of real ones, gaps a twentieth and sessions alike, so that half a minute holds hundreds
-of turns and tells a hit rate to a point; prompts go as text, so both sides count the same tokens.
+of turns and gives a hit rate to one point; prompts go as text, so both sides count the same tokens.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Options:
     policies: tuple[str, ...] = POLICIES
     endpoints: int = 3
     seconds: float = 33.0
-    """Of traffic; the last turns end a little later."""
+    """Seconds of traffic; the last turns end a little later."""
     rate: float = 0.5
     """Sessions per second and endpoint."""
     seed: int = 1
     plays: int = 1
-    """Live, of each policy."""
+    """Live plays of each policy."""
     json: Path | None = None
     kv_tokens: int = 100_000
     context_tokens: int = 32_768
 
     def trace(self) -> Trace:
-        """Turns that an unloaded system would see within the window."""
+        """The turns that an unloaded system would see within the window."""
         p = Agentic(
             sessions_per_s=self.rate * self.endpoints,
             turns_alpha=8.0,
@@ -60,7 +60,7 @@ class Options:
 
 
 def renamed(trace: Trace, prefix: str) -> Trace:
-    """The same with other session names and other texts of the same lengths."""
+    """The same trace with other session names and other texts of the same lengths."""
 
     def turn(t: Turn) -> Turn:
         prompt = tuple(segment._replace(key=f"{prefix}{segment.key}") for segment in t.prompt)
@@ -72,15 +72,15 @@ def renamed(trace: Trace, prefix: str) -> Trace:
     return replace(trace, sessions=tuple(sessions))
 
 
-def jittered(trace: Trace, dice: Random) -> Trace:
-    """Every start and think time up to `JITTER_S` longer."""
+def jittered(trace: Trace, rng: Random) -> Trace:
+    """The same trace with every start and think time up to `JITTER_S` longer."""
     return replace(
         trace,
         sessions=tuple(
             replace(
                 s,
-                start_s=s.start_s + dice.uniform(0, JITTER_S),
-                turns=tuple(replace(t, gap_s=t.gap_s + dice.uniform(0, JITTER_S)) for t in s.turns),
+                start_s=s.start_s + rng.uniform(0, JITTER_S),
+                turns=tuple(replace(t, gap_s=t.gap_s + rng.uniform(0, JITTER_S)) for t in s.turns),
             )
             for s in trace.sessions
         ),

@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One figure against its limit."""
+    """One value and its limit."""
 
     what: str
     value: float
@@ -37,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
     limit: float
     at_most: bool
     unit: str = ""
-    """%, ×, s or nothing."""
+    """Unit: %, ×, s or empty."""
     detail: str = ""
 
     @property
@@ -46,7 +46,7 @@ class Check(msgspec.Struct, frozen=True):
 
     @property
     def clear(self) -> bool:
-        """The whole interval says the same as the value."""
+        """Whether the whole interval lies on the same side of the limit as the value."""
         worst, best = (self.high, self.low) if self.at_most else (self.low, self.high)
         edge = worst if self.met else best
         return (edge <= self.limit if self.at_most else edge >= self.limit) == self.met
@@ -63,14 +63,14 @@ class Bar(msgspec.Struct, frozen=True):
 
     @property
     def clear(self) -> bool:
-        """A bar is missed for sure when one check is; met for sure when all are."""
+        """Whether the verdict is clear: one check is clearly missed, or all are clearly met."""
         if self.verdict is Verdict.MISSED:
             return any(check.clear for check in self.checks if not check.met)
         return all(check.clear for check in self.checks)
 
 
 def judge(findings: Findings, names: Container[str] | None = None) -> tuple[Bar, ...]:
-    """P1–P8, or those of `names`, whose studies were simulated."""
+    """Judges P1–P8, or those in `names`, whose studies were simulated."""
     return tuple(
         Bar(name, goal, tuple(checks(findings)))
         for name, (goal, checks) in {
@@ -142,7 +142,7 @@ class Rival(NamedTuple):
     ours: Estimate
     theirs: Estimate
     worse: Estimate
-    """By how much ours is worse, as a share; below 0: better."""
+    """How much worse our policy is, as a share; negative if it is better."""
 
 
 def rivals(f: Findings, load: str) -> list[Rival]:
@@ -166,7 +166,7 @@ def rivals(f: Findings, load: str) -> list[Rival]:
 
 
 def _excepted(metric: Metric, arm: Arm) -> bool:
-    """Endpoints that never prefill have no interference: TPOT is not compared."""
+    """Policies whose TPOT is not compared: endpoints that never prefill have no interference."""
     return arm.policy == "static_pd" and metric.name.startswith("TPOT")
 
 

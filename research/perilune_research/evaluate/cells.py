@@ -42,18 +42,18 @@ class Scenario:
     window_s: float = 1800.0
     warmup_s: float = 600.0
     store_bytes_per_s: float = 0.0
-    """A shared KV store, as one engine reads it; 0: none."""
+    """Speed at which one engine reads the shared KV store; 0 without a store."""
     kv_tokens: int = H20.kv_pool_tokens
-    """KV pool of one endpoint."""
+    """Tokens of one endpoint's KV pool."""
     slowdown: float = 1.0
-    """Every compute time is so many times longer; the turns that are played stay the same."""
+    """Factor on every compute time; the turns that are played stay the same."""
     zipf_alpha: float = 0.0
     gap_s: float | None = None
-    """Between the turns of a session, instead of the drawn gaps; the turns stay the same."""
+    """Seconds between the turns of a session, instead of the drawn gaps; the turns stay the same."""
     link_factor: float = 1.0
-    """Transfers take so many times longer than the hardware says."""
+    """Factor on the duration of every transfer."""
     outlier_share: float = 0.0
-    """Of the transfers, those that take 20 times longer still."""
+    """Share of the transfers that take another 20 times longer."""
 
     def comparison(self, arm: Arm) -> Comparison:
         hardware = replace(H20, engine=replace(H20.engine, kv_pool_tokens=self.kv_tokens))
@@ -79,7 +79,8 @@ class Scenario:
         return (self.rate, self.window_s, self.warmup_s, self.zipf_alpha, self.gap_s)
 
     def workload(self, seed: int) -> Workload:
-        """Ideal times are those of the engine without its slowdown, so that a slower one plays the same."""
+        """The scenario's workload. Its ideal times are those of an engine without slowdown, so that a slower
+        one plays the same turns."""
         comparison = replace(self, slowdown=1.0).comparison(Arm("round_robin"))
         workload = comparison.load.workload(self.rate, seed, comparison.fleet)
         return workload if self.gap_s is None else with_gaps(workload, self.gap_s)
@@ -92,14 +93,14 @@ class Arm:
     policy: str
     params: PolicyParams = PolicyParams()
     pullable: bool = True
-    """Engines can pull KV from each other."""
+    """Whether engines can pull KV from each other."""
 
     def __str__(self) -> str:
         changed = self.changed()
         return self.policy + "".join(f" {name}={value}" for name, value in changed.items())
 
     def changed(self) -> dict[str, Any]:
-        """What is not the default: parameters by BLOCK.NAME, and whether engines can pull."""
+        """Settings that differ from the defaults: parameters by BLOCK.NAME, and whether engines can pull."""
         defaults = msgspec.to_builtins(PolicyParams())
         changed = {
             f"{block}.{name}": value
@@ -130,11 +131,11 @@ class Result(msgspec.Struct, frozen=True):
     extra: Extra
     simulated_s: float
     wall_s: float
-    """Of one core, the simulation alone."""
+    """Seconds of one core for the simulation alone."""
 
 
 def with_gaps(workload: Workload, gap_s: float) -> Workload:
-    """The same turns, but every turn follows `gap_s` after the previous answer."""
+    """The same turns, with `gap_s` between an answer and the next turn."""
     jobs = []
     for job in workload.jobs:
         at_s, tasks = job.start_s, []
@@ -149,7 +150,8 @@ def with_gaps(workload: Workload, gap_s: float) -> Workload:
 
 
 def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
-    """Cells by workload, the order otherwise kept; at most so many that little is lost by an interruption."""
+    """Groups cells by workload and otherwise keeps their order; groups are small, so that an interruption
+    loses little."""
     found: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in cells:
         found[cell.scenario.workload_key, cell.seed].append(cell)
@@ -157,7 +159,7 @@ def batches(cells: Iterable[Cell]) -> list[tuple[Cell, ...]]:
 
 
 def compute(batch: Sequence[Cell]) -> list[tuple[Cell, Result]]:
-    """Of cells with one workload."""
+    """Simulates cells that share one workload."""
     workload = batch[0].scenario.workload(batch[0].seed)
     return [(cell, _result(cell, workload)) for cell in batch]
 

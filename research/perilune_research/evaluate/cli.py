@@ -1,4 +1,4 @@
-"""`perilune evaluate`: every policy, every bar, every figure, from simulations, in one command.
+"""`python -m perilune_research evaluate`: simulates every policy; writes all bars, figures and tables.
 
 Steps: find R → simulate what the wanted parts need, as far as it is not already done → bars, figures, tables
 → files under `--out` → a summary. Ctrl-C loses nothing but the simulations under way: the next call goes on.
@@ -38,13 +38,12 @@ from perilune_research.evaluate.work import Progress, Work, default_folder
 _EVERY_S = 10.0
 
 _EPILOG = f"""\
-examples:
-  perilune evaluate --quick                 all with {plan.QUICK_SEEDS} seeds, under 10 minutes
-  perilune evaluate                         all with {plan.FULL_SEEDS} seeds, under an hour
-  perilune evaluate --seeds-from 1001 && perilune evaluate
-                                            other seeds first: the second says whether verdicts agree
-  perilune evaluate --only bars,f8 --out /tmp/look
-  perilune evaluate --only P1,P3 --seeds 64 two bars with more seeds: only printed
+examples (after `python -m perilune_research`):
+  evaluate --quick                   everything with {plan.QUICK_SEEDS} seeds: under 10 minutes
+  evaluate                           everything with {plan.FULL_SEEDS} seeds: under an hour
+  evaluate --seeds-from 1001         other seeds; the next `evaluate` says whether the verdicts agree
+  evaluate --only bars,f8 --out DIR  some parts, written elsewhere
+  evaluate --only P1,P3 --seeds 64   two bars with more seeds; printed, not written
 
 parts (--only): {", ".join(NEEDS)}
 R: sessions per second at which lmetric has TTFT p90 = 5 × the floor (every turn alone, its session's prefix
@@ -69,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except SpecError as error:
-        return wrong_call("perilune evaluate", error)
+        return wrong_call("python -m perilune_research evaluate", error)
     except OSError as error:
-        return wrong_call("perilune evaluate", f"{error} - under `--out` or `--work`")
+        return wrong_call("python -m perilune_research evaluate", f"{error} - under `--out` or `--work`")
     except KeyboardInterrupt:
         print("\ninterrupted: the next call goes on from here", file=sys.stderr)
         raise
@@ -82,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Options, err: Console) -> list[Grid | str]:
-    """Simulates and writes; what is to be printed. Raises SpecError, and OSError where a disk is full."""
+    """Simulates, writes the files, and returns what is to be printed. Raises SpecError, and OSError if a disk
+    is full."""
     began = time.perf_counter()
     work = Work(_folder(options.work, "--work"), options.jobs, _progress(err))
     _folder(options.out, "--out")
@@ -108,7 +108,7 @@ def run(options: Options, err: Console) -> list[Grid | str]:
 
 
 def _folder(path: Path, option: str) -> Path:
-    """It is there and can be written to: better known now than after the work."""
+    """Makes the folder and checks that it can be written to, before the work begins."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -118,7 +118,7 @@ def _folder(path: Path, option: str) -> Path:
 
 
 def _conclude(options: Options, context: Context) -> list[Grid | str]:
-    """Writes bars, and where everything was made, the documents; the bars, to be printed."""
+    """Writes the bars and, if every part was made, the documents; returns the bars, to be printed."""
     findings = context.findings
     judged = judge(findings)
     made = document.document(findings, judged, document.read(options.out))
@@ -146,7 +146,7 @@ def _grid(table: Table) -> Grid:
 
 
 def _progress(err: Console) -> Callable[[Progress], None]:
-    """A line now and then, with the time that is left."""
+    """Prints a line now and then, with the time that is left."""
     began: dict[str, float] = {}
     shown: dict[str, float] = {}
 
@@ -167,7 +167,7 @@ def _progress(err: Console) -> Callable[[Progress], None]:
 def parse(argv: Sequence[str]) -> Options:
     """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     parser = argparse.ArgumentParser(
-        prog="perilune evaluate",
+        prog="python -m perilune_research evaluate",
         description="The whole evaluation on modelled engines: bars, ten figures, tables, as files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

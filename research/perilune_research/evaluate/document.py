@@ -23,17 +23,17 @@ _DIGITS = 7
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """The evaluation on other seeds that was there before, by the same code."""
+    """The earlier evaluation by the same code on other seeds."""
 
     size: str
     seeds: tuple[int, ...]
     r: float
     verdicts: dict[str, str]
     close: tuple[str, ...] = ()
-    """Bars whose limit lies within the interval that decides them: other seeds may well say otherwise."""
+    """Bars whose limit lies within the deciding interval, so that other seeds may give another verdict."""
 
     def agreement(self, bars: Iterable[Bar]) -> str:
-        """A sentence or two."""
+        """Says in a sentence or two whether the verdicts agree."""
         seeds = f"seeds {self.seeds[0]}–{self.seeds[-1]} ({self.size}, R = {self.r:g})"
         differing = [bar for bar in bars if bar.verdict != self.verdicts.get(bar.name)]
         if not differing:
@@ -54,17 +54,17 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     schema: Literal["perilune.evaluation/v1"] = "perilune.evaluation/v1"
     simulated: Literal[True] = True
     size: str
-    """quick or full."""
+    """The name of the size: quick or full."""
     seeds: tuple[int, ...]
     side_seeds: tuple[int, ...]
-    """Of sensitivities, links, controls."""
+    """Seeds of the sensitivities, links and controls."""
     r: float
     """Sessions per second."""
     bars: tuple[Bar, ...]
     verdicts: dict[str, str]
     capacities: dict[str, Estimate]
     code: str = ""
-    """Fingerprint of what computed it; empty: an older version, which did not say."""
+    """Fingerprint of the code that computed it; empty in documents of older versions."""
     compared: Compared | UnsetType = UNSET
 
 
@@ -94,7 +94,7 @@ def _compared(findings: Findings, before: Document | None) -> Compared | UnsetTy
 
 
 def read(folder: Path) -> Document | None:
-    """None: there is none that this version can read."""
+    """Reads the document; None if there is none, or none that this version can read."""
     try:
         return msgspec.json.decode((folder / RESULTS).read_bytes(), type=Document)
     except (FileNotFoundError, msgspec.ValidationError, msgspec.DecodeError):

@@ -21,13 +21,14 @@ REFERENCE = Arm("lmetric")
 
 
 def studies_of(parts: Iterable[str]) -> list[str]:
-    """Of figures, tables, bars; in the plan's order."""
+    """The studies that figures, tables and bars need, in the plan's order."""
     wanted = {study for part in parts for study in NEEDS[part]}
     return [name for name in (*STUDIES, CAPACITY) if name in wanted]
 
 
 def evaluate(work: Work, parts: Iterable[str], size: Size, base: Scenario) -> Findings:
-    """`base`: the scenario but for its rate. Raises SpecError where there is no R."""
+    """Finds R, simulates, and returns the findings. `base`: the scenario, whose rate is replaced. Raises
+    SpecError if there is no R."""
     at_r = _at_r(work, size, base)
     wanted = studies_of(parts)
     played = [name for name in wanted if name != CAPACITY]

@@ -21,19 +21,19 @@ from perilune_research.simulator.workload import Workload
 
 class Extra(msgspec.Struct, frozen=True):
     in_flight: float
-    """L: requests in the system, mean over time."""
+    """L: mean number of requests in the system over time."""
     turns_per_s: float
-    """ΛN."""
+    """ΛN: measured turns that succeeded, per second."""
     transfers_per_minute: float
-    """Pulls of KV, for whatever reason."""
+    """KV pulls per minute, for any reason."""
     request_kv: Quantiles | UnsetType = UNSET
-    """KV of one request at its end / the KV pool of one endpoint."""
+    """KV of one request at its end, divided by the KV pool of one endpoint."""
     decode_kv: Quantiles | UnsetType = UNSET
-    """KV of all requests that decode on an endpoint / its pool, at each arrival there."""
+    """KV of all requests that decode on an endpoint, divided by its pool, at each arrival there."""
     turns_left: Quantiles | UnsetType = UNSET
-    """That a session still had when it moved, the moving one not counted."""
+    """Turns that a session still had when it moved, without the one that moved it."""
     moved_tokens: Quantiles | UnsetType = UNSET
-    """Of one transfer."""
+    """Tokens of one transfer."""
 
 
 def measure(outcome: SimulatedOutcome, workload: Workload, pool_tokens: int) -> Extra:

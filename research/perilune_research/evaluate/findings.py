@@ -28,7 +28,7 @@ class Estimate(NamedTuple):
 
 
 class Findings:
-    """Raises KeyError for a point that was not simulated."""
+    """The results by point. Methods raise KeyError for a point that was not simulated."""
 
     def __init__(
         self,
@@ -63,19 +63,20 @@ class Findings:
 
     @cached_property
     def side(self) -> Findings:
-        """With the side studies' seeds alone, so that all of a study's points have the same."""
+        """These findings restricted to the seeds of the side studies, so that all points of a study have the
+        same seeds."""
         seeds = set(self.size.side_seeds)
         kept = {cell: result for cell, result in self._cells.items() if cell.seed in seeds}
         return Findings(self.size, self.at_r, kept)
 
     def results(self, point: Point) -> dict[int, Result]:
-        """By seed."""
+        """The point's results by seed."""
         if point not in self._by_point:
             raise KeyError(f"{point.arm} was not simulated in {point.scenario}")
         return dict(sorted(self._by_point[point].items()))
 
     def values(self, point: Point, metric: str) -> dict[int, float]:
-        """By seed; seeds without the metric (no move to judge) are left out."""
+        """The metric by seed; seeds without it (no move to judge) are left out."""
         found = {seed: _metric(result, metric) for seed, result in self.results(point).items()}
         return {seed: value for seed, value in found.items() if value is not None}
 
@@ -88,7 +89,7 @@ class Findings:
         return self._estimates[point, metric]
 
     def ratio(self, ours: Point, theirs: Point, metric: str, their_metric: str = "") -> Estimate:
-        """Of the means, over the seeds that both have."""
+        """Ratio of the means over the seeds that both points have."""
         key = (ours, theirs, metric, their_metric)
         if key not in self._ratios:
             self._ratios[key] = self._ratio(*key)
@@ -100,13 +101,13 @@ class Findings:
         return Estimate(*measure.ratio([mine[s] for s in seeds], [other[s] for s in seeds]))
 
     def pooled(self, point: Point) -> Run:
-        """In the report's format."""
+        """The point's runs pooled over seeds, in the report's format."""
         results = self.results(point)
         return measure.pooled([r.run for r in results.values()], list(results), point.scenario.rate)
 
     @property
     def capacities(self) -> Mapping[str, Estimate]:
-        """Sessions per second, of the arms of `plan.CAPACITIES`."""
+        """SLO capacities in sessions per second, of the arms of `plan.CAPACITIES`."""
         return {name: estimate(rates) for name, rates in self._capacity.items()}
 
     def capacity_ratio(self, ours: str, theirs: str) -> Estimate:
@@ -114,7 +115,7 @@ class Findings:
 
 
 def estimate(sample: Sequence[float]) -> Estimate:
-    """Mean and its interval; a single value is its own interval."""
+    """The mean and its interval; a single value is its own interval."""
     value = mean(sample)
     return Estimate(value, *(measure.interval(sample) if len(sample) > 1 else (value, value)))
 

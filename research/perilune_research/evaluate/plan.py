@@ -21,12 +21,12 @@ from perilune_research.simulator.setting import PLANNER
 
 OURS = Arm("perilune")
 STAY = Arm("perilune", PolicyParams(perilune=PeriluneParams(least_gain_seconds=1e9)))
-"""Our policy without migration: no move ever brings that much."""
+"""Our policy without migration: no move ever saves that much."""
 AFFINITY_ONLY, BOTH = Arm("sticky"), Arm("ear")
 STRONGEST = Arm("lmetric_plus_one")
 EVERY = tuple(Arm(policy) for policy in POLICIES)
 SOME = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("dynamo"))
-"""That sensitivities are drawn for: a baseline of each kind."""
+"""Policies of the sensitivities: a baseline of each kind."""
 
 LOADS = {"R/2": 0.5, "R": 1.0, "1.25 R": 1.25, "1.6 R": 1.6}
 BAR_LOADS = ("R/2", "R", "1.25 R")
@@ -41,10 +41,10 @@ T_HOT_TOKENS = (2_048, 4_096, 8_192, 16_384, 32_768, 65_536)
 T_COOL_S = (0.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 LEAST_GAIN_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 GAPS_S = (0.0, None, 30.0)
-"""Of the chatbot control; None: as recorded."""
+"""Gaps of the chatbot control; None for the drawn ones."""
 GAP_LOADS = ("R/2", "R")
 SLOWDOWN = 1.1
-"""For the measured amplification: engines so many times slower."""
+"""Slowdown of the engines for the measured amplification."""
 COUPLED = (OURS, BOTH, STRONGEST, AFFINITY_ONLY, Arm("lmetric"), Arm("least_loaded"))
 
 CAPACITIES = {
@@ -61,7 +61,7 @@ CAPACITIES = {
 QUICK_SEEDS, FULL_SEEDS = 6, 32
 
 BASE = Scenario(rate=0.8)
-"""The evaluation's; the rate is where the search of R begins."""
+"""The evaluation's scenario; its rate is where the search for R begins."""
 
 
 class Point(NamedTuple):
@@ -70,7 +70,7 @@ class Point(NamedTuple):
 
 
 def scenario(at_r: Scenario, load: str = "R") -> Scenario:
-    """At that load. The rate is rounded, so that it reads well and stays the same where R does."""
+    """The scenario at that load. The rate is rounded for readers and for the cache of results."""
     return replace(at_r, rate=round(at_r.rate * LOADS[load], 4))
 
 
@@ -80,12 +80,12 @@ def matrix(at_r: Scenario) -> list[Point]:
 
 
 def own(at_r: Scenario) -> list[Point]:
-    """Ours at every load that bars look at, and the baseline whose wall-clock factor P6 names."""
+    """Our policies at every load of the bars, and the baseline whose wall-clock factor P6 names."""
     return [*(Point(scenario(at_r, load), OURS) for load in BAR_LOADS), Point(scenario(at_r), Arm("lmetric"))]
 
 
 def overload(at_r: Scenario) -> list[Point]:
-    """Where nothing dominates and simulations take longest."""
+    """Every policy at the highest load, where simulations take longest."""
     return [Point(scenario(at_r, OVERLOAD), arm) for arm in (*EVERY, *ABLATION.values())]
 
 
@@ -163,7 +163,7 @@ def least_gain(at_r: Scenario) -> list[Point]:
 
 
 def coupling(at_r: Scenario) -> list[Point]:
-    """Each load with engines as they are, and a little slower."""
+    """Each load with engines as they are and with slightly slower ones."""
     scenarios = [s for load in LOADS for s in (scenario(at_r, load), slower(scenario(at_r, load)))]
     return [Point(s, arm) for s in scenarios for arm in COUPLED]
 
@@ -201,7 +201,7 @@ def conductor(at_r: Scenario) -> list[Point]:
 class Study:
     points: Callable[[Scenario], list[Point]]
     side: bool = True
-    """With the smaller number of seeds; read it from `Findings.side`."""
+    """Whether it has the smaller number of seeds; then read it from `Findings.side`."""
 
 
 STUDIES: Mapping[str, Study] = {
@@ -257,14 +257,15 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         CAPACITY,
     ),
 }
-"""Studies behind each part of the evaluation; a bar is a part, too: for a look with more seeds."""
+"""Studies that each part of the evaluation needs. Each bar is a part, too, so that it can be simulated with
+more seeds."""
 EVERYTHING = tuple(name for name in NEEDS if not name.startswith("P"))
-"""All of it: `bars` are all bars."""
+"""All parts; `bars` stands for all bars."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How thorough."""
+    """How thorough the evaluation is."""
 
     name: str
     seeds: tuple[int, ...]
@@ -275,7 +276,8 @@ class Size:
 
 
 def size(quick: bool, seeds: int | None, first: int) -> Size:
-    """`seeds`: of the main studies; half as many for the others, in a quick one a third."""
+    """Makes a size. `seeds`: those of the main studies. Side studies have half as many, in a quick evaluation
+    a third."""
     number = seeds or (QUICK_SEEDS if quick else FULL_SEEDS)
     side = max(1, number // (3 if quick else 2))
     return Size(
@@ -284,7 +286,7 @@ def size(quick: bool, seeds: int | None, first: int) -> Size:
 
 
 def cells(at_r: Scenario, studies: Iterable[str], size: Size) -> list[Cell]:
-    """Of all these studies; a point of two studies has the seeds of the larger one."""
+    """The cells of all these studies; a point of two studies has the seeds of the larger one."""
     found: dict[Cell, None] = {}
     for name in studies:
         study = STUDIES[name]

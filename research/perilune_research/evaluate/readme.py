@@ -46,8 +46,8 @@ _DEPLOYMENT = """\
 **The simulated engines can pull KV from each other** (`pullable`): a session that moves takes its KV along,
 over links of the modelled fabric. No live pool does that today: a gateway never asks an engine to pull, so on
 a live pool a move recomputes the prefix unless the engines share a store. Results for `perilune`, `ear`,
-`mooncake` and `conductor` depend on this assumption; `perilune simulate --no-pull` plays the same policies
-without it, and [its result](#without-kv-transfer-as-on-live-pools-today) differs.
+`mooncake` and `conductor` depend on this assumption. `python -m perilune_research simulate --no-pull` plays
+the same policies without it, and [its result](#without-kv-transfer-as-on-live-pools-today) differs.
 Lines and tables that name a *store* assume in addition that all engines read one shared KV store of 3 GB/s.
 
 `static_pd` and `dynamo_disagg` prefill and decode on different endpoints. They exist in the simulator only.
@@ -56,7 +56,8 @@ _LIMITS = """\
 ## Limits
 
 - Engines, links and traffic are models. The engine model reproduces its measured H20 points within 10 %
-  (P8), and `perilune crosscheck` compares the simulator with the live gateway and simulated engines.
+  (P8), and `python -m perilune_research crosscheck` compares the simulator with the live gateway and
+  simulated engines.
 - One model size, one GPU type and one traffic generator are evaluated. Agents with other gaps, lengths or
   numbers of turns move R and may change the order of policies.
 - Without KV transfer between engines, which is how live pools run today, only two loads are simulated.
@@ -99,7 +100,7 @@ def all_tables(f: Findings) -> str:
 
 def _head(f: Findings, document: Document) -> str:
     size = f.size
-    command = "perilune evaluate" + (" --quick" if size.name == "quick" else "")
+    command = "python -m perilune_research evaluate" + (" --quick" if size.name == "quick" else "")
     if len(size.seeds) != (plan.QUICK_SEEDS if size.name == "quick" else plan.FULL_SEEDS):
         command += f" --seeds {len(size.seeds)}"
     if size.seeds[0] != 1:

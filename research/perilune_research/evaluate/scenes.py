@@ -15,11 +15,11 @@ class Scene:
     cell: Cell
     workload: Workload
     requests: tuple[SimulatedRequest, ...]
-    """By submission; those that ended."""
+    """Requests that ended, ordered by submission."""
 
 
 def watch(cell: Cell) -> Scene:
-    """Plays it. Costs a second."""
+    """Simulates the scene, in about a second."""
     workload = cell.scenario.workload(cell.seed)
     outcome = play(cell, workload)
     ended = [r for r in outcome.requests if r.succeeded]
@@ -44,7 +44,8 @@ def steps(
 
 
 def pending(scene: Scene, endpoint: int, *, in_seconds: bool) -> list[tuple[float, float, float]]:
-    """Spans of uncached prompt that waits or runs there, in tokens or in seconds, as the router believed."""
+    """Spans of uncached prompts that wait or run on the endpoint, in tokens or in seconds, as the gateway
+    believed."""
     return [
         (r.submitted_s, r.first_token_s, r.predicted_s if in_seconds else float(r.uncached_tokens))
         for r in scene.requests

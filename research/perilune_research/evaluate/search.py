@@ -16,7 +16,7 @@ SLO = Slo()
 @dataclass(frozen=True, slots=True)
 class Search:
     scenario: Scenario
-    """Its rate does not matter."""
+    """The scenario; its rate is replaced."""
     arm: Arm
     seed: int
 
@@ -27,8 +27,8 @@ class Search:
 
 
 LEAST = 0.01
-"""Sessions per second, for an arm that keeps the promises at no rate that is tried: a ratio to it is then at
-least what it says."""
+"""Sessions per second assumed for an arm that meets the SLOs at no rate that is tried, so that a ratio to it
+is a lower bound."""
 
 
 class Found(msgspec.Struct, frozen=True):

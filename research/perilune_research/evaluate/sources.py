@@ -1,13 +1,13 @@
-"""What answers of our code depend on: the modules that compute them, and all that these import.
+"""What computed results depend on: the modules that compute them, and everything that these import.
 
     dependencies(modules) → {name: what it is now}
 
-Read from the sources, so nothing has to be listed and nothing can be forgotten: imports inside functions
-count, those for type checkers do not. A module is its bytes. A constant that is imported by name is its
-value, so that `from gather import MAX_LOCATIONS` does not stand for all of `gather`.
+The imports are read from the sources, so no list has to be kept. Imports inside functions count, those for
+type checkers do not. A module counts with its bytes. A constant that is imported by name counts with its
+value, so `from candidates import MAX_LOCATIONS` does not depend on the rest of `candidates`.
 
-Cost: every module is parsed, half a second for the simulator and what it decides with. Not seen: modules that
-are imported by a computed name, and other people's packages.
+Cost: every module is parsed, half a second for the simulator and the policies. Modules imported by a computed
+name and packages of others are not seen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 OURS = "perilune_"
 ONLY_SHOWN = frozenset({"perilune_lab.report.columns"})
-"""Print answers, and change none."""
+"""Modules that print results and do not change them."""
 
 
 def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
-    """By name of the module or constant, in alphabetical order."""
+    """The bytes of each module, or the value of each constant, by name in alphabetical order."""
     found: dict[str, bytes] = {}
     waiting = list(modules)
     while waiting:
@@ -49,7 +49,8 @@ def dependencies(modules: Iterable[str]) -> Mapping[str, bytes]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, attribute) of what is imported of ours; the attribute is empty where the module itself is."""
+    """Yields (module, attribute) of imports from Perilune's packages; the attribute is empty if the module
+    itself is imported."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith(OURS))

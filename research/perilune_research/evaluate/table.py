@@ -33,13 +33,13 @@ def percent(value: float) -> str:
 
 
 def ranged(found: Estimate, form: Callable[[float], str] = as_number) -> str:
-    """Value and interval; one seed has no interval."""
+    """Value and interval as text; one seed has no interval."""
     value, low, high = found
     return form(value) if low == high == value else f"{form(value)} [{form(low)}–{form(high)}]"
 
 
 class Cells:
-    """Of one point; an unknown metric is empty."""
+    """Cells of one point; an unknown metric is empty."""
 
     def __init__(self, findings: Findings, point: Point) -> None:
         self._findings = findings

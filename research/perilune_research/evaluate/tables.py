@@ -211,7 +211,7 @@ def migrations(f: Findings) -> Table:
 
 
 def conductor(f: Findings) -> Table:
-    """Its experiment: three arms, and the targets it is operated by."""
+    """The Conductor experiment: three arms, and the targets that it is operated by."""
     f = f.side
     rows = []
     for name, arm in plan.CONDUCTOR.items():

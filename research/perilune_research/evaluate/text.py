@@ -33,7 +33,7 @@ def _bullets(sentences: Iterable[str]) -> list[str]:
 
 
 def compared(ratio: Estimate, lower: str = "lower", higher: str = "higher") -> str:
-    """`12 % lower`, or that these seeds cannot tell the two apart."""
+    """A phrase such as `12 % lower`, or that these seeds do not distinguish the two."""
     if ratio.low <= 1.0 <= ratio.high:
         return f"not distinguishable with these seeds (ratio {as_number(ratio.value)})"
     if ratio.value < 1:
@@ -67,7 +67,7 @@ def _ours(f: Findings, judged: Sequence[Bar]) -> Iterable[str]:
 
 
 def _against(f: Findings) -> Table:
-    """TTFT p90 of our policy against that of others, by load."""
+    """Sentences about TTFT p90 of our policy against that of others, by load."""
     rows = []
     for name in ("ear", "mooncake", "lmetric_plus_one", "lmetric", "sticky"):
         scenarios = [plan.scenario(f.at_r, load) for load in BAR_LOADS]
@@ -77,7 +77,7 @@ def _against(f: Findings) -> Table:
 
 
 def _behind(f: Findings, load: str) -> str:
-    """Where another policy has the better mean, even if the seeds cannot tell the two apart."""
+    """Metrics in which another policy has the better mean, even if the seeds do not distinguish the two."""
     named = [
         f"{row.metric.name} ({row.best}, {percent(row.worse.value)}"
         + (")" if row.worse.low > 0 else ", within the interval)")

@@ -22,7 +22,7 @@ _ENOUGH_SEEDS = 8
 
 
 class Choice(NamedTuple):
-    """Of a parameter: the swept values with TTFT p90, and the one to take."""
+    """The swept values of a parameter with TTFT p90, and the value to use."""
 
     name: str
     values: Sequence[tuple[float, Estimate]]
@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     best: float
     seeds: int
     worse: Estimate
-    """TTFT p90 with the default over that with the best, paired."""
+    """Ratio of TTFT p90 with the default to that with the best value, paired by seed."""
 
     @property
     def chosen(self) -> float:

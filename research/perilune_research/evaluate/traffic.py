@@ -13,11 +13,12 @@ SESSIONS = 4_000
 class Traffic(NamedTuple):
     stats: Stats
     session_tokens: list[int]
-    """Prompt tokens of all its turns, of each session, ascending."""
+    """Prompt tokens of all turns of each session, ascending."""
 
 
 def traffic(seed: int, sessions: int = SESSIONS) -> Traffic:
-    """Sessions played to their end, against an infinite cache. Costs a millisecond a session."""
+    """Generates sessions to their end and compares them with an infinite cache. Costs a millisecond per
+    session."""
     trace = generate(Agentic(), seed, sessions)
     tokens = sorted(sum(t.prompt_tokens for t in s.turns) for s in trace.sessions)
     return Traffic(stats(trace), tokens)

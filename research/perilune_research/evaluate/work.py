@@ -19,16 +19,16 @@ from typing import TypeVar
 
 import msgspec
 
-from perilune_lab.processes import mapped
 from perilune_research.evaluate.cells import Cell, Result, batches, compute
 from perilune_research.evaluate.search import Found, Search, find
 from perilune_research.evaluate.sources import dependencies
+from perilune_research.processes import mapped
 
 T = TypeVar("T", bound=msgspec.Struct)
 J = TypeVar("J", Cell, Search)
 
 COMPUTES = ("perilune_research.evaluate.cells", "perilune_research.evaluate.search")
-"""Modules whose functions give the results."""
+"""Modules whose functions compute the results."""
 
 
 class _Line(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of one call."""
+    """Progress of one call."""
 
     done: int
     total: int
@@ -46,12 +46,12 @@ class Progress:
 
     @property
     def first(self) -> bool:
-        """Nothing is done yet."""
+        """Whether nothing is done yet."""
         return self.done == 0
 
 
 class Work:
-    """Raises OSError where the folder cannot be written."""
+    """Computes cells and keeps the results. Raises OSError if the folder cannot be written."""
 
     def __init__(self, folder: Path, jobs: int, show: Callable[[Progress], None] = lambda p: None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Work:
         self._show = show
         self._known: dict[str, msgspec.Raw] = {}
         self.computed = 0
-        """Not found in the file."""
+        """Cells that were not found in the file."""
         if self.path.exists():
             self._read()
 
@@ -120,7 +120,8 @@ def default_folder() -> Path:
 
 @cache
 def fingerprint() -> str:
-    """Of the code that results come from: policies and what they read, simulator, traces, measurement."""
+    """Fingerprint of the code that computes results: policies and what they read, simulator, traces,
+    measurement."""
     digest = hashlib.sha256()
     for name, content in dependencies(COMPUTES).items():
         digest.update(name.encode() + b"\0" + content + b"\0")

@@ -1,9 +1,9 @@
-"""`perilune fastpath`: does a decision from the headers alone equal the one that knows the body?
+"""`python -m perilune_research fastpath`: compares decisions from headers with decisions from whole bodies.
 
     traffic ─▶ rig ─▶ pairs of verdicts ─▶ compare ─▶ table
 
-Every turn of a known session is weighed twice on the same state. Simulated are engines and time; the
-gateway's decisions are its own code. Exit status: 0; 1 below the bar; 2 for a wrong call.
+Every turn of a known session is decided twice on the same state, by the gateway's own code. Engines and time
+are simulated. Exit status: 0; 1 below the bar; 2 for a wrong call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BELOW = 1
 BAR = 0.999
 USUAL = ("ear", "sticky", "perilune")
 LENGTHS = 0.3
-"""Of the agent's real lengths, and of T_hot and the KV pools with them: a tenth of the work."""
+"""Factor on the agent's measured lengths, on T_hot and on the KV pools, which makes a tenth of the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class Options:
 
 
 def traffic(options: Options) -> Iterable[Conversation]:
-    """What is sent: the agent's sessions at LENGTHS of their length, contexts of at most 20,000 tokens, so
-    that many are compacted."""
+    """The sessions that are sent: agents' at LENGTHS of their length, with contexts of at most 20,000 tokens,
+    so that many are compacted."""
     parameters = Agentic(
         sessions_per_s=options.sessions_per_s,
         turns_alpha=1.2,
@@ -59,8 +59,10 @@ def traffic(options: Options) -> Iterable[Conversation]:
     return conversations(parameters, Habits(), options.seed)
 
 
-def measure(options: Options, policy: str, tell: Callable[[int], None] | None = None) -> tuple[Tally, Rig]:
-    """One policy over the traffic."""
+def measure(
+    options: Options, policy: str, progress: Callable[[int], None] | None = None
+) -> tuple[Tally, Rig]:
+    """Runs one policy over the traffic."""
     tally = Tally(policy)
     setting = Setting(
         PolicyChoice(
@@ -72,14 +74,14 @@ def measure(options: Options, policy: str, tell: Callable[[int], None] | None = 
         seed=options.seed,
     )
     rig = Rig(setting, traffic(options), tally.add)
-    rig.run(options.turns, tell)
+    rig.run(options.turns, progress)
     return tally, rig
 
 
 _EPILOG = """\
-examples:
-  perilune fastpath
-  perilune fastpath --policies perilune --turns 500 --sessions-per-s 3
+examples (after `python -m perilune_research`):
+  fastpath
+  fastpath --policies perilune --turns 500 --sessions-per-s 3
 
 columns:
   turns        of sessions that the gateway knew, each weighed twice on the same state
@@ -95,10 +97,10 @@ def parse(argv: Sequence[str]) -> Options:
     """Raises SystemExit(2) for a wrong call, SpecError for a wrong value."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="perilune fastpath",
+        prog="python -m perilune_research fastpath",
         description="Weighs every turn of a known session twice on the same state, by its headers alone and"
         " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
-        " sub-agents and reused ids; tells how often and why the decisions differ. Engines and time are"
+        " sub-agents and reused ids; count how often and why the decisions differ. Engines and time are"
         " simulated, the decisions are the gateway's.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -131,7 +133,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def render(tallies: Sequence[tuple[Tally, Rig]]) -> str:
-    """The table, then the differences by cause, with a few examples."""
+    """Prints the table, then the differences by cause, with a few examples."""
     lines = [
         f"{'':10} turns  body read     equal      same   tokens p50  p99    held p50  p99   restarts failed"
     ]
@@ -155,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
     except SpecError as error:
-        return wrong_call("perilune fastpath", error)
+        return wrong_call("python -m perilune_research fastpath", error)
     done = []
     for policy in options.policies:
         started = time.monotonic()

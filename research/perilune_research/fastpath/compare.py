@@ -1,10 +1,10 @@
-"""Two verdicts on one turn, by headers and by body: are they the same, and if not, why.
+"""Compares two decisions on one turn, from its headers and from its body, and finds why they differ.
 
-Out of a pair comes one of
+The result of a pair is one of
 
 - *read*: the headers did not suffice, so the body is read and both decisions are one;
 - *equal*: the same endpoint (or the same refusal);
-- *different*, with its cause: the fact that, put right, makes them equal (`Cause`).
+- *different*, with its cause: the fact whose correction makes them equal (`Cause`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from perilune_gateway.routing.decide import decide
 from perilune_research.fastpath.rig import Pair
 
 _EXAMPLES = 5
-"""Of differences, told in full."""
+"""Number of differences that are printed in full."""
 
 
 class Cause(StrEnum):
-    """What the headers do not tell."""
+    """The fact that the headers do not contain."""
 
     TOKENS = "tokens"
     """How long the prompt is."""
     HOST_HOLDS = "host_holds"
-    """How much of it the session's host holds."""
+    """How much of the prompt the session's host holds."""
     OTHERS_HOLD = "others_hold"
-    """How much of it other endpoints hold."""
+    """How much of the prompt other endpoints hold."""
     BODY = "body"
     """Anything else that a body says."""
 
@@ -57,14 +57,14 @@ class Tally:
     turns: int = 0
     read: int = 0
     equal: int = 0
-    """Decided by the headers, and equal."""
+    """Turns that the headers decided, equal to the body's decision."""
     different: Counter[tuple[Cause, str]] = field(default_factory=Counter)
-    """By cause and `header's reason → body's reason`."""
+    """Differences by cause and `header's reason → body's reason`."""
     examples: list[str] = field(default_factory=list)
     token_errors: list[float] = field(default_factory=list)
-    """|estimated − true| / true, of turns decided by the headers."""
+    """|estimated − true| / true prompt tokens of turns that the headers decided."""
     held_errors: list[float] = field(default_factory=list)
-    """Of what the host holds, relative to the prompt."""
+    """Error in what the host holds, relative to the prompt."""
 
     @property
     def by_headers(self) -> int:
@@ -72,12 +72,12 @@ class Tally:
 
     @property
     def same_share(self) -> float:
-        """Of all turns; those whose body is read are the same."""
+        """Share of all turns with the same decision; those whose body is read count as the same."""
         return (self.read + self.equal) / self.turns if self.turns else 1.0
 
     @property
     def equal_share(self) -> float:
-        """Of the turns that were decided by the headers."""
+        """Share of the turns decided by the headers whose decisions are equal."""
         return self.equal / self.by_headers if self.by_headers else 1.0
 
     def add(self, pair: Pair) -> None:
@@ -103,20 +103,20 @@ class Tally:
 
 
 def cause_of(pair: Pair) -> Cause:
-    """Puts one fact after the other right, until the decisions are equal."""
+    """Corrects one fact after the other until the decisions are equal; returns the fact that made them so."""
     (asked, view, _), (full_asked, full, other) = pair.by_headers, pair.by_body
     host = full.session.host if full.session else ""
     right = _target(other)
     tokens = full.prompt_tokens
 
     def equal(holds: Callable[[Candidate], Overlap], prefix: Prefix) -> bool:
-        told = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
+        corrected = replace(view, phase=Phase.BODY, prompt_tokens=tokens, prefix=prefix)
         rows = [
             c._replace(overlap=o, prefill_s=c.engine.prefill_s(tokens - o.device_tokens, o.device_tokens))
             for c in asked.candidates
             if (o := holds(c))
         ]
-        return _target(decide(told, rows, pair.policy, pair.routing, Random(asked.seed))) == right
+        return _target(decide(corrected, rows, pair.policy, pair.routing, Random(asked.seed))) == right
 
     truth = {c.address: c.overlap for c in full_asked.candidates}
     most = max(0, (tokens - 1) // view.block_size * view.block_size)

@@ -21,12 +21,12 @@ class Sent:
     ticket: int
     conversation: Conversation
     number: int
-    """Its place in the conversation; -1: a side request."""
+    """Position in the conversation; -1 for a side request."""
     request: Request
 
 
 class RigEngine:
-    """One endpoint. `version` grows whenever its next step may have changed."""
+    """One endpoint. `version` increases whenever its next step may have changed."""
 
     def __init__(self, address: str, kv_tokens: int, model: EngineModel) -> None:
         self.address = address

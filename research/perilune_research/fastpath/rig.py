@@ -45,9 +45,8 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
-from perilune_gateway.routing import new_router
 from perilune_gateway.routing.context import Prompt, RequestContext
-from perilune_gateway.routing.router import Encode
+from perilune_gateway.routing.router import Encode, new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState
 from perilune_lab.engine.events import encode_batch
@@ -57,7 +56,7 @@ from perilune_research.fastpath.traffic import Conversation, Request, ids_of
 
 MODEL = "agent"
 RESEND_S = 0.5
-"""After a failed request."""
+"""Seconds until a failed request is sent again."""
 SCRAPE_S = 1.0
 
 
@@ -69,9 +68,9 @@ class Setting:
     endpoints: int = 8
     kv_tokens: int = 60_000
     restart_every_s: float = 120.0
-    """Mean seconds between two restarts in the fleet; 0: none."""
+    """Mean seconds between two restarts in the fleet; 0 for no restarts."""
     restart_s: float = 5.0
-    """How long one takes."""
+    """Seconds that a restart takes."""
     event_lag_s: float = 0.01
     bytes_per_token: float = 4.0
     seed: int = 0
@@ -137,19 +136,19 @@ class Rig:
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def run(self, turns: int, tell: Callable[[int], None] | None = None) -> None:
-        """`tell`: called now and then with the turns weighed so far."""
+    def run(self, turns: int, progress: Callable[[int], None] | None = None) -> None:
+        """Runs until `turns` turns were weighed. `progress` is called now and then with the number so far."""
         self._scrape()
         self._next_conversation()
         if self.setting.restart_every_s:
             self._plan_restart()
-        told = 0
+        reported = 0
         while self._events and self.pairs < turns:
             self.now, _, action = heapq.heappop(self._events)
             action()
-            if tell and self.pairs >= told + 100:
-                told = self.pairs
-                tell(told)
+            if progress and self.pairs >= reported + 100:
+                reported = self.pairs
+                progress(reported)
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._number), action))
@@ -300,7 +299,7 @@ class Rig:
 
 
 class _NoTokenizer:
-    """Ids are given: nobody asks."""
+    """A tokenizer that is never called, since token ids are given."""
 
     def now(self, request: ParsedRequest) -> Tokens | None:
         raise AssertionError("tokens are given")

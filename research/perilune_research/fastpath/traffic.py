@@ -24,9 +24,9 @@ from perilune_lab.traces.agentic import Agentic, sessions
 from perilune_lab.traces.model import Role, Segment, Turn
 
 MARKUP_TOKENS, MARKUP_BYTES = 5, 40
-"""Of a message in the prompt, and in the body."""
+"""Overhead of a message: tokens in the prompt, bytes in the body."""
 BODY_BYTES = 300
-"""Of a body beside its messages."""
+"""Bytes of a body beside its messages."""
 BYTES_PER_TOKEN = (2.6, 5.2)
 
 
@@ -36,7 +36,7 @@ class Habits:
 
     reasoning_sessions: float = 0.3
     reasoning_share: float = 0.6
-    """Of an answer."""
+    """Share of an answer that is reasoning."""
     sub_agent_turns: float = 0.04
     side_turns: float = 0.04
     reused_ids: float = 0.08
@@ -49,15 +49,15 @@ class Request:
     prompt: tuple[Segment, ...]
     answer: Segment
     gap_s: float = 0.0
-    """From the end of the one before."""
+    """Seconds from the end of the previous request."""
     spawns: tuple[Conversation, ...] = ()
-    """What begins when this turn ends."""
+    """Conversations that begin when this turn ends."""
     side: Request | None = None
-    """Sent with it, under the same id."""
+    """A side request that is sent with it, under the same id."""
 
     @property
     def tokens(self) -> list[int]:
-        """Its prompt's ids."""
+        """Token ids of the prompt."""
         ids: list[int] = []
         for segment in self.prompt:
             ids += ids_of(segment)
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests one after the other."""
+    """Requests that are sent one after the other."""
 
     session_id: str
     requests: tuple[Request, ...]
@@ -80,20 +80,20 @@ class Conversation:
 
 @lru_cache(maxsize=4096)
 def ids_of(segment: Segment) -> list[int]:
-    """Its message: markup, then as many ids as it has tokens. Never changed by who gets them."""
+    """Token ids of a segment's message: markup, then one id per token. Callers must not change the list."""
     raw = hashlib.shake_128(segment.key.encode()).digest(2 * segment.tokens)
     return [70_000 + len(segment.role), *range(70_100, 70_099 + MARKUP_TOKENS), *array("H", raw)]
 
 
 @lru_cache(maxsize=65_536)
 def bytes_of(segment: Segment) -> int:
-    """Its message in a body."""
+    """Bytes of a segment's message in a body."""
     low, high = BYTES_PER_TOKEN
     return MARKUP_BYTES + int(segment.tokens * (low + (high - low) * Random(segment.key).random()))
 
 
 def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Conversation]:
-    """Without end, by start."""
+    """Conversations without end, ordered by start."""
     rng = Random(seed)
     ended: list[str] = []
     for session in sessions(parameters, seed):
@@ -114,7 +114,7 @@ def conversations(parameters: Agentic, habits: Habits, seed: int) -> Iterator[Co
 
 
 def _without_reasoning(turn: Turn, share: float) -> tuple[Segment, ...]:
-    """Answers without their first part."""
+    """The prompt with the first part of each answer left out."""
     return tuple(
         Segment(f"{s.key}/said", max(1, int(s.tokens * (1 - share))), s.role)
         if s.role is Role.ASSISTANT
@@ -136,7 +136,8 @@ def _sub_agent(parent: str, turn: Turn, prompt: tuple[Segment, ...], rng: Random
 
 
 def _side(turn: Turn, rng: Random) -> Request:
-    """A title, a summary: another system prompt, a part of the last message."""
+    """A side request, such as for a title or a summary: another system prompt, and a part of the last
+    message."""
     name = f"{turn.session}/side{turn.number}"
     prompt = (Segment("side/system", 120, Role.SYSTEM), Segment(name, rng.randrange(10, 800)))
     return Request(prompt, Segment(f"{name}/answer", rng.randrange(3, 30), Role.ASSISTANT))

@@ -31,7 +31,7 @@ _POOL_S = 5.0
 
 @dataclass(slots=True)
 class KnownSession:
-    """As the gateway remembers it."""
+    """A session as the gateway remembers it."""
 
     name: str
     host: int = -1
@@ -40,12 +40,12 @@ class KnownSession:
     context_tokens: int = 0
     number: int = 0
     run: int = -1
-    """Of its last prompt's end."""
+    """Run in which the session's last prompt ends; -1 before the first."""
     seen_s: float = -inf
 
 
 class Beliefs:
-    """Endpoints are numbers."""
+    """The gateway's beliefs; endpoints are numbers."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Beliefs:
         ]
         self._fabric = fabric
         self.models = [self.uncorrected] * n
-        """As believed of each endpoint, and corrected by what was observed."""
+        """Engine model of each endpoint, as believed and corrected by observations."""
         self.ttft_ratio = [1.0] * n
         self.unseen = set(range(n))
-        """Nothing was observed of them: they are believed to be like the pool."""
+        """Endpoints without observations, which are believed to be like the pool."""
         self._pool_ratio = 1.0
         self._all_due_s = 0.0
         self._links: list[dict[str, tuple[float, Link]]] = [{} for _ in range(n)]
@@ -100,7 +100,7 @@ class Beliefs:
         self._prefilled_s = [0.0] * n
         self._loads: list[Load | None] = [None] * n
         self.changed = set(range(n))
-        """Endpoints whose load, speed or readiness changed since somebody last cleared this."""
+        """Endpoints whose load, speed or readiness changed since this set was last cleared."""
         self._metrics = [(0, 0, 0.0)] * n
         self._metrics_s = 0.0
         self._interval_s = interval_s(n)
@@ -132,7 +132,7 @@ class Beliefs:
         return load
 
     def scrape(self, now: float) -> None:
-        """Engine metrics, at their interval, all at once; a decision reads the last ones."""
+        """Reads all engines' metrics if their interval has passed; decisions use the last ones."""
         if now - self._metrics_s < self._interval_s and self._metrics_s:
             return
         self._metrics_s = now
@@ -158,7 +158,7 @@ class Beliefs:
 
     @contextmanager
     def peeking(self) -> Iterator[None]:
-        """What is read meanwhile leaves no trace (what was read is otherwise kept until it changes)."""
+        """Values that are read within this context are not cached."""
         loads, links = self._loads[:], [known.copy() for known in self._links]
         yield
         self._loads, self._links = loads, links
@@ -166,18 +166,18 @@ class Beliefs:
     # -- requests ----------------------------------------------------------------------------------
 
     def _touch(self, e: int) -> None:
-        """Something about it has changed."""
+        """Marks an endpoint as changed."""
         self._loads[e] = None
         self.changed.add(e)
 
     def start(self, e: int, context_tokens: int) -> None:
-        """A request goes there."""
+        """Records that a request goes to an endpoint."""
         self.in_flight[e] += 1
         self.context_tokens[e] += context_tokens
         self._touch(e)
 
     def prefill_starts(self, e: int, uncached_tokens: int, prefill_s: float) -> None:
-        """Its prefill runs there; nowhere yet: e < 0."""
+        """Records where a prefill runs; e < 0 if nowhere yet."""
         if e < 0:
             return
         self.pending_tokens[e] += uncached_tokens
@@ -194,7 +194,8 @@ class Beliefs:
         self._touch(e)
 
     def finish(self, e: int, context_tokens: int, decoded_s: float) -> None:
-        """After `prefill_done`. `decoded_s`: first token to last; 0: unknown."""
+        """Records the end of a request, after `prefill_done`. `decoded_s`: seconds from the first token to
+        the last; 0 if unknown."""
         self.in_flight[e] -= 1
         self.context_tokens[e] -= context_tokens
         if not self.in_flight[e]:
@@ -216,7 +217,7 @@ class Beliefs:
         self._touch(e)
 
     def unbind(self, session: KnownSession) -> None:
-        """The session is over."""
+        """Ends the session."""
         if session.host >= 0:
             self.bound[session.host] -= 1
             self._touch(session.host)
@@ -226,7 +227,7 @@ class Beliefs:
         self.moved_s[source] = self.moved_s[target] = now
 
     def dead(self, e: int) -> None:
-        """A connection to it failed."""
+        """Records that a connection to the endpoint failed."""
         self.ready[e] = False
         self.endpoints[e] = replace(self.endpoints[e], ready=False)
         self._touch(e)

@@ -21,22 +21,22 @@ OnChange = Callable[[int, int], None]
 
 
 class RunCache:
-    """Of `capacity_tokens`. `used_tokens` may pass it until `trim` is called."""
+    """A cache of `capacity_tokens`. `used_tokens` may exceed it until `trim` is called."""
 
     def __init__(self, runs: Runs, capacity_tokens: int, on_change: OnChange | None = None) -> None:
         self.capacity_tokens = capacity_tokens
         self.used_tokens = 0
         self.idle_tokens = 0
-        """Held, used by nobody: may be evicted."""
+        """Tokens that are cached and unused, and may be evicted."""
         self.held: dict[int, int] = {}
-        """Depth per run."""
+        """Cached depth per run."""
         self._runs = runs
         self._users: dict[int, int] = {}
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._on_change = on_change
 
     def match(self, run: int, depth: int) -> int:
-        """Leading tokens that are held of the prompt (run, depth)."""
+        """Leading tokens of the prompt (run, depth) that are cached."""
         held, end = self.held, self._runs.end
         matched = 0
         for r in self._runs.chain[run]:
@@ -54,7 +54,7 @@ class RunCache:
         return sum(held[r] - start[r] for r in self._runs.chain[run] if r in self._lru)
 
     def pin(self, run: int) -> None:
-        """Somebody uses the path to `run`."""
+        """Counts a user of the path to `run`."""
         users = self._users
         for r in self._runs.chain[run]:
             n = users.get(r, 0)
@@ -64,7 +64,7 @@ class RunCache:
                 self.idle_tokens -= self.held[r] - self._runs.start[r]
 
     def unpin(self, run: int) -> None:
-        """One user of the path less. Raises KeyError if there is none."""
+        """Removes a user of the path. Raises KeyError if there is none."""
         users, held = self._users, self.held
         for r in reversed(self._runs.chain[run]):
             n = users[r] - 1
@@ -77,7 +77,7 @@ class RunCache:
                 self.idle_tokens += held[r] - self._runs.start[r]
 
     def grow(self, run: int, depth: int) -> None:
-        """The prompt (run, depth), pinned, is held now."""
+        """Caches the pinned prompt (run, depth)."""
         runs, held = self._runs, self.held
         start, end, parent = runs.start, runs.end, runs.parent
         while run != ROOT:
@@ -95,7 +95,7 @@ class RunCache:
             run = parent[run]
 
     def trim(self, limit_tokens: int) -> None:
-        """Evict idle tokens until at most `limit_tokens` are held, as far as idle ones go."""
+        """Evicts idle tokens until at most `limit_tokens` are cached, or none is idle."""
         start, held = self._runs.start, self.held
         while self.used_tokens > limit_tokens and self._lru:
             run = next(iter(self._lru))
@@ -112,7 +112,7 @@ class RunCache:
                 self._on_change(run, left)
 
     def release(self, runs: Sequence[int]) -> None:
-        """Free these, leaf first, as far as nobody uses them."""
+        """Frees these runs, leaf first, unless they are in use."""
         for run in runs:
             if run not in self._lru:
                 continue
@@ -124,7 +124,7 @@ class RunCache:
                 self._on_change(run, self._runs.start[run])
 
     def clear(self) -> None:
-        """Everything is lost, users included."""
+        """Loses everything, including users."""
         self.held.clear()
         self._users.clear()
         self._lru.clear()

@@ -1,6 +1,6 @@
-"""SLO capacity: the largest load at which a policy keeps its promises.
+"""SLO capacity: the largest load at which a policy meets its SLOs.
 
-Per seed a bisection of its own over the rate, so a policy has one capacity per seed: the mean is reported,
+Each seed has its own bisection over the rate, so a policy has one capacity per seed: the mean is reported,
 the interval comes from the seeds, and two policies are compared pair by pair.
 
 Cost: 6 to 10 simulations per policy and seed; seeds run in processes of their own.
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf, sqrt
 
-from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
+from perilune_research.processes import mapped
 from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
 from perilune_research.simulator.harness import Comparison, first_guess
 
 TOLERANCE = 0.02
-"""Relative, of a capacity."""
+"""Relative tolerance of a capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What has to hold of a run; a run with a failed or refused request does not hold."""
+    """The SLOs of a run. A run with a failed or refused request does not meet them."""
 
     ttft_p90_s: float = 5.0
     stretch: float = 1.25
@@ -41,7 +41,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of one policy."""
+    """SLO capacity of one policy."""
 
     policy: str
     by_seed: tuple[float, ...]
@@ -53,7 +53,7 @@ class Capacity:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of the mean, by bootstrap over the seeds."""
+        """95 % interval of the mean, by bootstrap over the seeds."""
         return measure.interval(self.by_seed)
 
     def over(self, other: Capacity) -> tuple[float, float, float]:

@@ -1,7 +1,7 @@
-"""`perilune simulate`: policies side by side on modelled engines, the same seeds for all.
+"""`python -m perilune_research simulate`: policies side by side on modelled engines, the same seeds for all.
 
 Steps: find R where a rate is given in it → play every (rate, seed) with every policy → JSON and a figure if
-asked for, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
+requested, then a table per rate with 95 % intervals over seeds. Nothing printed is a measurement of hardware.
 
 Exit status: 0; 2 for a wrong call or trace, or a file that cannot be written.
 """
@@ -25,7 +25,7 @@ from perilune_research.simulator.options import Options, parse, times_r
 
 _SEEDS_FOR_R = 8
 _MOST_SESSIONS = 1_000_000
-"""More would take days."""
+"""Upper limit; more would take days."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
         out = Console(width=None if sys.stdout.isatty() else 200)
         return run(options, out, Console(stderr=True, soft_wrap=True))
     except SpecError as error:
-        return wrong_call("perilune simulate", error)
+        return wrong_call("python -m perilune_research simulate", error)
 
 
 def run(options: Options, out: Console, err: Console) -> int:
-    """Plays, writes, prints. Raises SpecError."""
+    """Simulates, writes the files and prints the tables. Raises SpecError."""
     comparison, began = options.comparison, time.perf_counter()
     mode = comparison.load.mode
     rates = _rates(options, err)
@@ -80,7 +80,7 @@ def run(options: Options, out: Console, err: Console) -> int:
 
 
 def _write(options: Options, runs: Sequence[report.Run], err: Console) -> None:
-    """Report and figure, where asked for. Raises SpecError."""
+    """Writes report and figure, if requested. Raises SpecError."""
     comparison = options.comparison
     document = report.Report(
         simulated=True,
@@ -136,7 +136,7 @@ def _unit(comparison: Comparison) -> str:
 
 
 def _rates(options: Options, err: Console) -> list[float]:
-    """Numbers, `R` resolved."""
+    """The rates as numbers, with `R` resolved."""
     found_r = 0.0
     rates = []
     for text in options.rates:

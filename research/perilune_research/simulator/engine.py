@@ -54,7 +54,7 @@ class SimulatedEngine:
         self.cache = cache
         self.store = store
         self.host = host
-        """DRAM tier: everything that was computed here is written through to it."""
+        """The DRAM tier: everything computed here is also written to it."""
         self.alive = True
         self._schedule = schedule
         self._on_first_token = on_first_token
@@ -63,14 +63,14 @@ class SimulatedEngine:
         self._waiting: list[tuple[int, int, SimulatedRequest]] = []
         self._prefilling: list[SimulatedRequest] = []
         self._held: list[tuple[float, int, SimulatedRequest]] = []
-        """Prefilled, their transfer still on the way."""
+        """Requests that are prefilled but whose transfer has not ended."""
         self._decoding: list[tuple[int, int, SimulatedRequest]] = []
         self._context_tokens = 0
-        """Of the decoding sequences."""
+        """Context tokens of the decoding sequences."""
         self._generated_tokens = 0
-        """KV of answers in progress, not in the cache yet."""
+        """Tokens of answers in progress, which are not in the cache yet."""
         self._reserved_tokens = 0
-        """Of admitted prompts, what is not computed yet."""
+        """Tokens of admitted prompts that are not computed yet."""
         self._step = 0
         self._busy = False
         self._began_s = 0.0
@@ -80,7 +80,7 @@ class SimulatedEngine:
         self._mixed = False
         self._version = 0
         self._store_free_s = 0.0
-        """Loads follow each other."""
+        """When the current load ends; loads run one after the other."""
         self._measured_from_s = measured_from_s
         self.gap_s = array("d")
         """Seconds between two tokens of a request, one entry per stretch of steps …"""
@@ -100,20 +100,19 @@ class SimulatedEngine:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pool that sequences use, 0–1."""
+        """Share of the KV pool that sequences use, 0–1."""
         used = self.cache.used_tokens - self.cache.idle_tokens + self._generated_tokens
         return used / self.cache.capacity_tokens
 
     def requests(self) -> list[SimulatedRequest]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         heaps = (self._arriving, self._waiting, self._held, self._decoding)
         return [entry[2] for heap in heaps for entry in heap] + self._prefilling
 
     # -- writing -----------------------------------------------------------------------------------
 
     def add(self, request: SimulatedRequest, now: float) -> None:
-        """A request arrives; it may run once its overhead has passed, and its transfer where that is
-        serial."""
+        """Adds a request; it may run once its overhead has passed, and its transfer if that is serial."""
         request.ready_s = max(now + self.model.request_overhead_s(request.prompt_tokens), request.ready_s)
         heapq.heappush(self._arriving, (request.ready_s, request.number, request))
         if not self._busy:
@@ -126,7 +125,7 @@ class SimulatedEngine:
                 self._plan(self._began_s + self._decode_s(steps))
 
     def die(self) -> list[SimulatedRequest]:
-        """It is gone with everything on it; returns the requests that were."""
+        """Fails the engine, which loses its cache; returns the requests that ran there."""
         lost = self.requests()
         self.alive = False
         self.host = None
@@ -138,7 +137,7 @@ class SimulatedEngine:
         return lost
 
     def event(self, now: float, version: int) -> None:
-        """What was scheduled is due; an old version is void."""
+        """Handles a scheduled event; an old version is ignored."""
         if version != self._version:
             return
         if self._busy:
@@ -174,7 +173,7 @@ class SimulatedEngine:
             self.cache.trim(self.cache.used_tokens - surplus)
 
     def _prefilled(self, request: SimulatedRequest, now: float) -> None:
-        """Its next token comes out now."""
+        """The request's prefill is over and its next token exists now."""
         if not request.produced:
             request.first_token_s = now
             self._on_first_token(request, now)
@@ -200,7 +199,7 @@ class SimulatedEngine:
         self._on_finish(request, now)
 
     def _leave(self, request: SimulatedRequest) -> int:
-        """Takes a decoding request out of the sums; returns the tokens it made since it joined."""
+        """Removes a decoding request from the sums; returns the tokens that it produced since it joined."""
         made = self._step - request.joined_step
         self._generated_tokens -= made
         self._context_tokens -= request.depth + made
@@ -229,7 +228,7 @@ class SimulatedEngine:
         return min(at_s, self._held[0][0]) if self._held else at_s
 
     def _plan(self, at_s: float) -> None:
-        """Nothing happens before `at_s`."""
+        """Schedules the next event, not before `at_s`."""
         self._ends_s = at_s
         self._version += 1
         if at_s < inf:
@@ -271,7 +270,7 @@ class SimulatedEngine:
         return attended
 
     def _admit(self, request: SimulatedRequest, now: float) -> bool:
-        """Attaches what is cached, if the rest fits into the pool."""
+        """Admits a request with its cached prefix, if the rest fits into the pool."""
         cache, block = self.cache, self.hardware.block_tokens
         run = request.run if not request.produced else request.answer_run
         most = (request.depth - 1) // block * block
@@ -296,7 +295,7 @@ class SimulatedEngine:
 
     def _load(self, request: SimulatedRequest, run: int, cached: int, most: int, now: float) -> bool:
         """Starts to load what host memory holds beyond `cached`, then what the store holds beyond that;
-        False: nothing."""
+        returns False if there is nothing."""
         block, seconds, reach = self.hardware.block_tokens, 0.0, cached
         if self.host is not None:
             held = min(self.host.match(run, request.depth) // block * block, most)
@@ -316,7 +315,7 @@ class SimulatedEngine:
         return True
 
     def _write(self, run: int, depth: int) -> None:
-        """The prompt (run, depth) is on the device now: the tiers below get it too."""
+        """Writes the prompt (run, depth), now on the device, to the tiers below."""
         if self.host is not None:
             self.host.put(run, depth)
         if self.store is not None:
@@ -346,8 +345,8 @@ class SimulatedEngine:
         self._plan(now + self._decode_s(steps))
 
     def _preempt(self) -> int:
-        """The youngest decoding request gives its KV back and will be computed again; returns the tokens
-        that this frees."""
+        """Preempts the youngest decoding request, which will be recomputed; returns the tokens that this
+        frees."""
         youngest = max(self._decoding, key=lambda entry: entry[1])
         self._decoding.remove(youngest)
         heapq.heapify(self._decoding)

@@ -15,13 +15,13 @@ class SimulatedFabric:
         self._faults = faults
         self._rng = rng
         self._free_s: dict[int, float] = {}
-        """When a NIC has sent what it has to."""
+        """When each NIC has sent what is queued."""
         self.bytes = 0
         self.seconds: list[float] = []
-        """Of each transfer, its wait included."""
+        """Seconds of each transfer, including its wait."""
 
     def level(self, a: int, b: int) -> Level:
-        """How far two endpoints stand apart."""
+        """The topology level that two endpoints share."""
         h = self._hardware
         if a == b:
             return Level.NODE
@@ -31,7 +31,7 @@ class SimulatedFabric:
         return Level.SPINE if rack_a // h.racks_per_spine == rack_b // h.racks_per_spine else Level.FABRIC
 
     def send(self, source: int, target: int, tokens: int, now: float) -> float:
-        """Starts to send the KV of `tokens`; returns when it is there."""
+        """Starts to send the KV of `tokens`; returns the time of its arrival."""
         h, f = self._hardware, self._faults
         seconds = h.transfer_s(tokens, self.level(source, target)) * f.link_factor
         if f.outlier_share and self._rng.random() < f.outlier_share:

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and in the gateway's view of it."""
+"""Faults of a simulation, and errors in the gateway's view of it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from perilune_api.pool import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The default is a perfect world but for beliefs that start wrong."""
+    """By default nothing fails, but the gateway's beliefs start wrong."""
 
     link_factor: float = 1.0
-    """Transfers take so many times longer than the hardware says."""
+    """Factor on the duration of every transfer."""
     outlier_share: float = 0.0
-    """Of the transfers, those that take `outlier_factor` times longer still."""
+    """Share of the transfers that take another `outlier_factor` times longer."""
     outlier_factor: float = 20.0
     dead_endpoint: int = -1
-    """This one dies …"""
+    """The endpoint that fails …"""
     dead_at_s: float = 0.0
-    """… at this time; what runs there fails, and the gateway learns it from that."""
+    """… at this time, in seconds. What runs there fails, and the gateway learns of it from that."""
     event_lag_s: float = 0.0
-    """KV events and the end of prefills reach the gateway so much later."""
+    """Seconds by which KV events and the end of prefills reach the gateway later."""
     token_error: float = 0.0
     """Prompt lengths are estimates: off by up to this share, drawn per session; no exact prefix match then,
     only what the gateway remembers of the session."""
     engine_belief: float = 1.3
-    """Believed / true seconds of prefill, at the start."""
+    """Ratio of believed to true seconds of prefill, at the start."""
     link_belief: float = 0.7
-    """Believed / true seconds of a transfer on a link without faults, at the start: the gateway thinks that
-    links are faster than they are."""
+    """Ratio of believed to true seconds of a transfer on a link without faults, at the start. Below 1, the
+    gateway believes that links are faster than they are."""
 
 
 NAMES = {
@@ -49,8 +49,8 @@ _MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s"}
 
 
 def parse(text: str) -> Faults:
-    """`slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name alone takes its usual value.
-    Raises SpecError."""
+    """Parses `slow-links=10,outliers=0.05,dead=3@120,lag=2,estimates=0.2`; a name without a value takes its
+    default. Raises SpecError."""
     faults = Faults()
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")

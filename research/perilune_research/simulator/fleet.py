@@ -12,15 +12,16 @@ _STORE_TOKENS = 40_000_000
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFleet:
-    """How many, of what kind, with which tiers below the device."""
+    """The number and kind of engines, and the tiers below their devices."""
 
     endpoints: int = 8
     hardware: Hardware = H20
     store: bool = False
     store_tokens: int = _STORE_TOKENS
     host_tokens: int = 0
-    """DRAM tier of each endpoint; 0: none."""
+    """Tokens of each endpoint's DRAM tier; 0 without one."""
     overlapped: bool = False
-    """KV comes while the rest is prefilled, layer by layer, instead of before."""
+    """Transferred KV arrives layer by layer while the rest is prefilled, instead of before it."""
     prefill_endpoints: int = 0
-    """The first so many only prefill, the others only decode; 0: all do both."""
+    """Number of endpoints, from the first, that only prefill while the others only decode; 0 if all do
+    both."""

@@ -2,8 +2,8 @@
 
 Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
 bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer
-between engines, the DRAM tier, the shape of a node. `tests/lab/simulator/test_h20.py` holds every one of them
-against its measured points.
+between engines, the DRAM tier, the shape of a node. `tests/research/simulator/test_h20.py` compares
+every one of them with its measured points.
 
 H20: 96 GB HBM3, 4.0 TB/s, 148 TFLOPS BF16 / 296 FP8, NVLink 900 GB/s; a node has 8 of them and 4 NICs of 200
 or 400 Gb/s (sites differ: `LinkModel`). Nothing that comes out of this is an H20 measurement.
@@ -25,14 +25,14 @@ class LinkModel:
     fixed_s: float = H20_30B.transfer_fixed_s
     """2.5 ms, measured on an idle link."""
     share: float = 1.0
-    """Of the topology's bandwidth (`Bandwidth`: 9.7 GB/s between nodes, measured up to 3 GiB)."""
+    """Factor on the topology's bandwidth (`Bandwidth`: 9.7 GB/s between nodes, measured up to 3 GiB)."""
     fast_bytes: float = 3 * GIB
-    """Up to here at full speed."""
+    """Bytes that are sent at full speed."""
     slow_share: float = 0.30
-    """Of the bandwidth, for what goes beyond: fitted to 4.5 GB/s at 6 GiB and 3.4 GB/s at 12 GiB."""
+    """Share of the bandwidth for further bytes, fitted to 4.5 GB/s at 6 GiB and 3.4 GB/s at 12 GiB."""
 
     def seconds(self, size_bytes: float, bandwidth_bytes_per_s: float) -> float:
-        """0 for nothing."""
+        """Seconds of a transfer of that many bytes; 0 for none."""
         if size_bytes <= 0:
             return 0.0
         fast = min(size_bytes, self.fast_bytes)
@@ -59,7 +59,7 @@ class Hardware:
     """A cache hit covers whole blocks, never the last token."""
     link: LinkModel = IDLE
     bandwidth: Bandwidth = Bandwidth()
-    """By the narrowest level that holds both ends."""
+    """Bandwidth by the narrowest level that contains both ends."""
     endpoints_per_nic: int = 2
     """8 GPUs and 4 NICs a node."""
     endpoints_per_rack: int = 8
@@ -68,7 +68,7 @@ class Hardware:
     host_fixed_s: float = 0.0135
     """DRAM tier: fitted to 57 ms at 1k, 272 ms at 64k for a whole request, with the next one."""
     host_share: float = 44 / 54
-    """Of the engine model's published 54 GB/s from DRAM to device, what requests get."""
+    """Share of the engine model's published 54 GB/s from DRAM to device that requests get."""
 
     @property
     def kv_pool_tokens(self) -> int:
@@ -79,11 +79,11 @@ class Hardware:
         return (b.node, b.rack, b.spine, b.fabric)[level]
 
     def transfer_s(self, tokens: int, level: Level = Level.RACK) -> float:
-        """The KV of `tokens` from engine to engine."""
+        """Seconds to send the KV of `tokens` from engine to engine."""
         return self.link.seconds(self.engine.kv_bytes(tokens), self.bandwidth_bytes_per_s(level))
 
     def host_s(self, tokens: int) -> float:
-        """The KV of `tokens` from host memory."""
+        """Seconds to load the KV of `tokens` from host memory."""
         if tokens <= 0:
             return 0.0
         bytes_per_s = self.engine.host_bytes_per_s * self.host_share
@@ -126,5 +126,5 @@ point to hold it against, and tensor parallelism's communication is left out."""
 
 
 def with_store(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """The same with a shared store read at `bytes_per_s` by each engine."""
+    """The same hardware with a shared store that each engine reads at `bytes_per_s`."""
     return replace(hardware, engine=replace(hardware.engine, store_bytes_per_s=bytes_per_s))

@@ -1,7 +1,7 @@
-"""Many simulations: policies × rates × seeds, every policy on the same seeds; and how R is found.
+"""Runs policies × rates × seeds, with equal seeds for every policy, and finds R.
 
-A piece of work is (rate, seed): its workload is made once and every policy plays it. Pieces run in processes
-of their own, as many as `jobs`.
+A piece of work is (rate, seed): its workload is made once and every policy plays it. Up to `jobs` pieces run
+in parallel processes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
 from perilune_api.pool import Routing, SpecError
-from perilune_lab.processes import mapped
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.traces import agentic
 from perilune_lab.traces.agentic import Agentic
 from perilune_lab.traces.model import Mode, Style, Trace
 from perilune_lab.traces.source import AGENTIC, open_trace
+from perilune_research.processes import mapped
 from perilune_research.simulator import measure
 from perilune_research.simulator.bisection import last_that
 from perilune_research.simulator.faults import Faults
@@ -35,21 +35,22 @@ from perilune_research.simulator.workload import Workload, prepare
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What is played."""
+    """The traffic that is played."""
 
     trace: str = AGENTIC
-    """`agentic`, or a file."""
+    """`agentic`, or a file's path."""
     mode: Mode = Mode.THINKTIME
     window_s: float = 1800.0
-    """Of generated traffic: turns that an unloaded system would see later are left out."""
+    """Generated traffic: turns that an unloaded system would see later than this are left out."""
     warmup_s: float = 600.0
-    """Of generated traffic: turns that an unloaded system would see earlier are not measured."""
+    """Generated traffic: turns that an unloaded system would see earlier than this are not measured."""
     limit: int | None = None
-    """Of a file: only the first requests."""
+    """A file: number of requests to play, from the first."""
     parameters: Agentic = field(default_factory=Agentic)
 
     def workload(self, rate: float, seed: int, fleet: SimulatedFleet) -> Workload:
-        """`rate`: sessions per second, or times as fast as recorded. Seeds change generated traffic only."""
+        """Makes the workload. `rate`: sessions per second, or times as fast as recorded. Seeds change
+        generated traffic only."""
         engine = fleet.hardware.engine
         if self.trace != AGENTIC:
             return prepare(open_trace(self.trace, self.limit), engine, self.mode, rate)
@@ -61,16 +62,17 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What is compared."""
+    """Policies, traffic and fleet of a comparison."""
 
     policies: tuple[str, ...]
     load: OfferedLoad = field(default_factory=OfferedLoad)
     fleet: SimulatedFleet = field(default_factory=SimulatedFleet)
     faults: Faults = field(default_factory=Faults)
     routing: Routing = field(default_factory=Routing)
-    """Parameters; each of `policies` takes the place of the policy that it names."""
+    """Routing parameters; each of `policies` replaces the policy in it."""
     pullable: bool = True
-    """Engines can pull KV from each other; else a moved session is recomputed, or read from the store."""
+    """Whether engines can pull KV from each other; otherwise a moved session is recomputed or read from the
+    store."""
 
     def fleet_for(self, policy: str) -> SimulatedFleet:
         """Policies that split prefill and decode get half of the endpoints for each."""
@@ -91,14 +93,14 @@ class Played(NamedTuple):
     run: Run
     simulated_s: float
     wall_s: float
-    """Of one core, the simulation alone."""
+    """Seconds of one core for the simulation alone."""
     seen: Seen
     peak_bytes: int
-    """Of memory, of the process until then: this simulation and those that it played before."""
+    """Peak memory of the process so far, including the simulations that it ran before."""
 
 
 def piece(comparison: Comparison, work: tuple[float, int]) -> list[Played]:
-    """Every policy at one rate with one seed. Raises SpecError where a request could never run."""
+    """Plays every policy at one rate with one seed. Raises SpecError for a request that could never run."""
     rate, seed = work
     workload = comparison.load.workload(rate, seed, comparison.fleet)
     _fits(workload, comparison.fleet.hardware.kv_pool_tokens)
@@ -124,14 +126,14 @@ def _fits(workload: Workload, kv_tokens: int) -> None:
 def play(
     comparison: Comparison, rates: Sequence[float], seeds: Sequence[int], jobs: int = 1
 ) -> Iterator[list[Played]]:
-    """Piece by piece, in order: rates outside, seeds inside."""
+    """Plays the pieces in order, rates outside and seeds inside; yields each piece's results."""
     work = [(rate, seed) for rate in rates for seed in seeds]
     with mapped(partial(piece, comparison), work, jobs) as pieces:
         yield from pieces
 
 
 def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
-    """Over seeds: rates outside, policies inside."""
+    """Runs pooled over seeds, rates outside and policies inside."""
     rows = list(played)
     runs = []
     for rate in dict.fromkeys(row.rate for row in rows):
@@ -143,12 +145,12 @@ def pooled(comparison: Comparison, played: Iterable[Played]) -> list[Run]:
 
 
 def first_guess(comparison: Comparison) -> float:
-    """A rate to begin a search with."""
+    """The rate with which a search begins."""
     return 0.1 * comparison.fleet.endpoints if comparison.load.trace == AGENTIC else 1.0
 
 
 REGRET_AT_R = 5.0
-"""R is where the reference's TTFT p90 is so many times the floor."""
+"""At R, the reference's TTFT p90 is this multiple of the floor."""
 _TOLERANCE_OF_R = 0.03
 
 
@@ -178,7 +180,7 @@ def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
 
 
 def r_of(comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
-    """R by the reference policy, on what is compared. Raises NoRateError."""
+    """Finds R with the reference policy on the comparison's traffic and fleet. Raises NoRateError."""
     alone = replace(comparison, policies=(reference,))
 
     def runs_at(rate: float) -> list[Run]:

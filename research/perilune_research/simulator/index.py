@@ -17,7 +17,7 @@ _Claim = tuple[int, int, float]
 
 
 class RunIndex:
-    """Endpoints are numbers."""
+    """The index; endpoints are numbers."""
 
     def __init__(self, runs: Runs, claim_ttl_s: float, lag_s: float = 0.0) -> None:
         self.runs = runs
@@ -28,14 +28,15 @@ class RunIndex:
         self._late: deque[tuple[float, int, int, int]] = deque()
 
     def changed(self, endpoint: int, run: int, depth: int, now: float) -> None:
-        """Event: `endpoint` holds `run` down to `depth`; its start: nothing of it."""
+        """Queues the event that `endpoint` now holds `run` down to `depth`; the run's start means nothing of
+        it."""
         if self._lag_s:
             self._late.append((now + self._lag_s, endpoint, run, depth))
         else:
             self._apply(endpoint, run, depth)
 
     def catch_up(self, now: float) -> None:
-        """Take in the events that have arrived by `now`."""
+        """Applies the events that have arrived by `now`."""
         late = self._late
         while late and late[0][0] <= now:
             _, endpoint, run, depth = late.popleft()
@@ -57,7 +58,7 @@ class RunIndex:
             self._set_claims(run, endpoint, left)
 
     def claim(self, endpoint: int, run: int, depth: int, now: float) -> None:
-        """The prompt (run, depth) was routed there."""
+        """Claims the prompt (run, depth) for the endpoint to which it was routed."""
         start, end = self.runs.start, self.runs.end
         until = now + self._ttl_s
         for r in self.runs.chain[run]:
@@ -70,14 +71,14 @@ class RunIndex:
             self._set_claims(r, endpoint, [(held, top, until), *beyond])
 
     def _set_claims(self, run: int, endpoint: int, claims: list[_Claim]) -> None:
-        """In the order of depth."""
+        """Sets the claims, in the order of depth."""
         if claims:
             self._claims.setdefault(run, {})[endpoint] = claims
         elif self._claims[run].pop(endpoint, None) is not None and not self._claims[run]:
             del self._claims[run]
 
     def forget(self, endpoint: int) -> None:
-        """It is gone, or lost its cache."""
+        """Forgets an endpoint that has failed or lost its cache."""
         for run in [run for run, holders in self._held.items() if endpoint in holders]:
             self._apply(endpoint, run, self.runs.start[run])
         for run in [run for run, claims in self._claims.items() if endpoint in claims]:
@@ -86,8 +87,10 @@ class RunIndex:
     def match(self, run: int, depth: int, now: float, most: int = 1 << 30) -> dict[int, int]:
         """Leading tokens of the prompt (run, depth) by endpoint, those that hold none left out.
 
-        `most`: a run that more endpoints hold is not looked at unless somebody holds what follows it: what
-        everybody holds (a system prompt) tells nothing, and the answer stays small in a large fleet."""
+        `most`: a run that more endpoints hold is skipped unless an endpoint holds what follows it. What all
+        endpoints hold (a system prompt) does not distinguish them, and the answer stays small in a large
+        fleet.
+        """
         found: dict[int, int] = {}
         chain, start = self.runs.chain[run], self.runs.start
         held, claims = self._held, self._claims
@@ -102,7 +105,7 @@ class RunIndex:
         return {endpoint: tokens for endpoint, tokens in found.items() if tokens}
 
     def common(self, run: int, most: int) -> Collection[int]:
-        """Who holds something of the last run on the way that more than `most` hold."""
+        """Holders of the last run of the prompt that more than `most` endpoints hold."""
         for r in reversed(self.runs.chain[run]):
             holders = self._held.get(r)
             if holders and len(holders) > most:
@@ -110,7 +113,7 @@ class RunIndex:
         return ()
 
     def of(self, endpoint: int, run: int, depth: int, now: float) -> int:
-        """Leading tokens that one endpoint holds."""
+        """Leading tokens of the prompt that one endpoint holds."""
         return self._of(endpoint, self.runs.chain[run], depth, now)
 
     def _of(self, endpoint: int, chain: tuple[int, ...], depth: int, now: float) -> int:

@@ -1,4 +1,4 @@
-"""What decisions in a large fleet cost, and whether a shortlist chooses as a look at all endpoints does."""
+"""What decisions in a large fleet cost, and whether a shortlist gives the same choices as all endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AGREED = 0.995
 
 
 def lines(played: Sequence[Played]) -> Iterator[str]:
-    """One per policy that decided in a large fleet, and one about memory; none for a small fleet."""
+    """A line per policy that decided in a large fleet and a line about memory; no lines for a small fleet."""
     for policy in dict.fromkeys(row.run.policy for row in played):
         seen = [row.seen for row in played if row.run.policy == policy]
         took_s = sorted(chain.from_iterable(each.decision_s for each in seen))

@@ -40,7 +40,7 @@ RESAMPLES = 1000
 
 
 def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0) -> Run:
-    """One policy's numbers of one seed, of the turns after the workload's warm-up; makespans are of all."""
+    """Measures one policy with one seed, over the turns after the warm-up; makespans are over all turns."""
     done = [r for r in outcome.requests if r.task.ideal_at_s >= workload.warmup_s]
     good = [r for r in done if r.succeeded]
     prompt = sum(r.prompt_tokens for r in good)
@@ -87,7 +87,7 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
 
 
 def ideal_makespan_s(workload: Workload) -> float:
-    """Every turn alone with its session's prefix cached, the recorded gaps between them."""
+    """Makespan if every turn ran alone with its session's prefix cached, and with the recorded gaps."""
     ends = [job.tasks[-1].ideal_at_s + job.tasks[-1].ideal_s for job in workload.jobs if job.tasks]
     return max(ends) - min(job.tasks[0].ideal_at_s for job in workload.jobs if job.tasks)
 
@@ -101,13 +101,13 @@ def _legacy_factor(outcome: SimulatedOutcome, workload: Workload) -> float | Uns
 
 
 def _inside(r: SimulatedRequest) -> bool:
-    """Both SLOs of goodput."""
+    """Whether a request meets both SLOs of goodput."""
     in_time = r.ttft_s <= GOODPUT_TTFT_S
     return in_time and (r.output_tokens < 2 or r.tpot_s <= GOODPUT_TPOT_S)
 
 
 def weighted(gaps: Iterable[tuple[float, int]]) -> Quantiles | UnsetType:
-    """Of values that each occurred so many times."""
+    """Quantiles of values that each occurred a given number of times."""
     ordered = sorted(gap for gap in gaps if gap[1])
     if not ordered:
         return UNSET
@@ -168,7 +168,7 @@ def _per_endpoint(
 
 
 def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
-    """Per session that was played to its end: duration / ideal duration."""
+    """Duration / ideal duration of each session that was played to its end."""
     found = []
     for session, rows in _by_session(good).items():
         tasks = workload.jobs[session].tasks
@@ -183,8 +183,7 @@ def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[flo
 
 
 def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
-    """The mean of each number over seeds, with its interval. Endpoints are not pooled: they differ by
-    seed."""
+    """Means over seeds with intervals. Endpoints are not pooled, since they differ by seed."""
     rows = [_flat(msgspec.to_builtins(run)) for run in runs]
     values: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for row in rows:
@@ -208,7 +207,7 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
 
 
 def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float]:
-    """Of the mean, by bootstrap; the dice are fixed, so equal samples give equal intervals."""
+    """Interval of the mean, by bootstrap. The seed is fixed, so equal samples give equal intervals."""
     rng = Random(len(sample))
     n = len(sample)
     means = sorted(sum(rng.choices(sample, k=n)) / n for _ in range(RESAMPLES))
@@ -216,7 +215,7 @@ def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float
 
 
 def paired(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of ours − theirs, seed by seed."""
+    """(mean, low, high) of the differences `ours` − `theirs`, seed by seed."""
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     return mean(differences), *interval(differences)
 

@@ -42,7 +42,7 @@ class Moving:
         self.interval_s = setting.migration.interval_seconds
         self._beliefs, self._index, self._store, self._all = beliefs, index, store, sessions
         self._at: list[dict[int, KnownSession]] = [{} for _ in beliefs.endpoints]
-        """By endpoint, who asked last at the end; some have left since."""
+        """Sessions by endpoint, the most recent last; some have left since."""
         self._tickets: dict[SimulatedRequest, int] = {}
         self._begun: dict[int, tuple[float, int]] = {}
         """Per run: when a new session first began with it, and how many did."""
@@ -54,7 +54,8 @@ class Moving:
     def offer(
         self, request: SimulatedRequest, session: KnownSession, known_tokens: int, now: float
     ) -> Move | None:
-        """`known_tokens`: of its prompt, the longest prefix that anybody holds."""
+        """The planner's offer for a request. `known_tokens`: the longest prefix of its prompt that any
+        endpoint holds."""
         if session.host >= 0:
             return self.planner.offer(session.number, None)
         if not known_tokens:
@@ -81,7 +82,8 @@ class Moving:
             self._tickets[request] = self.planner.started(move, now)
 
     def ended(self, request: SimulatedRequest, now: float, *, arrived: bool) -> Sequence[int]:
-        """Its first token is there, or never will be. Returns what its source may forget, leaf first."""
+        """Ends the request's move when its first token exists or never will. Returns the runs that the source
+        may forget, leaf first."""
         ticket = self._tickets.pop(request, -1)
         if ticket < 0:
             return ()

@@ -1,4 +1,4 @@
-"""Command line of `perilune simulate`: words in, checked `Options` out."""
+"""Parses the command line of `python -m perilune_research simulate` into checked `Options`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.setting import PLANNER
 
 _MOST_ENDPOINTS = 10_000
-"""More would take all memory."""
+"""Upper limit, because of memory."""
 _DEFAULT = OfferedLoad()
 _RATE = re.compile(r"(?P<times>\d*\.?\d*)R(?:/(?P<by>\d+\.?\d*))?")
 
 _POLICIES = f"all, or some of: {', '.join(POLICIES)}; NAME{PLANNER}: with the migration planner beside it"
 _EPILOG = f"""\
-examples:
-  perilune simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
-  perilune simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
-  perilune simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
-  perilune simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
+examples (after `python -m perilune_research`):
+  simulate --trace agentic --policies all --rates R/2,R,1.25R --seeds 16 --json r.json --png r.png
+  simulate --trace mooncake_conversation.jsonl.gz --mode timestamps --policies ear,dynamo --rates 1,2
+  simulate --policies ear,perilune --rates 1 --faults slow-links=10,outliers=0.05
+  simulate --policies lmetric_plus_one --endpoints 1000 --rates 100 --seeds 1 --window 60 --warmup 0
 
 rates: sessions per second of generated traffic, times as fast as recorded for a file. R is the rate at which
   lmetric (or --reference) has TTFT p90 = 5 × the floor: every turn alone, its session's prefix cached.
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def times_r(text: str) -> float | None:
-    """`R`, `R/2`, `1.25R`; None: it is no multiple of R."""
+    """The factor of `R`, `R/2` or `1.25R`; None if the text is not a multiple of R."""
     match = _RATE.fullmatch(text)
     if match is None or not all(map(is_positive, found := (match["times"] or "1", match["by"] or "1"))):
         return None
@@ -95,7 +95,7 @@ def times_r(text: str) -> float | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="perilune simulate",
+        prog="python -m perilune_research simulate",
         description="Play a trace through the gateway's policies on modelled engines, and compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

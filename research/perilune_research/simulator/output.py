@@ -83,7 +83,8 @@ _FIGURES = (
 
 
 def draw(runs: Sequence[Run], path: Path, unit: str, title: str) -> None:
-    """Four panels over the rate, bands are 95 % intervals; one rate: bars. Raises OSError."""
+    """Draws four panels over the rate, with 95 % intervals as bands; with a single rate, bars. Raises
+    OSError."""
     import matplotlib as mpl
 
     mpl.use("Agg")

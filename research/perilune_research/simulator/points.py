@@ -1,4 +1,4 @@
-"""What was measured on H20s, beside what the model says: the points that the model is fitted to.
+"""Points measured on H20s, to which the engine model is fitted, beside the values of the model.
 
 Each is (measured, modelled), in seconds unless its name says bytes or tokens. A test and the evaluation hold
 every one within 10 %.

@@ -56,7 +56,7 @@ class SimulatedRequest:
     def __init__(self, task: Task, number: int, due_s: float, now: float) -> None:
         self.task = task
         self.number = number
-        """Order of submission."""
+        """Number in the order of submission."""
         self.run = task.run
         self.answer_run = task.answer_run
         self.prompt_tokens = task.prompt_tokens
@@ -65,36 +65,36 @@ class SimulatedRequest:
         self.submitted_s = now
         self.endpoint = -1
         self.prefill_endpoint = -1
-        """The same, unless prefill and decode are apart."""
+        """The endpoint that prefills; equal to `endpoint` unless prefill and decode are split."""
         self.prefill_known = False
-        """The gateway knows that its prefill is over."""
+        """Whether the gateway knows that the prefill is over."""
         self.leg_cached_tokens = -1
-        """Of a prefill that ran elsewhere."""
+        """Tokens cached for a prefill that ran on another endpoint."""
         self.reason: Reason | None = None
         self.moved_from = -1
         self.source = -1
-        """Endpoint that its prefix is pulled from."""
+        """Endpoint from which the prefix is pulled."""
         self.hot = False
-        """Its host was hot when it was submitted."""
+        """Whether the session's host was hot at submission."""
         self.priority = 0
         self.uncached_tokens = 0
-        """As the gateway believed."""
+        """As the gateway believed it."""
         self.predicted_s = 0.0
-        """Of its prefill."""
+        """Predicted seconds of the prefill."""
         self.expected_ttft_s = 0.0
         self.depth = task.prompt_tokens
-        """Tokens whose KV must be there before the next one comes out."""
+        """Tokens whose KV must exist before the next token."""
         self.computed = 0
         self.cached_tokens = 0
         self.fetched_tokens = 0
         """Leading tokens that arrive over the network."""
         self.host_tokens = 0
-        """Loaded from the endpoint's own host memory."""
+        """Tokens loaded from the endpoint's own host memory."""
         self.store_tokens = 0
         self.transfer_s = 0.0
         self.transfer_ends_s = 0.0
         self.moved_tokens = 0
-        """That came from `source`."""
+        """Tokens that came from `source`."""
         self.ready_s = 0.0
         self.first_token_s = inf
         self.finished_s = inf
@@ -107,7 +107,7 @@ class SimulatedRequest:
 
     @property
     def succeeded(self) -> bool:
-        """Of one that has ended."""
+        """Whether an ended request succeeded."""
         return not (self.failed or self.rejected)
 
     @property
@@ -116,7 +116,7 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float:
-        """Of one with at least two tokens."""
+        """TPOT of a request with at least two tokens."""
         return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Prefill and decode on endpoints of their own, which only a simulation can carry out."""
+"""Prefill and decode on separate endpoints, which only a simulation can carry out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,5 +33,5 @@ def is_split(candidates: Iterable[Candidate]) -> bool:
 
 
 def with_role(candidates: Sequence[Candidate], role: Role) -> Sequence[Candidate]:
-    """Those that do that part of the work; all where none is made for it."""
+    """Endpoints of that role; all endpoints if none has it."""
     return [c for c in candidates if role_of(c) in (role, Role.BOTH)] or candidates

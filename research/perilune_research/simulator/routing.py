@@ -6,7 +6,7 @@ the decision is recorded.
 
 In a large fleet a policy sees a shortlist (see `shortlist`). Every `AUDIT_EVERY`-th of its choices is
 checked against a look at all endpoints; the time of each decision, from facts to choice, is kept. Policies
-that choose blindly see everybody, as a shortlist would change what they do.
+that use no facts see all endpoints, since a shortlist would change their choices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ CLAIM_TTL_S = 120.0
 AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
 _WIDELY_HELD = 32
-"""Of what more endpoints of a large fleet hold than this (a system prompt), not all holders are looked at."""
+"""In a large fleet, not every holder is a candidate for a prefix that more endpoints hold than this (a system
+prompt)."""
 _NOTHING = Overlap()
 _T = TypeVar("_T")
 
@@ -73,11 +74,11 @@ class Seen:
     audited: int = 0
     """Choices from a shortlist that were made again from all endpoints."""
     agreed: int = 0
-    """Of them, those that a look at all would have made too."""
+    """Audited choices that equal the choice from all endpoints."""
 
 
-class _Dice(Random):
-    """Remembers among which equals it drew last."""
+class _RecordingRandom(Random):
+    """A copy of a generator that keeps the candidates among which it chose last."""
 
     def __init__(self, like: Random) -> None:
         super().__init__()
@@ -125,8 +126,8 @@ class SimulatedGateway:
         self.moves = Moving(setting, beliefs, index, store, self.sessions)
 
     def route(self, request: SimulatedRequest, now: float) -> Decision | Refusal:
-        """Decide, and record the decision: load, binding, claims. Sets the request's endpoint and what the
-        gateway believes of it."""
+        """Decides, and records the decision: load, binding, claims. Sets the request's endpoint and what the
+        gateway believes about it."""
         task, b = request.task, self.beliefs
         self.index.catch_up(now)
         b.scrape(now)
@@ -163,15 +164,16 @@ class SimulatedGateway:
             prefill_queue=self.prefill_queue,
         )
         audit = self._shorten and self.seen.decisions % AUDIT_EVERY == 0
-        dice = _Dice(self._rng) if audit else self._rng
+        recording = _RecordingRandom(self._rng) if audit else None
         verdict = self.policy(view, candidates, self.setting.routing.policy, self._rng)
         if self._large:
             self.seen.decision_s.append(thread_time() - began)
-        if isinstance(dice, _Dice) and isinstance(verdict, Decision):
-            whole = self._prompt(request, session, now, widely=True)[1]
+        if recording and isinstance(verdict, Decision):
+            held = self._prompt(request, session, now, widely=True)[1]
             with b.peeking():
-                everyone = self._candidates(request, tokens, whole, prefix, stored, self._everyone, now)
-            self._compare(verdict, self.policy(view, everyone, self.setting.routing.policy, dice), dice)
+                everyone = self._candidates(request, tokens, held, prefix, stored, self._everyone, now)
+            whole = self.policy(view, everyone, self.setting.routing.policy, recording)
+            self._compare(verdict, whole, recording)
         assert not isinstance(verdict, NeedBody), "a policy asked for a body that it had seen"
         if isinstance(verdict, Decision):
             limits = self.setting.routing.limits
@@ -199,7 +201,7 @@ class SimulatedGateway:
         offer: Move | None,
         now: float,
     ) -> tuple[list[int], dict[int, int]]:
-        """The shortlist, and what each of it holds of the prompt."""
+        """The shortlist, and how much of the prompt each of its endpoints holds."""
         others = [session.host] if session.host >= 0 else []
         if offer:
             others.append(self.beliefs.number[offer.target])
@@ -213,11 +215,11 @@ class SimulatedGateway:
         held = {e: self.index.of(e, run, depth, now) // block * block for e in numbers if e not in overlaps}
         return numbers, overlaps | {e: min(tokens, most) for e, tokens in held.items() if tokens}
 
-    def _compare(self, verdict: Decision, whole: object, dice: _Dice) -> None:
-        """The choice from the shortlist with the one from all: the same endpoint, or one among which it was
-        drawn."""
+    def _compare(self, verdict: Decision, whole: object, rng: _RecordingRandom) -> None:
+        """Compares the choice from the shortlist with the one from all endpoints. They agree if they are the
+        same endpoint, or one of the equals among which it was drawn."""
         assert isinstance(whole, Decision), "more candidates to choose from, and none chosen"
-        equals = [c.address for c in dice.equals if isinstance(c, Candidate)]
+        equals = [c.address for c in rng.equals if isinstance(c, Candidate)]
         self.seen.audited += 1
         self.seen.agreed += verdict.target == whole.target or (
             whole.target in equals and verdict.target in equals
@@ -226,8 +228,8 @@ class SimulatedGateway:
     def _prompt(
         self, request: SimulatedRequest, session: KnownSession, now: float, *, widely: bool = False
     ) -> tuple[int, dict[int, int], TokenSource]:
-        """Tokens of the prompt, and who holds how many of them, as the gateway knows. `widely`: also what
-        nearly everybody holds."""
+        """Tokens of the prompt, and how many of them each endpoint holds, as the gateway knows. `widely`:
+        include prefixes that most endpoints hold."""
         depth = request.prompt_tokens
         if not self._faults.token_error:
             most = (depth - 1) // self._block * self._block

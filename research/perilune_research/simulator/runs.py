@@ -1,6 +1,6 @@
 """Prompts as positions in a tree of runs: the session-run form of a prefix.
 
-A run is a stretch of text that nobody ever branches off from inside: one session's context is usually one
+A run is a stretch of text inside which no prompt branches off: one session's context is usually one
 run, however many turns it has, after a run for what it shares with others (system prompt, task). A prompt is
 then two numbers, (run, depth): everything from the root down to token `depth`, which lies in `run`. Prefix
 caches and the index keep one depth per run instead of thousands of blocks.
@@ -27,7 +27,7 @@ class Runs:
         self.start: list[int] = []
         self.end: list[int] = []
         self.chain: list[tuple[int, ...]] = []
-        """From the root down to the run itself."""
+        """Runs from the root down to this run."""
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -96,7 +96,7 @@ class _Tree:
         return node
 
     def compress(self) -> tuple[Runs, list[int]]:
-        """Runs, and the run of each node."""
+        """Builds the runs; returns them with the run of each node."""
         runs = Runs()
         run_of = [ROOT]
         for node in range(1, len(self.parent)):

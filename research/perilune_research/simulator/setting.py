@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from perilune_api.pool import Migration, MoveTrigger, Routing
 
 PLANNER = "+planner"
-"""Behind a policy's name: with the migration planner beside it, every trigger on."""
+"""Suffix of a policy's name: with the migration planner, every trigger on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,13 @@ class Setting:
     """Policy, parameters, and what the gateway may do."""
 
     policy: str
-    """A policy's name, perhaps with PLANNER behind it."""
+    """A policy's name, optionally with the suffix PLANNER."""
     routing: Routing = Routing()
-    """The parameters of all policies, the planner's and the limits; the name of its policy is not read."""
+    """Parameters of policies and planner, and limits; the policy's name in it is not read."""
     shortlist_above: int = 64
-    """Endpoints from which on a policy sees a shortlist."""
+    """Number of endpoints from which on a policy sees a shortlist."""
     pullable: bool = True
-    """Engines can pull KV from each other."""
+    """Whether engines can pull KV from each other."""
 
     @property
     def migration(self) -> Migration:

@@ -2,10 +2,10 @@
 
 1. Every holder of the prefix, and the session's host.
 2. The `LEAST_LOADED` by what policies call load: pending prefill tokens, requests in flight, sessions.
-3. The `CHEAPEST` for a prompt that nobody holds: by the time to its first token, and by its whole cost in
-   seconds (policy/cost.py) at three lengths, since learned speed, decodes and sessions weigh differently in
-   each; of those whose speed was observed, and of those that are believed to be like the pool: whatever is
-   learned of it moves these together.
+3. The `CHEAPEST` for a prompt that no endpoint holds: by the time to its first token, and by its whole cost
+   in seconds (policy/cost.py) at three lengths, since observed speed, decodes and sessions weigh differently
+   in each. Endpoints whose speed was observed and endpoints believed to be like the pool are ranked apart,
+   since an observation moves the estimates of all the latter together.
 4. The cheapest of each of the smallest numbers of sessions, by which policies choose among costs that no
    prediction tells apart.
 5. The least loaded and the cheapest of those that hold what is held too widely to look at every holder.
@@ -41,15 +41,15 @@ Key = tuple[float, ...]
 
 
 class Ranking:
-    """Numbers in the order of their keys."""
+    """Endpoint numbers, ordered by a key."""
 
     def __init__(self) -> None:
         self._order: list[Key] = []
-        """Each with its number behind it."""
+        """Keys in ascending order, each with its endpoint's number as the last element."""
         self._key: dict[int, Key] = {}
 
     def place(self, number: int, key: Key) -> None:
-        """Its key is this now."""
+        """Sets the key of a number."""
         entry = (*key, number)
         before = self._key.get(number)
         if before != entry:
@@ -64,17 +64,17 @@ class Ranking:
             del self._order[bisect_left(self._order, before)]
 
     def first_of(self, some: Collection[int], count: int) -> Iterable[int]:
-        """Of these."""
+        """The first of the given numbers."""
         return islice((int(entry[-1]) for entry in self._order if entry[-1] in some), count) if some else ()
 
     def first(self, count: int, behind: Key = ()) -> Iterable[int]:
-        """`behind`: of those whose key is not less."""
+        """The first number. `behind`: only among those whose key is not less."""
         at = bisect_left(self._order, behind)
         return [int(entry[-1]) for entry in self._order[at : at + count]]
 
 
 class _Costs:
-    """Some endpoints by one cost: those whose speed was observed, and the others."""
+    """Endpoints ranked by one cost, in two groups: those whose speed was observed, and the others."""
 
     def __init__(self) -> None:
         self.seen, self.unseen = Ranking(), Ranking()

@@ -41,18 +41,18 @@ _QUEUE_SAMPLE_S = 1.0
 
 @dataclass(slots=True)
 class SimulatedOutcome:
-    """What a simulation gives: every request with its times, and what was seen on the way."""
+    """Result of a simulation: every request with its times, and the samples taken meanwhile."""
 
     policy: str
     requests: list[SimulatedRequest]
-    """In the order of their ends."""
+    """Requests in the order of their ends."""
     addresses: list[str]
     moved_bytes: int = 0
     transfer_s: list[float] = field(default_factory=list)
     queue_variance: list[float] = field(default_factory=list)
-    """Over endpoints, of the queue length, sampled evenly in time."""
+    """Variance of the queue length over endpoints, sampled evenly in time."""
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds between two tokens of one request, and how many such gaps, after the warm-up."""
+    """Seconds between two tokens of one request, and the number of such gaps, after the warm-up."""
     seen: Seen = field(default_factory=Seen)
     preemptions: int = 0
     simulated_s: float = 0.0
@@ -125,9 +125,9 @@ class Simulation:
         )
         self.submitted = 0
         self.waiting_legs: deque[SimulatedRequest] = deque()
-        """Prefills that no endpoint was chosen for: the prefill queue."""
+        """The prefill queue: prefills for which no endpoint was chosen."""
         self.leg_of: dict[SimulatedRequest, SimulatedRequest] = {}
-        """Whole request by its prefill leg."""
+        """Maps a prefill leg to its request."""
         self.variances: list[float] = []
         self.sample_s = 0.0
 
@@ -195,7 +195,7 @@ class Simulation:
             self._at(self.gateway.moves.interval_s, self._plan_moves)
 
     def _plan_moves(self) -> None:
-        """The migration planner's pace, as long as anything else will happen."""
+        """Runs the migration planner at its interval, as long as other events are pending."""
         moves = self.gateway.moves
         if self.open or moves.planner.offers:
             self.index.catch_up(self.now)
@@ -220,7 +220,7 @@ class Simulation:
         )
 
     def _sample(self, now: float) -> None:
-        """Queue lengths, once per sampling interval in which something happened."""
+        """Samples queue lengths, once per sampling interval in which something happened."""
         lengths = [engine.running + engine.waiting for engine in self.engines]
         middle = sum(lengths) / len(lengths)
         self.variances.append(sum((n - middle) ** 2 for n in lengths) / len(lengths))
@@ -308,12 +308,12 @@ class Simulation:
         self._move_over(what, arrived=True)
 
     def _move_over(self, request: SimulatedRequest, *, arrived: bool) -> None:
-        """If it carries out a planned move: the target has the KV, or never will."""
+        """Ends the planned move that the request carries out: the target has the KV, or never will."""
         if self.gateway.moves.on and (runs := self.gateway.moves.ended(request, self.now, arrived=arrived)):
             self.engines[request.moved_from].cache.release(runs)
 
     def _prefill_over(self, request: SimulatedRequest) -> bool:
-        """Nothing of its prefill is pending any more; False: that was known."""
+        """Records that the request's prefill is no longer pending; returns False if that was known."""
         if request.prefill_known:
             return False
         request.prefill_known = True
@@ -345,7 +345,7 @@ class Simulation:
     # -- prefill and decode apart ------------------------------------------------------------------
 
     def _split(self, request: SimulatedRequest, decision: Decision, now: float) -> None:
-        """A leg of its own prefills; the request itself waits for it."""
+        """Starts a separate prefill leg, for which the request itself waits."""
         leg = SimulatedRequest(request.task, request.number, now, now)
         leg.output_tokens = 1
         leg.answer_run = leg.run
@@ -361,7 +361,7 @@ class Simulation:
         self.engines[e].add(leg, now)
 
     def _feed_prefill(self, now: float) -> None:
-        """Whichever prefill endpoint is free takes the next of the queue."""
+        """Gives the next prefills of the queue to free prefill endpoints."""
         free = [
             e
             for e in range(self.fleet.prefill_endpoints)

@@ -7,7 +7,8 @@ from perilune_research.simulator.runs import Runs
 
 
 class SimulatedStore:
-    """What all engines of a pool share, or one engine's host memory. Least recently used goes first."""
+    """The store that all engines of a pool share, or one engine's host memory; evicts the least recently
+    used."""
 
     def __init__(self, runs: Runs, capacity_tokens: int) -> None:
         self._cache = RunCache(runs, capacity_tokens)
@@ -16,7 +17,7 @@ class SimulatedStore:
         return self._cache.match(run, depth)
 
     def put(self, run: int, depth: int) -> None:
-        """The prompt (run, depth) was computed somewhere, or read again."""
+        """Puts the prompt (run, depth), which was computed or read again."""
         self._cache.pin(run)
         self._cache.grow(run, depth)
         self._cache.unpin(run)

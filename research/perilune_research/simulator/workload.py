@@ -23,18 +23,18 @@ class Task:
     session: int
     number: int
     run: int
-    """Of the prompt's end."""
+    """Run in which the prompt ends."""
     prompt_tokens: int
     answer_run: int
     output_tokens: int
     gap_s: float
     timestamp_s: float
     own_tokens: int = 0
-    """What an infinite cache of its own session would serve."""
+    """Tokens that an infinite cache of the session alone would serve."""
     any_tokens: int = 0
-    """What an infinite cache would serve."""
+    """Tokens that an infinite cache would serve."""
     ideal_ttft_s: float = 0.0
-    """Alone, its own session's prefix cached."""
+    """Seconds if the turn ran alone with its session's prefix cached."""
     ideal_decode_s: float = 0.0
     ideal_at_s: float = 0.0
     """When an unloaded system would see it."""
@@ -55,7 +55,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is played, and how."""
+    """The jobs that are played, and the mode."""
 
     name: str
     mode: Mode
@@ -63,7 +63,7 @@ class Workload:
     jobs: tuple[Job, ...]
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
     warmup_s: float = 0.0
-    """Turns that an unloaded system would see earlier are played, but not measured: caches fill meanwhile."""
+    """Turns that an unloaded system would see earlier are played, so that caches fill, but not measured."""
 
     @property
     def measured(self) -> list[Task]:
@@ -137,7 +137,7 @@ def _within(job: Job, mode: Mode, window_s: float) -> Job:
 
 
 def _reuse(runs: Runs, jobs: list[Job]) -> None:
-    """Fills in what infinite caches would serve, in the order of an unloaded system."""
+    """Sets what infinite caches would serve, in the order in which an unloaded system sees the turns."""
     everybody: dict[int, int] = {}
     own: list[dict[int, int]] = [{} for _ in jobs]
     order = []

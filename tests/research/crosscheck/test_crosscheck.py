@@ -120,7 +120,7 @@ def test_verdicts_are_told_though_the_disk_is_full():
 @pytest.mark.parametrize("argv", [["--seconds", "0.001"], ["--seconds", "0.5"], ["--rate", "0.001"]])
 def test_too_few_turns_are_no_evidence(argv: list[str], capsys: pytest.CaptureFixture[str]):
     assert cli.main(argv) == WRONG_CALL
-    assert "turns tell too little: 50 at least" in capsys.readouterr().err
+    assert "turns are too few: at least 50 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Written(NamedTuple):
 
 
 def play(work: Path, out: Path, *more: str) -> str:
-    """`perilune evaluate` on the tiny scenario; what it prints."""
+    """`python -m perilune_research evaluate` on the tiny scenario; what it prints."""
     argv = ["--quick", "--seeds", "2", "--jobs", "1", "--out", str(out), "--work", str(work), *more]
     shown = Console(record=True, width=200, file=StringIO())
     for part in cli.run(replace(cli.parse(argv), base=BASE), Console(quiet=True)):
@@ -267,7 +267,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_work(
     argv = {"--out": str(tmp_path), "--work": str(tmp_path)} | {option: "/proc"}
     assert cli.main([word for pair in argv.items() for word in pair]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("perilune evaluate: /proc: ")
+    assert said.startswith("python -m perilune_research evaluate: /proc: ")
     assert f"at `{option}`" in said
 
 

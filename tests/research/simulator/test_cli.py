@@ -108,7 +108,7 @@ def test_rates_may_be_multiples_of_r(capsys: pytest.CaptureFixture[str]):
 def test_wrong_calls_are_one_line(argv: list[str], what: str, capsys: pytest.CaptureFixture[str]):
     assert main([*argv, "--jobs", "1"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[-1].startswith("perilune simulate: ")
+    assert said[-1].startswith("python -m perilune_research simulate: ")
     assert what in said[-1]
 
 
@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_line(option: str, tmp_path: Path, capsys: pytest.Cap
 def test_the_report_is_there_before_anybody_reads_the_table(tmp_path: Path):
     path = tmp_path / "r.json"
     argv = ["simulate", "--policies", "ear", "--rates", "1", *QUICK, "--json", str(path)]
-    code = "import sys; from perilune_lab.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from perilune_research.__main__ import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *argv], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )

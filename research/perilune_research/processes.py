@@ -1,8 +1,8 @@
-"""The same function over many items, in processes of their own, never more than there are items.
+"""Applies a function to many items in parallel processes, of which there are never more than items.
 
-Ctrl-C reaches the whole terminal. Workers never see it: it is blocked while they are forked, because a child
-that is interrupted before it is a worker goes on as a second caller. They are terminated when the caller
-leaves, so what is interrupted ends at once. With one job everything happens in the caller's process.
+Ctrl-C reaches every process of the terminal. SIGINT is blocked while workers are forked, so they never see
+it: a child that is interrupted before it becomes a worker would go on as a second caller. Workers are
+terminated when the caller leaves the context. With one job, everything runs in the caller's process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing.pool import IMapIterator
 from typing import TypeVar
 
 LOOK_UP_S = 0.5
-"""A signal that comes just before a wait for an answer does not end the wait: Python sees it afterwards."""
+"""Seconds between looks for signals: one that comes just before a wait for a result does not end the wait."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +25,8 @@ R = TypeVar("R")
 def mapped(
     function: Callable[[T], R], items: Sequence[T], jobs: int, *, ordered: bool = True
 ) -> Iterator[Iterable[R]]:
-    """Answers as they come, in the order of the items or of their ends. `function` can be pickled."""
+    """Yields results as they come, in the order of the items or of completion. `function` must be
+    picklable."""
     jobs = min(jobs, len(items))
     if jobs <= 1:
         yield map(function, items)

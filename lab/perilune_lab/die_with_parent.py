@@ -1,4 +1,4 @@
-"""Runs a command that dies with its parent: `python -I -S tether.py PARENT_PID COMMAND ARG…`.
+"""Runs a command that dies with its parent: `python -I -S die_with_parent.py PARENT_PID COMMAND ARG…`.
 
 Steps: ask the kernel for SIGKILL at the parent's death → check that the parent is still there (it may have
 died in between) → exec the command. The request survives exec, so nothing of this file stays in memory;

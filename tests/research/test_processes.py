@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from perilune_lab.processes import mapped
+from perilune_research.processes import mapped
 
 INTERRUPTED = """
 import os, signal, time
-from perilune_lab.processes import mapped
+from perilune_research.processes import mapped
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs in the background inherits none
 

@@ -1,0 +1,50 @@
+"""`python -m perilune_research COMMAND …`: the studies behind Perilune's policies, none of which is shipped.
+
+Dispatch and exit statuses are those of `perilune` (`perilune_lab.commands`).
+"""
+
+import sys
+from collections.abc import Sequence
+
+from perilune_lab.commands import Command, Program, run
+
+PROGRAM = Program(
+    name="python -m perilune_research",
+    description="Studies that compare routing policies and check the simulator. They need a checkout of the"
+    " repository;\nthe wheel does not contain them. Simulated figures are not measurements of hardware.",
+    groups={
+        "compare policies": {
+            "simulate": Command(
+                "perilune_research.simulator.cli",
+                "run policies on modelled H20s with equal seeds; print 95 % intervals",
+                "simulate --policies ear,dynamo,round_robin --rates 1 --seeds 4",
+            ),
+            "evaluate": Command(
+                "perilune_research.evaluate.cli",
+                "simulate every policy and write docs/evaluation: bars, figures and tables",
+                "evaluate --quick --out /tmp/evaluation",
+            ),
+        },
+        "check a claim": {
+            "crosscheck": Command(
+                "perilune_research.crosscheck.cli",
+                "run one workload live and simulated; does the simulator agree?",
+                "crosscheck --policies ear,round_robin --seconds 20",
+            ),
+            "fastpath": Command(
+                "perilune_research.fastpath.cli",
+                "decide each turn from its headers and from its body; do both agree?",
+                "fastpath --policies ear,perilune --turns 1000",
+            ),
+        },
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return run(PROGRAM, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
