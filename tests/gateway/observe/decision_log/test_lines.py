@@ -330,4 +330,4 @@ def other_value(value: object, data: st.DataObject) -> object:
 
 def test_locations_come_back_as_such():
     view = decided(written(RECORD)).record.view
-    assert view.prefix.locations == (Location("a", 64),)
+    assert view.prefix.locations == (Location("a", 64), Location("b", 32))
