@@ -304,7 +304,7 @@ def test_a_plan_never_exceeds_its_budget(
         used[move.source, move.target] += move.transfer_bytes
         room[move.target] -= tokens[move.subject]
         if move.reason is not MoveReason.DRAIN:
-            assert move.benefit_s > PARAMS.migration_worth * move.cost_s
+            assert move.benefit_s > PARAMS.worth * move.cost_s
     for link_, size in used.items():
         assert not size or in_flight.get(link_, 0) + size <= link_bytes
     assert min(room.values()) >= 0
