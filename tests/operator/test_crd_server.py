@@ -62,15 +62,15 @@ async def test_the_smallest_pool_shows_what_it_will_be(client: Client, namespace
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        pytest.param("spec", "How KV moves between engines", id="spec"),
-        pytest.param("spec.routing", "Which endpoint gets a request", id="routing"),
-        pytest.param("spec.routing.limits", "Refuse with 429", id="limits"),
+        pytest.param("spec", "KV transfer between engines", id="spec"),
+        pytest.param("spec.routing", "How the gateway chooses the endpoint", id="routing"),
+        pytest.param("spec.routing.limits", "Refuses a request with 429", id="limits"),
         pytest.param(
             "spec.routing.policy.name",
             "sticky: the endpoint that served the session first, always.",
             id="every policy",
         ),
-        pytest.param("spec.topology.placement", "pack: near each other", id="list"),
+        pytest.param("spec.topology.placement", "pack: engines go into as few domains", id="list"),
         pytest.param("status.conditions", "RFC 3339", id="status"),
     ],
 )
