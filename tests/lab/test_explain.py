@@ -60,7 +60,7 @@ async def gateway(*records: DecisionRecord):
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
     )
-    admin = Admin(sources)
+    admin = Admin(data)
     port = await admin.start()
     try:
         yield f"http://127.0.0.1:{port}"
