@@ -1,7 +1,7 @@
 """kopf: watches pools, posts events, and stops the operator. The only module with its decorators.
 
-The event handler does nothing but tell the reconciler. Why kopf's other handlers, which write to the pool,
-are not used, says reconcile.py; why other kinds are watched elsewhere, observe/cluster.py.
+The event handler only informs the reconciler. reconcile.py explains why kopf's other handlers, which write to
+the pool, are not used; observe/cluster.py explains why it watches the other kinds.
 """
 
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ def registry(reconciler: Reconciler, stop: Callable[[], Awaitable[None]]) -> kop
         settings.posting.event_name_prefix = f"{MANAGER}-"
         settings.posting.reporting_component = MANAGER
         settings.peering.standalone = True
-        settings.queueing.exit_timeout = 0.1  # the next leader repeats whatever is left undone
+        settings.queueing.exit_timeout = 0.1  # the next leader carries out the rest
         settings.queueing.idle_timeout = 1.0
         settings.watching.server_timeout = kube.WATCH_S
         settings.watching.client_timeout = kube.WATCH_S + 30

@@ -1,6 +1,6 @@
 """The kinds of objects that the operator creates: their API, and whether every cluster has them.
 
-`render` says what is in them, `apply` writes them, `observe` watches them, all by this table. A new kind also
+`render`, `apply` and `observe` create, write and watch them by this table. For a new kind the operator also
 needs a right (`charts/perilune/files`).
 """
 
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     """Group and version; the core group has no name."""
     plural: str
     optional: bool = False
-    """Some clusters do not have it."""
+    """Whether some clusters lack it."""
 
 
 KINDS: Mapping[str, Kind] = {

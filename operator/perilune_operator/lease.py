@@ -1,16 +1,16 @@
 """Leadership: at most one operator acts, chosen by a Lease (coordination.k8s.io).
 
-`kubernetes.aio`'s elector takes and renews the Lease, and takes over one that has not changed for its
-duration. `Lease` is the lock that the elector works on. It adds what the elector lacks:
+The elector of `kubernetes.aio` takes and renews the Lease, and takes over a Lease that has not changed for
+its duration. `Lease` is the lock that the elector works on. It adds what the elector lacks:
 
 - A deadline. The elector learns of a lost Lease only by asking, so a process that slept (SIGSTOP, a frozen
   machine) would go on writing. `remaining_s` counts from the moment the last renewal was *sent*, by a
-  monotonic clock, and ends a margin before another may take over. Each write asks it first.
+  monotonic clock, and reaches 0 some time before another process may take over. Each write asks it first.
       Held by tests/operator/test_lease.py::test_a_leader_that_slept_stops_before_it_asks and
-      e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
+      e2e/test_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
 - A server that cannot be reached. The elector ends with an exception; this lock reports a failed attempt.
       Held by tests/operator/test_lease.py::test_a_leader_that_cannot_reach_the_server_stops_in_time.
-- Release. The elector keeps the Lease when it is cancelled; the next operator would wait for its duration.
+- Release. The elector keeps the Lease when it is cancelled, so the next operator would wait for its duration.
       Held by tests/operator/test_lease.py::test_an_operator_that_ends_releases_the_lease.
 
 A write that was sent before the deadline can still arrive late. It is one whole object of an older plan: the
@@ -42,7 +42,7 @@ Answer = TypeVar("Answer")
 NAME = "perilune-operator"
 DURATION_S = 10
 SHORTEST_S = 2
-"""The elector does not ask more often than once a second."""
+"""The elector asks at most once a second."""
 
 
 class Lease(LeaseLock):
@@ -94,7 +94,7 @@ class Lease(LeaseLock):
         )
 
     async def release(self) -> None:
-        """Give the Lease to whoever asks next, if this process leads."""
+        """Give up the Lease if this process leads, so that the next candidate gets it at once."""
         if self.remaining_s() <= 0:
             return
         self._leads_until = float("-inf")

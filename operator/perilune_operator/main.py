@@ -134,8 +134,8 @@ async def serve(args: argparse.Namespace) -> None:
 
     probes = await _probes(args.listen, prometheus, tasks, lambda: reconciler.cluster.synced)
     scope: dict[str, Any] = {"namespaces": [args.namespace]} if args.namespace else {"clusterwide": True}
-    # With Python's own settings the garbage collector looks through all copies of pods again and again, which
-    # takes a third of the CPU while 1,000 pods start (docs/benchmarks.md, Operator).
+    # With Python's default settings the garbage collector scans all copies of pods again and again, which
+    # takes a third of the CPU time while 1,000 pods start (docs/benchmarks.md, Operator).
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
@@ -158,7 +158,8 @@ async def _probes(
     tasks: Sequence[asyncio.Task[None]],
     synced: Callable[[], bool],
 ) -> web.AppRunner:
-    """Serves /healthz (the tasks run), /readyz (the watches have listed everything) and /metrics."""
+    """Serve /healthz (200 while all tasks run), /readyz (200 once the watches have listed everything) and
+    /metrics."""
 
     async def alive(request: web.Request) -> web.Response:
         ended = [task.get_name() for task in tasks if task.done()]

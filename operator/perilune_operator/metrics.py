@@ -16,7 +16,7 @@ class Outcome(StrEnum):
 
     DONE = "done"
     FAILED = "failed"
-    """It is repeated."""
+    """The round is repeated after a pause."""
     NOT_LEADER = "not_leader"
     """Leadership was lost during the round."""
 

@@ -107,8 +107,8 @@ def _objects(pool: Context) -> tuple[Object, ...]:
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
-    """An autoscaler is about to take over from a spec that names no replicas any more, which the API server
-    takes for 1: it is to begin with as many as there are. None: nothing to do."""
+    """The number of replicas with which an autoscaler takes over: as many as run now. A spec that no longer
+    names replicas would otherwise start it with the API server's default of 1. None: change nothing."""
     made = endpoints.workload_name(name)
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
@@ -120,9 +120,9 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """What is observed without engines of an earlier spec, and those of these engines that serve. An engine
-    belongs to an earlier spec if its endpoint spanned nodes and now does not, or the reverse, or if it had a
-    role."""
+    """What is observed without the engines of an earlier spec, and these engines (of an endpoint that spans
+    nodes only the leader). An engine belongs to an earlier spec if its endpoint spanned nodes and now does
+    not, or the reverse, or if its role label has another value than today's."""
     spans = endpoints.nodes_per_endpoint(pool) > 1
     present, before = [], []
     for pod in observed.pods:
@@ -137,9 +137,9 @@ def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list
 def _replaced(
     pool: Context, pods: Sequence[PodFacts], wanted: Collection[Key], observed: Observed, now: float
 ) -> Replaced:
-    """Engines of an earlier spec (`pods`) stay until another endpoint serves, or no engine would serve until
-    a model has been loaded. Then they drain like those of a scale-down. Without GPUs to spare (maxSurge 0)
-    they make room at once. `wanted`: the objects of the plan."""
+    """What happens to the engines of an earlier spec (`pods`). They stay until another endpoint serves, since
+    otherwise none would serve while the model loads. Then they drain as in a scale-down. With maxSurge 0,
+    for clusters without GPUs to spare, they make room at once. `wanted`: the objects of the plan."""
     if str(pool.spec.rollout.max_surge) in ("0", "0%"):
         return Replaced(pods)
     workloads = frozenset(
@@ -162,8 +162,8 @@ def _replaced(
 
 
 def _surroundings(pool: Context, observed: Observed) -> tuple[frozenset[str], frozenset[str], float]:
-    """The nodes that are being emptied, the gateways that answer marks, and the seconds to wait for sessions.
-    Without a gateway there are no sessions to wait for."""
+    """The nodes that are being emptied, the gateways that answer marks, and the seconds to wait for sessions,
+    which are 0 for a pool without a gateway: it has no sessions."""
     leaving = frozenset(node.name for node in observed.nodes if node.leaving)
     gateways = frozenset(p.name for p in observed.pods if p.component == "gateway" and p.serves)
     asked = pool.spec.gateway.replicas or pool.spec.gateway.min_replicas
@@ -178,7 +178,8 @@ def _drain(pool: Context, observed: Observed, now: float) -> Drain:
 
 
 def _with_workers(leader: PodFacts, observed: Observed, leaving: frozenset[str]) -> PodFacts:
-    """An endpoint that spans nodes leaves with the first of them: its leader counts as running there."""
+    """The leader of an endpoint, placed on the first of the endpoint's nodes that is being emptied, since the
+    whole endpoint has to leave with that node."""
     if leader.group < 0 or not leaving:
         return leader
     for pod in observed.pods:

@@ -5,16 +5,16 @@ again.
 
 Level-triggered: what should exist follows from what is observed, never from which event came. A failed round
 is repeated after a pause that doubles each time. Only the leader does rounds; the other operators keep their
-copies warm. Rounds of different pools run side by side, ROUNDS_AT_ONCE at a time.
+copies of objects up to date. Rounds of different pools run concurrently, ROUNDS_AT_ONCE at a time.
 
-kopf's own means of running a handler per pool and of repeating it are not used, because they write to the
-pool, at any time and without asking the Lease:
+kopf can run and repeat a handler per pool by itself. This is not used, because kopf would then write to the
+pool at any time, without asking the Lease:
 
 - Daemons and timers (and with them `TemporaryError`) put a finalizer on it, so that it could not be deleted
   while no operator runs. Held by tests/operator/test_operator_process.py::
   test_a_pool_can_be_deleted_while_no_operator_runs.
 - Handlers of resume, create, update and delete keep their progress and the last handled spec in annotations.
-  Held by e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm, which finds that an
+  Held by e2e/test_operators.py::test_one_that_slept_past_its_lease_does_no_harm, which finds that an
   operator that has lost its Lease writes nothing.
 """
 
@@ -48,16 +48,17 @@ from perilune_operator.render.objects import Defaults
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.1
-"""Events that come within this time make one round."""
+"""Events within this time cause one round."""
 RETRY_S = (0.5, 30.0)
 """Shortest and longest pause after a failed round; it doubles each time."""
 ROUNDS_AT_ONCE = 4
-"""A new leader looks at every pool: a few at a time, so that none waits for all the others."""
+"""The most rounds at a time. A new leader does a round for every pool. If all ran at once, each would take
+as long as all together."""
 
 
 @dataclass(slots=True)
 class _Pool:
-    """A pool as it is known, and the tasks that look after it."""
+    """A pool as last seen, and the tasks that look after it."""
 
     name: PoolName
     body: Object
@@ -65,7 +66,7 @@ class _Pool:
     tasks: tuple[asyncio.Task[None], ...] = ()
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     woken_at: float = inf
-    """When the first event came since the last round began."""
+    """When the first event since the start of the last round came."""
     stats: GatewayStats | None = None
     """What its gateways reported last."""
     failures: int = 0
@@ -87,7 +88,7 @@ class _Pool:
 
 
 class Reconciler:
-    """All pools."""
+    """Looks after all pools."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Reconciler:
     # -- what handlers and watches report ----------------------------------------------------------
 
     def pool_seen(self, body: Object) -> None:
-        """A pool exists, or has another version than before. Older versions are ignored."""
+        """Take in a pool that is new or has changed. Older versions are ignored."""
         meta = body["metadata"]
         name = meta["namespace"], meta["name"]
         known = self._pools.get(name)
@@ -130,7 +131,8 @@ class Reconciler:
                 known.wake(self._clock())
 
     def pool_gone(self, name: PoolName, uid: str) -> None:
-        """The pool with this uid does not exist any more; garbage collection takes its objects."""
+        """Forget the pool with this uid, which does not exist any more; garbage collection removes its
+        objects."""
         pool = self._pools.get(name)
         if pool is None or pool.uid != uid:
             return
@@ -140,14 +142,13 @@ class Reconciler:
         self._metrics.pools.set(len(self._pools))
 
     def wake(self, name: PoolName | None) -> None:
-        """Look at one pool, at all of a namespace (a name without the second part), or at all."""
+        """Wake one pool, all pools of a namespace (the second part of the name is empty), or all (None)."""
         for pool in self._pools.values():
             if name in (None, pool.name, (pool.name[0], "")):
                 pool.wake(self._clock())
 
     async def close(self) -> None:
-        """Stop looking after pools. A round that runs is left where it is; the next leader's plan is
-        whole."""
+        """Stop looking after pools. A running round is abandoned; the next leader's plan is whole."""
         tasks = [task for pool in self._pools.values() for task in pool.tasks]
         for task in tasks:
             task.cancel()
@@ -225,7 +226,7 @@ class Reconciler:
         return _due_in_s(pool, planned, applied)
 
     async def _follow_stats(self, pool: _Pool) -> None:
-        """Read what the pool's gateways report. Beside the rounds, so that none waits for a gateway."""
+        """Read what the pool's gateways report, in a task of its own so that no round waits for a gateway."""
         while True:
             if self._fence.remaining_s() > 0:
                 stats = await self._pages.read(self.cluster.pods(pool.name))

@@ -2,22 +2,24 @@
 
     4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2 replicas
 
-1. *Choose* as a ReplicaSet would (pods that are not ready first), but before that: pods that were chosen
-   before, pods on a node that is being emptied, the youngest. A ReplicaSet takes no names, only
+1. *Choose* in this order: pods that are not ready (as a ReplicaSet does), pods that were chosen before, pods
+   on a node that is being emptied, the youngest. A ReplicaSet cannot be told names, only
    `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices, whether or not
-   their pods exist just now.
+   their pods exist just now, so its highest indices are chosen.
 2. *Mark* the chosen: the gateway sends no new sessions there, and known ones finish (names.DRAINING).
 3. *Wait* until every ready gateway has answered that mark (names.DRAINED), or for `sessionSeconds`. The
    workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
 4. *Remove* all of them together, since they have the same deletion cost. Requests that still run then are
    preStop's task (`drainSeconds`).
 
-A node that is cordoned, or tainted by an autoscaler that means to remove it, has its engines marked, unless
-nobody else could take a new session. They are not deleted: who cordons a node also evicts, and an operator
-that deleted pods on a mere cordon would surprise. A changed template needs none of this: the Deployment
-starts the new engine first, and a terminating one is never picked; so while it rolls, replicas follow the
-spec at once, and it chooses by itself. Engines whose whole workload is to go, since endpoints
-span another number of nodes, are all chosen (plan.py).
+The engines of a cordoned node, or of one with the taint of an autoscaler that means to remove it, are marked,
+unless no other engine could take a new session. They are not deleted: a cordon alone removes no pods, and a
+drain of the node evicts them.
+
+A changed pod template needs none of this: the Deployment starts the new engine first, and a terminating
+engine is never picked. While it rolls out, replicas follow the spec at once and the Deployment chooses by
+itself. If the whole workload goes, because endpoints span another number of nodes, all of its engines are
+chosen (plan.py).
 
 Pure. Costs O(n log n) for n engines.
 """
@@ -34,7 +36,7 @@ from perilune_operator.observe.timestamps import seconds, timestamp
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Annotations to write on a pod; None removes one. Only those that differ from what the pod carries."""
+    """Annotations to write on a pod, as far as they differ from what it carries; None removes one."""
 
     pod: str
     uid: str
@@ -43,17 +45,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Of the engines."""
+    """What happens to the engines."""
 
     replicas: int
-    """Replicas that the workload should have now: those wanted, and those that may not be removed yet."""
+    """Replicas that the workload should have now: the wanted ones, and those that may not be removed yet."""
     marks: tuple[Mark, ...] = ()
     leaving: tuple[str, ...] = ()
     """Pods to be removed, which wait for their sessions to leave or for their deletion."""
     emptied: tuple[str, ...] = ()
     """Pods on a node that is being emptied, which take no new sessions."""
     again_in: float = inf
-    """Seconds until they have waited long enough."""
+    """Seconds until the leaving pods have waited long enough; inf when nothing waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,12 @@ class Replaced:
     """Engines of an earlier spec, whose endpoints had another number of nodes."""
 
     pods: Sequence[PodFacts] = ()
-    """The pods that serve; without the further pods of endpoints that span nodes."""
+    """Their pods; of an endpoint that spans nodes only the leader."""
     workloads: frozenset[Key] = frozenset()
-    """Their workloads, as far as these stay for now."""
+    """Those of their workloads that stay for now."""
     drain: Drain = Drain(0)
     needed: bool = False
-    """They serve, and no other endpoint does."""
+    """They have to stay, because no other endpoint serves yet."""
 
 
 def drain(
@@ -78,7 +80,9 @@ def drain(
     session_s: float,
     now: float,
 ) -> Drain:
-    """`pods`: engines. `workload`: theirs, as it is; None: not made yet. `gateways`: who is to answer."""
+    """Decide what happens to engines. `pods`: the engines. `wanted`: how many the spec asks for. `workload`:
+    the live object that runs them; None before it exists. `gateways`: those that have to answer a mark.
+    `session_s`: how long to wait for sessions. `now`: seconds since the epoch."""
     order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
     order.sort(key=lambda pod: pod.created, reverse=True)
     order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
@@ -130,8 +134,8 @@ def _wait_s(pod: PodFacts, gateways: frozenset[str], session_s: float, now: floa
 
 
 def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
-    """What is to change. A draining mark that a user wrote (it is not a time) stays, unless the pod is
-    removed."""
+    """The annotations that have to change. A draining mark that a user wrote, which is not a time, stays
+    unless the pod is to be removed."""
     carried = {names.DRAINING: pod.draining or None, names.DELETION_COST: CHOSEN_COST if pod.chosen else None}
     wanted = {names.DRAINING: draining, names.DELETION_COST: cost}
     if cost is None and pod.draining and not _own_mark(pod):
@@ -140,5 +144,5 @@ def _mark(pod: PodFacts, draining: str | None, cost: str | None) -> Mark:
 
 
 def _own_mark(pod: PodFacts) -> str:
-    """The pod's draining mark if the operator wrote it: then it is a time."""
+    """The pod's draining mark if the operator wrote it, which shows in its being a time; otherwise empty."""
     return pod.draining if seconds(pod.draining) is not None else ""

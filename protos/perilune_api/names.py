@@ -66,7 +66,7 @@ Component = Literal["engine", "engine-worker", "gateway", "master"]
 """engine: pods that are endpoints, and their workloads. engine-worker: further pods of an endpoint that spans
 nodes. master: the Mooncake master."""
 ROLE_LABEL = "perilune.dev/role"
-"""Of an engine pod: both, since every endpoint prefills and decodes."""
+"""Label of an engine pod: always `both`, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: the port at which it publishes KV events. The replay port is the next one."""
 DRAINING = "perilune.dev/draining"

@@ -1,16 +1,16 @@
 """Applies the plan of one pool: server-side apply with one field manager, pruning, marks, status.
 
-    rehearse ─▶ scale and mark ─▶ write what others name (roles, accounts, configuration) ─▶ the rest ─▶ prune
+    rehearse ─▶ scale and mark ─▶ write roles, accounts, configuration ─▶ write the rest ─▶ prune
 
 Nothing is written when nothing changes. An object is skipped when the digest that it carries is that of the
 wanted object, and the operator's field manager owns exactly the fields that it owned after its last apply.
-The digest tells a changed plan and a late write of another operator; the fields tell anyone else's change,
-since who changes a field takes it over. After a start every object is applied once, which changes nothing on
-the server.
+The digest reveals a changed plan and a late write of another operator. The fields reveal a change by any
+other client, because a client that changes a field takes over its ownership. After a start every object is
+applied once, which changes nothing on the server.
 
-Objects that contain a user's own words (podTemplates, host names) are rehearsed first: the API server
-validates them in a dry run. If it refuses one, nothing at all is written, so that what runs goes on. An
-object of the wanted name that does not belong to the pool is left alone.
+Objects with parts that a user wrote (podTemplates, host names) are rehearsed first: the API server validates
+them in a dry run. If it refuses one, nothing at all is written, and everything keeps running as it is. An
+object that has the wanted name but does not belong to the pool is left alone.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 WATCH_LAG_S = 3.0
 """How long an object that was written may be missing from the watch before it counts as deleted."""
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
-"""Kinds that name objects of the first wave: a binding is refused without its role, pods without their
-account."""
+"""Kinds that refer to objects of the first wave: the API server refuses a binding without its role, and pods
+without their account."""
 REHEARSED = frozenset({"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute"})
-"""Kinds that contain a user's own words, which no schema of the operator can check."""
+"""Kinds with parts that a user wrote and that no schema of the operator can check."""
 GONE_OR_REPLACED = frozenset({404, 409})
-"""Answers to a write that names a uid, when the object is gone or another one has its name."""
+"""Status codes of a write that names a uid, when the object is gone or another one has its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Applied:
     """The result of applying a plan."""
 
     refused: tuple[Refusal, ...] = ()
-    """What the API server finds wrong in rehearsed objects. If there is any, nothing was written."""
+    """The rehearsed objects that the API server refuses. If there are any, nothing was written."""
     errors: tuple[str, ...] = ()
-    """What it refused to write, in words."""
+    """Messages about writes that it refused."""
     settled: bool = True
-    """The watches have shown everything that was written. Otherwise look again after WATCH_LAG_S."""
+    """Whether the watches have shown everything that was written. If not, look again after WATCH_LAG_S."""
 
 
 class Applier:
-    """One pool. Remembers what the operator owns in each of its objects."""
+    """Applies plans of one pool, and remembers which fields the operator owns in each of its objects."""
 
     def __init__(self, writer: Writer, owner: Owner, clock: Callable[[], float]) -> None:
         self._writer = writer
@@ -66,9 +66,9 @@ class Applier:
         self._applied: dict[Key, tuple[str, str]] = {}
         """Digest and owned fields of each object after its last apply."""
         self._unseen: dict[Key, tuple[Object, float]] = {}
-        """What was written, and when, and no watch has shown yet."""
+        """Objects that were written and that no watch has shown yet, with the time of the write."""
         self._rehearsed: dict[Key, str] = {}
-        """Digest of what the API server accepted, whatever its number of replicas."""
+        """Digest, without replicas, of each object that the API server accepted in a dry run."""
 
     def is_own_write(self, obj: Object) -> bool:
         """Whether this version of an object is the one that was written last."""
@@ -122,7 +122,8 @@ class Applier:
         return not self._owner.controls(found)
 
     def _is_new(self, obj: Object, children: Mapping[Key, Object]) -> bool:
-        """Whether the API server has to be asked about an object that a user has a part in."""
+        """Whether an object has to be rehearsed: a user wrote a part of it, and this form of it is neither
+        stored nor accepted yet."""
         live = children.get(key(obj))
         stored = self._owner.applied_digest(live) if live else ""
         is_as_stored = obj["kind"] not in REHEARSED or digest(obj) == stored
@@ -150,7 +151,7 @@ class Applier:
         return is_as_applied and owner.applied_digest(live) == digest(obj)
 
     async def _write(self, obj: Object, live: Object | None) -> str:
-        """Apply one object. Return what the API server refused, in words; empty when it was written."""
+        """Apply one object. Return a message if the API server refused it, else an empty text."""
         k, owner, meta = key(obj), self._owner, obj["metadata"]
         live = self._newest(k, live)
         annotations = {**(meta.get("annotations") or {}), owner.hash_annotation(obj): digest(obj)}
@@ -172,7 +173,7 @@ class Applier:
         return ""
 
     def _newest(self, k: Key, live: Object | None) -> Object | None:
-        """What the watch shows, unless it has not come to what was written yet."""
+        """The newer one of what the watch shows and what was written last."""
         if k not in self._unseen:
             return live
         written, at = self._unseen[k]
@@ -184,8 +185,8 @@ class Applier:
         return live
 
     async def _remove(self, live: Object) -> str:
-        """Delete an object of the pool, or give up its part of a shared one. Return what the API server
-        refused, in words; empty otherwise."""
+        """Delete an object of the pool, or give up the pool's part of a shared one. Return a message if the
+        API server refused it, else an empty text."""
         k, meta, owner = key(live), live["metadata"], self._owner
         shares = is_shared(live) and owner.uid in owner_uids(live)
         if "deletionTimestamp" in meta or not (shares or owner.controls(live)):
@@ -213,7 +214,7 @@ class Applier:
             nothing = {"apiVersion": live["apiVersion"], "kind": live["kind"], "metadata": named}
             live = await self._writer.apply(path(live), live["kind"], nothing, owner.manager(live))
         if owner_uids(live) <= {owner.uid}:
-            # Only this very version: another pool might own a newer one.
+            # Delete this version only: another pool might own a newer one.
             this = {part: live["metadata"][part] for part in ("uid", "resourceVersion")}
             await self._writer.delete(path(live), live["kind"], this)
 
@@ -226,8 +227,8 @@ class Applier:
         await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
 
     async def _mark(self, mark: Mark) -> str:
-        """Annotate a pod through its status, so that the operator needs no right to change pods. Return what
-        the API server refused, in words; empty otherwise."""
+        """Annotate a pod through its status, so that the operator needs no right to change pods. Return a
+        message if the API server refused it, else an empty text."""
         body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
         where = f"{collection('v1', self._owner.namespace, 'pods')}/{mark.pod}/status"
         try:

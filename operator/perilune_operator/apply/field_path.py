@@ -1,7 +1,7 @@
 """Paths through Kubernetes objects: parsed as the API server writes them, shown as users write them. Pure.
 
-Things in a list that have names are known by name, because they have other places in a user's list than in
-the rendered one.
+A list item that has a name is identified by it, because its index in a user's list differs from that in the
+rendered one.
 """
 
 import re
@@ -12,7 +12,7 @@ from perilune_operator.observe.facts import Object
 
 
 class Named(NamedTuple):
-    """The item of that name in a list."""
+    """A path's step to the list item of that name."""
 
     name: str
 
@@ -22,7 +22,8 @@ Path = tuple[PathPart, ...]
 
 
 def parse(obj: Object, field: str) -> Path:
-    """`spec.list[0].key` or `.spec.list[name="a"].key` in `obj`, whose keys may contain dots."""
+    """Parse `spec.list[0].key` or `.spec.list[name="a"].key`. Keys may contain dots; `obj` tells where they
+    end."""
     rest, at = field if field[:1] in ("", ".", "[") else f".{field}", obj
     made: list[PathPart] = []
     while rest:
@@ -60,7 +61,7 @@ def _item(at: Any, inside: str) -> PathPart:
 
 
 def into(at: Any, part: PathPart) -> Any:
-    """What lies one part further; None when there is nothing."""
+    """The value one step further; None when there is none."""
     if isinstance(part, Named):
         return at[i] if isinstance(at, list) and (i := _index(at, part)) is not None else None
     if isinstance(part, int):
@@ -74,7 +75,7 @@ def _index(items: Sequence[Any], named: Named) -> int | None:
 
 
 def at(obj: Any, path: Sequence[PathPart]) -> Any:
-    """What lies at a path; None when there is nothing."""
+    """The value at a path; None when there is none."""
     for part in path:
         obj = into(obj, part)
     return obj
@@ -90,7 +91,7 @@ def common(obj: Any, path: Path) -> Path:
 
 
 def shown(spec: Object, path: Sequence[PathPart]) -> str:
-    """`$.spec.…`, with indices in the user's own lists."""
+    """Write a path as `$.spec.…`, with indices in the user's own lists."""
     here: Any = spec
     made = "$.spec"
     for part in path:

@@ -1,4 +1,4 @@
-"""Whose an object is, and whether it is still as it was last applied. Pure."""
+"""Which pool an object belongs to, and whether it is still as it was last applied. Pure."""
 
 import hashlib
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
-"""What the API server finds wrong in a rendered object → the field of the pool that it comes from.
+"""An error of the API server about a rendered object → the field of the pool that causes it.
 
-1. *Causes.* A 422 names fields (`spec.template.spec.containers[0].image`). What server-side apply cannot read
-   is named in its message (`.spec.template.spec.containers[name="engine"].image: expected string`), with
-   status 500 as of Kubernetes 1.36. Any other refusal is not the spec's fault and has no causes.
+1. *Causes.* A 422 names fields (`spec.template.spec.containers[0].image`). If server-side apply cannot read a
+   field, it names it in a message (`.spec.template.spec.containers[name="engine"].image: expected string`)
+   with status 500, as of Kubernetes 1.36. Any other refusal is not the spec's fault and has no causes.
 2. *Path.* The field is looked up in the rendered object (field_path.py).
-3. *Origin.* The user's podTemplate if it contains that very field; else the field of the spec that the
-   operator rendered it from; else the podTemplate if it contains what surrounds the field (a container
-   without its image); else none, and the message names the rendered field.
+3. *Origin.* The first of these that exists: that very field in the user's podTemplate; the field of the spec
+   from which the operator rendered it; the surrounding field in the podTemplate (such as a container without
+   its image). If there is none, the message names the rendered field.
 
-Pure. It speaks of fields of `spec` as users write them, with defaults filled in.
+Pure. Paths name fields of `spec` as users write them, with defaults filled in.
 """
 
 import re
@@ -21,7 +21,7 @@ from perilune_operator.observe.facts import Object
 from perilune_operator.render import mooncake
 
 MOST = 5
-"""Causes that a message lists; one mistake may have many."""
+"""The most causes that a message lists; one mistake may have many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ _FIELD_AND_MESSAGE = re.compile(r"(\.[^\s:\[\]]+(?:\[[^\]]*\][^\s:\[\]]*)*): (.+
 
 
 def causes(error: kube.ApiError) -> tuple[tuple[str, str], ...]:
-    """What is wrong in the object itself; empty when it was refused for another reason."""
+    """Fields and messages about the object itself; empty when it was refused for another reason."""
     if error.status == 422:
         return error.causes
     if error.message.startswith(_UNREADABLE):
@@ -113,8 +113,8 @@ _ORIGINS: Mapping[str, tuple[tuple[Path, Path], ...]] = {
     "Deployment": ((("spec", "strategy", "rollingUpdate"), ("rollout",)),),
     "LeaderWorkerSet": ((("spec", "rolloutStrategy", "rollingUpdateConfiguration"), ("rollout",)),),
 }
-"""Kind → prefixes of rendered paths, with the field that each is rendered from. The rest has the same
-name."""
+"""Kind → prefixes of rendered paths, each with the field from which it is rendered. What follows a prefix is
+the same in both."""
 
 
 def _origin(obj: Object, spec: Object, path: Path, inside: Path | None) -> Path | None:

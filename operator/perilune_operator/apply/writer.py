@@ -1,7 +1,7 @@
-"""The only way to the API server for whatever carries out a plan.
+"""Sends the requests that carry out a plan to the API server.
 
 Each write first asks the fence (lease.Lease) how long this process certainly leads, and may take no longer
-than that. Held by e2e/test_killed_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
+than that. Held by e2e/test_operators.py::test_one_that_slept_past_its_lease_does_no_harm.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from perilune_api import kube
 from perilune_operator.observe.facts import Object
 
 REQUESTS_AT_ONCE = 16
-"""Over all pools. A small API server answers a few requests at a time sooner than many at once."""
+"""The most requests at a time, over all pools. A small API server is faster with few of them."""
 
 
 class NotLeaderError(Exception):
@@ -20,7 +20,7 @@ class NotLeaderError(Exception):
 
 
 class Fence(Protocol):
-    """What a write asks."""
+    """Tells a write how long this process leads."""
 
     def remaining_s(self) -> float:
         """Seconds for which this process certainly leads; 0 or less when it does not."""
@@ -36,7 +36,7 @@ class Writer:
         fence: Fence,
         on_write: Callable[[str, str], None] = lambda method, kind: None,
     ) -> None:
-        """`on_write` hears method and kind of each write."""
+        """`on_write` is called with method and kind of each write."""
         self._client = client
         self._fence = fence
         self._on_write = on_write

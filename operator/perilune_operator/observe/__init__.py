@@ -1,4 +1,4 @@
-"""What the cluster says about a pool, gathered before anything is decided.
+"""The facts about a pool, gathered from the cluster before anything is decided.
 
 facts.py            values that a plan reads
 readers.py          Kubernetes objects → facts

@@ -1,12 +1,12 @@
-"""Watches what belongs to the pools, and gathers everything about one pool (`observe`).
+"""Watches the objects of all pools, and gathers everything about one pool (`observe`).
 
-The watches are `perilune_api.kube.follow`'s, beside kopf's own:
+It uses `perilune_api.kube.follow` beside kopf's own watch of pools, for two reasons:
 
-- kopf does not learn of an object that was deleted while it could not watch; a collection that is listed anew
-  does. Held by tests/operator/test_operator_process.py::
+- kopf does not learn of an object that was deleted while its watch was interrupted. `follow` lists the
+  collection again and so notices. Held by tests/operator/test_operator_process.py::
   test_a_pool_deleted_behind_the_operators_back_stays_deleted, for pools and for nodes.
-- The API server selects by the operator's labels. kopf's filters select in this process, so that every
-  ConfigMap and pod of the cluster would pass through it.
+- `follow` has the API server select by the operator's labels. kopf's filters select in this process, which
+  would receive every ConfigMap and pod of the cluster.
 """
 
 import asyncio
@@ -36,8 +36,9 @@ class Cluster:
         is_own_write: Callable[[PoolName, Object], bool],
     ) -> None:
         """`namespace`: the only one to watch; empty: all.
-        `on_change`: a pool is concerned by a change; None: every pool is.
-        `on_gone`: the pool with this uid does not exist any more. `is_own_write`: as in Copies."""
+        `on_change`: called with the pool that a change concerns; None: all pools.
+        `on_gone`: called when the pool with this uid does not exist any more. `is_own_write`: as in
+        Copies."""
         self._client = client
         self._namespace = namespace
         self._on_change = on_change

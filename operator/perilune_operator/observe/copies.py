@@ -1,6 +1,7 @@
 """Copies of the watched objects, by the pool that they belong to. No I/O.
 
-Each change costs a look at the changed object only, and returns the pools that it concerns.
+Methods that take in a change return the pools that it concerns. For pods and the pools' objects they look at
+the changed ones only.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -21,12 +22,13 @@ class Copies:
     """Everything that is watched."""
 
     def __init__(self, is_own_write: Callable[[PoolName, Object], bool] = lambda pool, obj: False) -> None:
-        """`is_own_write`: the object is as the operator itself wrote it last, so the pool knows it."""
+        """`is_own_write`: whether an object is as the operator itself wrote it last, so that its pool need
+        not be woken."""
         self._is_own_write = is_own_write
         self._by_kind: dict[str, dict[str, Object]] = {}
         """By kind, then by namespace/name."""
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
-        """The same, by kind, then by pool."""
+        """The same objects by kind, then by pool, then by namespace/name."""
         self._nodes: dict[str, NodeFacts] | None = None
         self._pools: dict[PoolName, str] = {}
         """The uid of each pool."""
@@ -91,14 +93,15 @@ class Copies:
         return concerned
 
     def take_nodes(self, objects: Objects, changed: Collection[str]) -> bool:
-        """Return whether a fact about the nodes is another than before."""
+        """Take in nodes; return whether a fact about them has changed."""
         before = self._nodes
         self._nodes = {name: facts for name, facts in (before or {}).items() if name not in changed}
         self._nodes |= {name: readers.node(objects[name]) for name in changed if name in objects}
         return self._nodes != before
 
     def take_pools(self, objects: Objects) -> dict[PoolName, str]:
-        """Return the pools that are gone, with the uids that they had. Another pool may have the name now."""
+        """Take in the pools; return those that are gone, with their uids. Another pool may have the name
+        now."""
         before, self._pools = self._pools, {}
         for obj in objects.values():
             meta = obj["metadata"]
@@ -106,14 +109,14 @@ class Copies:
         return {pool: uid for pool, uid in before.items() if self._pools.get(pool) != uid}
 
     def take_parents(self, objects: Objects) -> bool:
-        """Take in the Gateways; return whether a fact about them is another than before."""
+        """Take in the Gateways; return whether a fact about them has changed."""
         seen = {name: readers.parent(obj) for name, obj in objects.items()}
         changed, self._parents = seen != self._parents, seen
         self._compare_routes()
         return changed
 
     def _compare_routes(self) -> set[PoolName]:
-        """Return the pools that have another rival than before."""
+        """Return the pools whose rival has changed."""
         seen = self._by_kind.get("HTTPRoute", {}).values()
         routes = {_pool(route): route for route in seen if _pool(route)[1] == route["metadata"]["name"]}
         gateways = {name: facts.given for name, facts in (self._parents or {}).items()}
@@ -128,7 +131,7 @@ def _pool(obj: Object) -> PoolName:
 
 
 def _has_only_other_owners(old: Object | None, new: Object) -> bool:
-    """A shared object of which neither spec nor status changed: at most a pool came to it or left it."""
+    """Whether neither spec nor status of a shared object changed, so that at most its owners did."""
     if old is None or _pool(new)[1]:
         return False
     return all(old.get(part) == new.get(part) for part in ("spec", "status"))

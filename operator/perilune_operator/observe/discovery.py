@@ -9,12 +9,12 @@ from perilune_operator.kinds import OPTIONAL, full_name
 log = logging.getLogger(__name__)
 
 GONE_AFTER = 3
-"""A kind counts as gone after it was missing so many times in a row. An API server that starts does not serve
-its CRDs for a while, and the operator prunes the objects of a kind that is gone."""
+"""How many times in a row a kind has to be missing before it counts as gone. An API server that starts does
+not serve its CRDs for a while, and the operator prunes the objects of a kind that is gone."""
 
 
 class Discovery:
-    """Asks the API server and remembers the answer."""
+    """Asks the API server for its optional kinds, and remembers the answer."""
 
     def __init__(self, client: kube.Client) -> None:
         self._client = client

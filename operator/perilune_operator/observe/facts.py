@@ -1,4 +1,4 @@
-"""The facts about a pool and its surroundings, cut down to what a plan reads."""
+"""The facts about a pool and its surroundings that a plan reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class PodFacts:
     draining: str = ""
     """The value of its draining mark; empty without one."""
     drained_by: frozenset[str] = frozenset()
-    """Gateways that have answered this draining mark: they run nothing there any more."""
+    """Gateways that have answered this draining mark, because they run nothing on this pod any more."""
     chosen: bool = False
     """The pod carries the deletion cost by which a ReplicaSet removes it first."""
     group: int = -1

@@ -24,7 +24,7 @@ _HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 
 
 def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
-    """Sum up metrics pages, of which one that was not answered is empty. None when none was answered."""
+    """Sum up metrics pages. An empty page stands for a gateway that did not answer; None when none did."""
     sessions = [number for page in pages if (number := _number(_SESSIONS, page)) is not None]
     ratios = [number for page in pages if (number := _number(_HIT_RATIO, page)) is not None]
     mean = sum(ratios) / len(ratios) if ratios else None
@@ -52,12 +52,12 @@ class GatewayPages:
             await self._http.close()
 
     async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
-        """Ask those of a pool's pods that are gateways and serve. None when none answered."""
+        """Ask the gateways among a pool's pods that serve. None when none answered."""
         addresses = [pod["status"].get("podIP", "") for pod in pods if _is_gateway(pod)]
         return gateway_stats(await asyncio.gather(*(self._page(ip) for ip in addresses if ip)))
 
     async def _page(self, ip: str) -> str:
-        """Empty when the gateway did not answer."""
+        """The metrics page of one gateway; empty when it did not answer."""
         if self._http is None:  # it needs a running loop
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
         host = f"[{ip}]" if ":" in ip else ip

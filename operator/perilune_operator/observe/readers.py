@@ -23,7 +23,8 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
 def node(obj: Object) -> NodeFacts:
-    """Counts as GPUs what their vendors call so: nvidia.com/gpu, amd.com/gpu."""
+    """Read a node. Extended resources that end in `/gpu` count as GPUs, such as nvidia.com/gpu and
+    amd.com/gpu."""
     allocatable = obj.get("status", {}).get("allocatable") or {}
     gpus = sum(int(number) for name, number in allocatable.items() if name.endswith("/gpu"))
     labels, spec = obj["metadata"].get("labels") or {}, obj.get("spec") or {}
@@ -59,7 +60,8 @@ def pod(obj: Object) -> PodFacts:
 
 
 def _trouble(status: Object) -> str:
-    """Leaves out messages that change all the time, such as a back-off that counts its seconds."""
+    """Why a pod does not run; empty when it runs. Without messages that change all the time, such as a
+    back-off that counts its seconds."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
@@ -92,7 +94,7 @@ def verdicts(conditions: Sequence[Object] | None, generation: int, *types: str) 
 
 
 def parent(obj: Object) -> ParentFacts:
-    """Reads a Gateway."""
+    """Read a Gateway."""
     status, generation = obj.get("status") or {}, obj["metadata"].get("generation", 0)
 
     def programmed(reported: Object) -> Verdict | None:
@@ -123,7 +125,8 @@ def _listener(listener: Object, own_namespace: str) -> Listener:
 
 
 def _selected(selector: Object) -> frozenset[str] | None:
-    """The namespaces that a selector names; None: all. Labels other than the name cannot be looked up."""
+    """The namespaces that a selector names; None: all. The operator cannot look up labels of namespaces other
+    than their name, so a selector by such labels yields no namespace."""
     labels, rules = selector.get("matchLabels") or {}, selector.get("matchExpressions") or ()
     named = [{value} for label, value in labels.items() if label == NAMESPACE_NAME]
     is_in = [rule for rule in rules if (rule["key"], rule["operator"]) == (NAMESPACE_NAME, "In")]

@@ -4,12 +4,12 @@
    route's own, narrowed to the listener's where the Gateway is watched. A wider host than another's (`*.a`,
    any) is a different claim, since it gets what the narrower one leaves.
 2. The oldest route gets what it claims; among routes of the same second, the first by namespace and name.
-   Gateway API decides so between routes that match alike (v1, HTTPRouteRule.matches), and all pools' routes
-   do: each has the same path.
-3. A pool that claims what an older one has, has a *rival*. Its route is accepted nevertheless, and only the
-   operator's status tells that it gets no requests.
+   This is Gateway API's rule for routes that match equally (v1, HTTPRouteRule.matches), as the routes of
+   all pools do, since they have the same path.
+3. A pool that claims what an older pool gets has a *rival*. Its route is accepted nevertheless; only the
+   operator's status says that it gets no requests.
 
-Pure. Costs a look at each claim. Routes that do not belong to pools are ignored.
+Pure. The cost grows with the number of claims. Routes that do not belong to pools are ignored.
 """
 
 from collections.abc import Iterator, Mapping

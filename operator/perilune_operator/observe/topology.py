@@ -4,9 +4,9 @@ Clouds name a level (rack, spine) by different labels; on each node the first la
 it carries counts. Placement needs one label per level: the first of the list that any node carries. Nodes
 without a rack label work, count as far from every other node, and are reported in a condition.
 
-No standard label tells a node's network cards: ours are names.NIC_COUNT and names.NIC_GBITS, which a
-NodeFeatureRule of Node Feature Discovery can write. Their speed scales the bandwidth of links; their number
-scales nothing, since one transfer uses one card.
+No standard label describes a node's network cards. Perilune's are names.NIC_COUNT and names.NIC_GBITS, which
+a NodeFeatureRule of Node Feature Discovery can write. The gateway scales the bandwidth of a link by the
+cards' speed. Their number is shown and scales nothing, because one transfer uses one card.
 
 Mooncake does not know racks. It knows the host of a segment (render/mooncake.py), which the gateway joins
 with these nodes. Segments lie in the engines' own pods, so the engines' placement is theirs too.
@@ -22,7 +22,7 @@ from perilune_operator.observe.facts import NodeFacts, PodFacts
 
 HOSTNAME = "kubernetes.io/hostname"
 GPU_PRODUCTS = ("nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
-"""Labels of GPU feature discovery and its like."""
+"""Labels that name a node's GPU, written by GPU feature discovery and similar programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Fabric:
     """Where the nodes are."""
 
     topology: pool.Topology
-    """For the gateway."""
+    """Where each node stands, for the pool document."""
     keys: Mapping[str, str]
     """Level → the label that names it, for affinity and topology spread."""
     unlabelled: tuple[str, ...]

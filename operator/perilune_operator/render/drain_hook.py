@@ -5,7 +5,7 @@ scale-down fails no request.
 from perilune_api import names
 
 NOTICE_SECONDS = 5
-"""Time until every Envoy and gateway knows that an endpoint is leaving."""
+"""Time after which every Envoy and gateway knows that an endpoint is leaving."""
 SPARE_SECONDS = 30
 """Time between the end of draining and the kill."""
 
@@ -29,11 +29,12 @@ while time.monotonic() < until and idle < 2:
     idle = 0 if busy else idle + 1
     time.sleep(0.5)
 """
-"""The hook: waits for NOTICE_SECONDS, then until nothing runs, at most drainSeconds. It asks the engine
-directly, whatever proxy the environment names. An engine that gives no number counts as busy; one that
-refuses the connection, or a leader that has no address any more, counts as gone."""
+"""The hook: it waits for NOTICE_SECONDS, then until no request runs, for at most drainSeconds. It connects to
+the engine directly, ignoring proxies that the environment names. An engine that reports no number counts as
+busy. An engine that refuses the connection, or whose name no longer resolves (a leader), counts as gone."""
 WORKER_DRAIN = f'exec python3 -c "$0" "$@" "http://$LWS_LEADER_ADDRESS:{names.ENGINE_PORT}/metrics"'
-"""The hook of a worker of an endpoint that spans nodes: it stays while its leader has requests."""
+"""The hook of a worker, which is a further pod of an endpoint that spans nodes: it waits while its leader has
+requests."""
 
 
 def command(drain_seconds: int, *, serve: bool) -> list[str]:

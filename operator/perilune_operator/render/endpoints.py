@@ -1,4 +1,4 @@
-"""What an endpoint is: its workload's name, its GPUs, and over how many nodes they are.
+"""What an endpoint is: its workload, its GPUs, and the number of nodes that they span.
 
 An endpoint is one pod. If it has more GPUs than a node, it is a group of pods (of a LeaderWorkerSet), of
 which the first, the leader, serves and is counted. `engines.py` renders its objects.
@@ -14,8 +14,8 @@ WORKLOADS = ("Deployment", "LeaderWorkerSet")
 
 
 ROLE = "both"
-"""The one value of names.ROLE_LABEL. The label stays because a Deployment's selector, which has it, cannot
-change; engines with another value were made by an operator that knew roles."""
+"""The only value of names.ROLE_LABEL. Deployments that exist select their pods by this label, and a selector
+cannot change. Engines with another value belong to an earlier version of the operator."""
 
 
 def workload_name(pool: str) -> str:
@@ -29,9 +29,9 @@ def gpus(pool: Context) -> int:
 
 
 def nodes_per_endpoint(pool: Context) -> int:
-    """The smallest number of nodes such that each gets the same number of GPUs, which vLLM's ranks require,
-    and whole pipeline stages, so that no tensors are split between nodes. A stage larger than a node fills
-    several."""
+    """The smallest number of nodes that get equal numbers of GPUs, which vLLM's ranks require, and whole
+    pipeline stages, so that no tensor is split between nodes. A stage that needs more GPUs than a node has
+    fills several nodes."""
     engine, total = pool.spec.engine, gpus(pool)
     a_node, a_stage, stages = engine.gpus_per_node, engine.tensor_parallel, engine.pipeline_parallel
     if total <= a_node:
@@ -46,26 +46,27 @@ def gpus_per_pod(pool: Context) -> int:
 
 
 def every_pod(pool: Context) -> Object:
-    """Selects all pods of all endpoints, workers too: an endpoint that loses one of them starts anew."""
+    """Select all pods of all endpoints. Workers are included where an endpoint spans nodes, because it
+    restarts when it loses one of them."""
     if nodes_per_endpoint(pool) == 1:
         return {"matchLabels": pool.labels("engine")}
     return engine_pods(pool.name)
 
 
 def engine_pods(pool: str) -> Object:
-    """Selects the same pods, whatever the number of nodes of an endpoint."""
+    """Select the pods of all endpoints and their workers, whatever the number of nodes of an endpoint."""
     components = {"key": names.COMPONENT_LABEL, "operator": "In", "values": ["engine", "engine-worker"]}
     return {"matchLabels": {names.POOL_LABEL: pool}, "matchExpressions": [components]}
 
 
 def workload(pool: Context) -> Key:
-    """What runs the endpoints."""
+    """The workload that runs the endpoints."""
     kind = "Deployment" if nodes_per_endpoint(pool) == 1 else "LeaderWorkerSet"
     return Key(kind, pool.namespace, workload_name(pool.name))
 
 
 def engine_labels(pool: Context, component: names.Component) -> dict[str, str]:
-    """Labels of the pods of engines, or of their workers."""
+    """The labels that select the pods of engines, or those of their workers."""
     return {**pool.labels(component), names.ROLE_LABEL: ROLE}
 
 

@@ -22,7 +22,7 @@ PEER_PORT = 5710
 MEETING_PORT = 29_501
 """Port at which the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label of each pod of a LeaderWorkerSet; the leader has 0."""
+"""Label of each pod of a LeaderWorkerSet: its index in the group; the leader has 0."""
 LEADER_ANSWERS = f"""\
 import os, socket
 socket.create_connection((os.environ["LWS_LEADER_ADDRESS"], {MEETING_PORT}), 2)
@@ -41,7 +41,7 @@ def command(pool: Context, serve: bool) -> list[str]:
 
 
 def env(pool: Context, serve: bool) -> list[Object]:
-    """Ours, and then the user's, which take the place of ours."""
+    """The operator's environment variables, overridden by the user's."""
     engine = pool.spec.engine
 
     def field(name: str, path: str) -> Object:
@@ -72,7 +72,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
 
 
 def args(pool: Context, serve: bool) -> list[str]:
-    """Ours, then those of the spec."""
+    """The operator's arguments, then the user's."""
     simulated = pool.spec.engine.kind is EngineKind.SIMULATED
     own = _simulated_args(pool) if simulated else [*_vllm_args(pool), *_group_args(pool, serve)]
     return [*own, *pool.spec.engine.args]
@@ -146,7 +146,8 @@ def _vllm_args(pool: Context) -> list[str]:
 
 
 def _transfer(pool: Context) -> Object:
-    """vLLM's --kv-transfer-config; empty: none. A failed load is recomputed, never a failed request."""
+    """vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are recomputed, so
+    that no request fails."""
     made = pool.spec.mooncake
     parts: list[Object] = []
     if made.transfer is Transfer.OFFLOAD:

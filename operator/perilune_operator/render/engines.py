@@ -1,8 +1,8 @@
-"""The engines: a Deployment (a LeaderWorkerSet where an endpoint spans nodes), a Service over all, what
-protects them from disruption, and the autoscaler.
+"""The engines: a Deployment (a LeaderWorkerSet where an endpoint spans nodes), a Service over all of them, a
+disruption budget, and an autoscaler.
 
-Parts of their pods are told elsewhere: `endpoints.py` (how many GPUs, how many pods), `engine_process.py`
-(what runs), `drain_hook.py` (how it ends), `placement.py` (where), `mooncake.py` (how it finds the store).
+Other modules render parts of their pods: `endpoints.py` the numbers of GPUs and pods, `engine_process.py` the
+program, `drain_hook.py` the preStop hook, `placement.py` the affinity, `mooncake.py` the access to the store.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 
 
 def engines(pool: Context) -> Iterator[Object]:
-    """All objects of the engines."""
+    """Yield all objects of the engines. Raises SpecError."""
     if can_run(pool):
         yield _deployment(pool) if nodes_per_endpoint(pool) == 1 else _groups(pool)
     yield pool.object(
@@ -80,7 +80,7 @@ def _deployment(pool: Context) -> Object:
 
 
 def _groups(pool: Context) -> Object:
-    """Raises SpecError for a name that is too long."""
+    """A LeaderWorkerSet. Raises SpecError if the pool's name is too long."""
     name = workload_name(pool.name)
     if len(name) > LONGEST_SET:
         most = len(pool.name) - len(name) + LONGEST_SET
@@ -113,7 +113,7 @@ def _rolling(pool: Context) -> Object:
 
 
 def _template(pool: Context, labels: dict[str, str], *, serve: bool) -> Object:
-    """Of a pod that serves, or else of a worker."""
+    """The pod template. `serve`: whether the pod serves; otherwise it is a worker."""
     taints = _devices(pool) if gpus(pool) else {}
     has_store, shares_memory = pool.spec.mooncake.store.enabled, _shares_memory(pool)
     return overlaid(
@@ -183,21 +183,21 @@ def _image(pool: Context) -> str:
 
 
 def _devices(pool: Context) -> dict[str, str]:
-    """The extended resources of one pod: GPUs, and as many RDMA devices."""
+    """The extended resources of one pod: GPUs, and as many RDMA devices (at least one)."""
     engine, here = pool.spec.engine, gpus_per_pod(pool)
     made = {engine.gpu_resource: str(here)} if here else {}
     return made | ({engine.rdma_resource: str(max(1, here))} if engine.rdma_resource else {})
 
 
 def _needs(pool: Context) -> Resources:
-    """The rest that one pod asks for: what it lends to others comes on top of its own."""
+    """The other resources of one pod. The memory that it lends to other engines comes on top of its own."""
     lent = mooncake.host_bytes(pool.spec.mooncake, gpus_per_pod(pool), gpus(pool))
     return with_memory(pool.spec.engine.resources, lent)
 
 
 def _shares_memory(pool: Context) -> bool:
-    """Whether the pod needs shared memory: NCCL and vLLM's processes, one for each GPU, communicate through
-    it."""
+    """Whether the pod needs shared memory, through which NCCL and vLLM's processes (one per GPU)
+    communicate."""
     return gpus(pool) > 1
 
 

@@ -1,8 +1,8 @@
-"""The gateway: its pool document, Deployment, Service, and a Role for exactly what it watches.
+"""The gateway: its pool document, Deployment, Service, and a Role with no more rights than it needs.
 
-The document (a ConfigMap) contains everything but the endpoints, which the gateway sees as pods. A running
-gateway cannot change its model and engine, so these are hashed into the pod template, and a change of them
-rolls it.
+The document (a ConfigMap) contains everything but the endpoints, which the gateway finds by watching pods. A
+running gateway cannot change its model and engine, so the pod template carries their hash, and a change of
+them restarts the gateways.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from perilune_operator.render.pod_template import overlaid
 EXT_PROC_PORT = 9_002
 GRACE_SECONDS = 30
 ROUTE_SECONDS = 3
-"""Time until Envoy knows that a gateway is leaving."""
+"""Time after which Envoy knows that a gateway is leaving."""
 RESTART_HASH = "perilune.dev/restart-hash"
 
 
@@ -59,7 +59,7 @@ def _account(pool: Context, name: str) -> Iterator[Object]:
         {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
         {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
         {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
-        {  # not a verb of the API: the chart's restrictGateways recognises a gateway and its pool by it
+        {  # no verb of the API: by it the chart's restrictGateways recognises a gateway and its pool
             "apiGroups": [names.GROUP],
             "resources": [crd.PLURAL],
             "resourceNames": [pool.name],
@@ -143,8 +143,8 @@ def replicas(spec: GatewaySpec, live: Object | None) -> tuple[int | None, str | 
 
 
 def _readiness(args: Sequence[str]) -> Object:
-    """The probe that Envoy uses too. Kubelets cannot probe gRPC over TLS; then the admin server answers. (Its
-    /readyz would fail where merely no engine is ready.)"""
+    """The readiness probe: the gRPC health service, which Envoy uses too. Kubelets cannot probe gRPC over
+    TLS, so with TLS it is the admin server's /healthz. (Its /readyz would fail while no engine is ready.)"""
     if any(arg.startswith("--tls-cert") for arg in args):
         return {"httpGet": {"path": "/healthz", "port": "admin"}}
     return {"grpc": {"port": EXT_PROC_PORT, "service": "readiness"}}

@@ -1,8 +1,8 @@
 """Mooncake Store: the master (Deployment, Service) and the engines' client configuration (ConfigMap).
 
 The master is ready once it reports `service_ready`; engines wait for that before they start. It keeps nothing
-on disk: after its restart the store is empty. It is not replaced by a rolling update, which would run two
-masters.
+on disk, so the store is empty after a restart. It is recreated, not updated rolling, which would run two
+masters at a time.
 """
 
 import hashlib
@@ -45,8 +45,8 @@ while True:
 
 
 def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
-    """Host memory, in bytes, of one pod of an endpoint for blocks that other engines may read. The pod has
-    `gpus` of the endpoint's `of` GPUs."""
+    """Host memory, in bytes, that one pod of an endpoint needs for blocks that other engines may read. The
+    pod has `gpus` of the endpoint's `of` GPUs."""
     store, total = made.store, 0
     if store.enabled:
         total += gpus * int(quantity(store.segment_size) + quantity(store.local_buffer_size))
@@ -116,7 +116,7 @@ def client(pool: Context) -> str:
 
 
 def client_hash(pool: Context) -> Object:
-    """An annotation of the engines' pod template, so that another client configuration rolls them."""
+    """An annotation of the engines' pod template, so that a changed client configuration restarts them."""
     return {CLIENT_HASH: hashlib.sha256(client(pool).encode()).hexdigest()[:16]}
 
 
@@ -177,8 +177,9 @@ def env() -> list[Object]:
 
 def wait(pool: Context, image: str, engine: Object) -> Object:
     """An init container that ends once the master serves. `engine`: the engine's resources without devices.
-    The init container has the same, which costs nothing as it ends before the engine starts: a ResourceQuota
-    requires them of every container, and a pod is Guaranteed only if all of its containers have limits."""
+    The init container requests the same, because a ResourceQuota may require resources of every container,
+    and a pod is Guaranteed only if all of its containers have limits. It costs nothing, since the init
+    container ends before the engine starts."""
     url = f"http://{master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
     return {
         "name": WAITER,

@@ -1,8 +1,8 @@
-"""Who may connect to whom, for clusters whose network enforces it: one NetworkPolicy for each component.
+"""One NetworkPolicy for each component, for clusters whose network enforces them.
 
-An engine's HTTP port is open, since Envoy sends requests there. The engines' other ports and the store are
-open to the pool's own pods only, and gateways to the Gateway's Envoys.
-"""
+An engine's HTTP port is open to all, because Envoy sends requests there. The engines' other ports and the
+store are open to the pool's own pods. Gateways are open to the Gateway's Envoys. Metrics of gateways and
+store are also open to the operator's namespace and to namespaces with METRICS_LABEL. """
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ ENVOY: Object = {
 }
 """Labels of every Envoy that Envoy Gateway runs (its internal/infrastructure/kubernetes/proxy, v1.9)."""
 METRICS_LABEL = "perilune.dev/metrics"
-"""Label of a namespace; with the value `true`, its pods may scrape the pool's."""
+"""Label of a namespace; with the value `true`, its pods may scrape metrics of the pool."""
 
 
 def network_policies(pool: Context) -> Iterator[Object]:
@@ -34,7 +34,7 @@ def network_policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
     yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
-    if nodes_per_endpoint(pool) > 1:  # access to a worker's queues allows to run any code there
+    if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,
@@ -53,10 +53,10 @@ def network_policies(pool: Context) -> Iterator[Object]:
 
 
 def _askers(pool: Context) -> Object:
-    """Who may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its own namespace or
-    the Gateway's, so they are selected by labels. Where the Gateways of a class share Envoys, these carry the
-    class's label, and a Gateway whose name is too long for a label can only have such. The Envoys of other
-    implementations have no known labels, so that any pod may ask."""
+    """The peers that may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its own
+    namespace or the Gateway's, so labels select them in any namespace. Envoys that the Gateways of a class
+    share carry the class's label instead; a Gateway whose name is too long for a label can only have shared
+    ones. The labels of other implementations' Envoys are unknown, so there any pod may ask."""
     parent = pool.spec.gateway.parent
     if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
         return {}

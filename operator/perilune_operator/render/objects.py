@@ -1,4 +1,4 @@
-"""What rendered objects share: names, labels, owner; the containers' security and resources."""
+"""What all rendered objects share: labels, owner, and the security and resources of containers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +24,16 @@ class Defaults:
     """The settings with which the operator was started."""
 
     image: str = "ghcr.io/perilune/perilune:0.1.0"
-    """Our own image: operator and gateway."""
+    """The image with operator and gateway."""
     engine_image: str = "vllm/vllm-openai:v0.33.0"
     master_image: str = ""
-    """The image with mooncake_master; empty: the engine's image."""
+    """The image with mooncake_master; empty: the engines' image."""
     namespace: str = "perilune-system"
     """The operator's own namespace."""
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
-    """Of PodMonitors and ServiceMonitors, by which a Prometheus chooses its own."""
+    """Labels of PodMonitors and ServiceMonitors, by which a Prometheus selects them."""
     simulated_image: str = "ghcr.io/perilune/perilune-engine:0.1.0"
-    """Our image of the simulated engine."""
+    """The image with the simulated engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,16 @@ class Context:
     """`group/Kind` of the optional APIs that the cluster has."""
     defaults: Defaults
     replicas: int | None = None
-    """Of the engines, where that is not what the spec wants: some wait for their sessions to leave."""
+    """Replicas that the engines' workload should have now: more than the spec's while engines drain. None:
+    the spec's."""
     gateways: int | None = None
     """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
-    """The version of the gateway's Deployment for which alone `gateways` holds; None: for any."""
+    """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
 
     @property
     def replicas_now(self) -> int:
-        """Replicas that the engines' workload gets now."""
+        """Replicas that the engines' workload should have now."""
         return self.spec.replicas if self.replicas is None else self.replicas
 
     def labels(self, component: names.Component) -> dict[str, str]:
@@ -108,7 +109,7 @@ POD_SECURITY: Mapping[str, Any] = {
 
 
 def disruption_budget(selector: Object) -> Object:
-    """Allows to evict one ready pod at a time, and any pod that is not ready."""
+    """The spec of a budget that allows evicting one ready pod at a time, and any pod that is not ready."""
     return {
         "maxUnavailable": 1,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -1,4 +1,4 @@
-"""Where engines' pods go: `spec.topology.placement` as a pod's affinity and topology spread constraints."""
+"""Where the engines' pods run: `spec.topology.placement` as affinity and topology spread constraints."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,8 +12,8 @@ def placement(wanted: Sequence[Placement], keys: Mapping[str, str], labels: Mapp
     """`affinity` and `topologySpreadConstraints` of a pod spec. `keys`: level → node label. `labels`: the
     labels of the pods to be placed.
 
-    All of a pool's engines pack together, or spread. While a
-    Deployment rolls, its new pods spread among themselves; nodes that would not take a pod do not count.
+    All engines of a pool pack together, or spread. While a Deployment rolls out, its new pods spread among
+    themselves. Nodes whose taints refuse the pod do not count.
     """
     packed = [p for p in wanted if p.mode == "pack" and p.level in keys]
     spread = [p for p in wanted if p.mode == "spread" and p.level in keys]

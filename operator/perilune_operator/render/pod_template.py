@@ -1,7 +1,7 @@
 """A user's podTemplate, laid over the one that the operator renders.
 
-It resembles a strategic merge patch, but needs no schema, and refuses with its path what has another shape
-than the operator's template.
+It resembles a strategic merge patch but needs no schema. A field whose shape differs from the operator's
+template is refused with its path.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
 
 ONE_OF = frozenset({"volumes", "volumeMounts", "env"})
-"""Lists whose items are replaced, not merged: an item has one of several fields (the source of a volume or
-variable), or makes sense only as a whole (a mount)."""
+"""Lists whose items are replaced as a whole, because merged fields would contradict each other: a volume or a
+variable has one of several sources, and the fields of a mount belong together."""
 
 
 def overlaid(base: Object, over: Object, at: str = "$") -> Object:

@@ -1,4 +1,4 @@
-"""How requests reach the gateway, and with its answer an engine: a route, and the policies beside it.
+"""How requests reach the gateway and then an engine: a route, and the policies beside it.
 
 Envoy Gateway is configured by four objects: an HTTPRoute to one Service that selects all engine pods, a
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
@@ -19,8 +19,8 @@ from perilune_operator.render.objects import Context
 
 BUFFER = "32Mi"
 AT_ONCE = 65_536
-"""Requests that one Envoy may have under way to the engines, and so to the gateway; a running answer is one,
-for minutes. Above its default of 1,024, Envoy would answer 503; refusing requests is the gateway's
+"""Requests that one Envoy may have under way to the engines, and so to the gateway; one may run for minutes.
+Envoy's default is 1,024, above which it would answer 503, but refusing requests is the gateway's
 decision."""
 BREAKER: Object = {
     "maxConnections": AT_ONCE,

@@ -1,4 +1,4 @@
-"""One condition, before it is dated."""
+"""One condition, without its transition time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

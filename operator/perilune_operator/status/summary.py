@@ -1,4 +1,4 @@
-"""The whole status of a pool: counts, and the conditions in order, summed up as Ready, and dated.
+"""The whole status of a pool: counts, and the conditions in order, with their transition times and Ready.
 
 A condition keeps its transition time as long as its status, so that the same facts yield the same bytes.
 """
@@ -118,8 +118,8 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
             return Fact(Condition.READY, "False", fact.reason, fact.message)
     if not pool.spec.replicas:
         return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: nobody answers.")
-    nobody_decides = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
-    if nobody_decides and not pool.spec.gateway.fail_open:
+    no_gateway = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
+    if no_gateway and not pool.spec.gateway.fail_open:
         words = "gateway.replicas is 0 and failOpen false: requests get 503."
         return Fact(Condition.READY, "False", Reason.NO_GATEWAY_WANTED, words)
     return Fact(Condition.READY, "True", Reason.SERVING, "Requests are answered.")

@@ -1,4 +1,4 @@
-"""Conditions of what runs: topology, engines, store, gateway; what of it changes, and what drains."""
+"""The conditions of topology, engines, store and gateway, of changes under way, and of draining."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def _gpus(pool: Context) -> str:
 
 
 def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
-    """With what Kubernetes says of the first pod, or workload, that is in trouble. `ready` and `wanted`:
+    """The message includes the first problem that Kubernetes reports. `ready` and `wanted`: numbers of
     endpoints."""
     kind = Condition.ENGINES_READY
     if not endpoints.can_run(pool):
@@ -49,7 +49,7 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
 
 
 def _failure(pool: Context, observed: Observed) -> str:
-    """Why no pod is made: a quota, for example."""
+    """Why Kubernetes creates no pods, such as a quota; empty when it does."""
     workload = observed.children.get(endpoints.workload(pool), {})
     for condition in (workload.get("status") or {}).get("conditions") or ():
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
@@ -58,7 +58,7 @@ def _failure(pool: Context, observed: Observed) -> str:
 
 
 def store(pool: Context, observed: Observed) -> Fact:
-    """Only for a pool that has a store."""
+    """Whether the store's master serves; only for a pool that has a store."""
     kind = Condition.STORE_READY
     if _available(pool, observed, mooncake.master_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
@@ -101,7 +101,8 @@ def progress(pool: Context, observed: Observed, replaced: Replaced) -> Fact:
 
 
 def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced) -> Fact:
-    """The reason is that of the endpoints that go first; the message names all of them."""
+    """The reason is that of the endpoints that wait for sessions, else of those that stop, else of those on
+    nodes that are being emptied. The message names all of them."""
     all_ = (*replaced.pods, *(p for p in observed.pods if p.component == "engine"))
     stopping = [p.name for p in all_ if p.terminating]
     leaving = [name for made in drains for name in made.leaving]
