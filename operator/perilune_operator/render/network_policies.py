@@ -2,7 +2,7 @@
 
 An engine's HTTP port is open to all, because Envoy sends requests there. The engines' other ports and the
 store are open to the pool's own pods. Gateways are open to the Gateway's Envoys. Metrics of gateways and
-store are also open to the operator's namespace and to namespaces with METRICS_LABEL. """
+store are also open to the operator's namespace and to namespaces with METRICS_LABEL."""
 
 from collections.abc import Iterator
 

@@ -1,12 +1,14 @@
-"""Engines' names of blocks → ours, both 64-bit numbers, in 18 bytes each (a dict takes 90 to 130).
+"""Maps the engines' names of blocks to Perilune's block hashes, both 64-bit numbers. An entry takes 18 bytes
+(in a dict 90 to 130).
 
-Names are spread over 4,096 segments by their low bits, which are as good as random; a segment is one array,
-its names in order and then the block of each, searched by bisection. What that costs is memory that is in no
-cache, so segments are short: to enter a name takes 0.4 µs with 20,000 known, 0.8 with half a million, 1.5 if
-other memory is used in between (it moves three quarters of a segment's bytes); to find one, 0.4 to 1.2.
+The low bits of a name, which are as good as random, choose one of 4,096 segments. A segment is one array: its
+names in ascending order, followed by the block of each. Bisection finds a name. Cache misses dominate the
+cost, so segments are short: entering a name takes 0.4 µs with 20,000 known names, 0.8 µs with half a million,
+and 1.5 µs if other memory is used in between (it moves three quarters of a segment's bytes). Finding one
+takes 0.4 to 1.2 µs.
 
-When there are more than `max_names`, segments are gone through in turn: names whose block is not `held` by
-anybody go first; where that is not enough, all of a segment's.
+When there are more than `max_names`, names are dropped segment by segment: first those whose block no
+endpoint holds; if that is not enough, all names of a segment.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ class Names:
         self._segments = [array("Q") for _ in range(SEGMENTS)]
         self._count = 0
         self._next = 0
-        """The segment that is gone through next."""
+        """The segment from which names are dropped next."""
 
     def __len__(self) -> int:
         return self._count
 
     def widen(self, max_names: int) -> None:
-        """Hold at least so many from now on."""
+        """Raise the limit to at least `max_names`."""
         self._max_names = max(self._max_names, max_names)
 
     def get(self, name: int) -> int | None:
@@ -43,7 +45,7 @@ class Names:
         return known[size + at] if at < size and known[at] == name else None
 
     def enter(self, names: Iterable[int], blocks: Sequence[int]) -> None:
-        """A name that is known gets the new block."""
+        """Map each name to its block; a known name gets the new block."""
         segments, new = self._segments, 0
         for name, block in zip(names, blocks, strict=True):
             known = segments[name & _LOW_BITS]
@@ -58,7 +60,8 @@ class Names:
         self._count += new
 
     def shrink(self, held: Callable[[int], bool]) -> None:
-        """Forget what is beyond `max_names`, and a 256th more so that it is not soon again."""
+        """Drop the names beyond `max_names`, and a 256th more so that the next call finds nothing to do.
+        `held` tells whether some endpoint holds a block."""
         surplus = self._count - self._max_names
         if surplus <= 0:
             return

@@ -1,13 +1,15 @@
-"""Holders of blocks, named by bits, and how a prompt is followed for all of them at once.
+"""Represents the holders of blocks by bits, and follows a prompt for all holders at once.
 
-1. Bit 0 is the pool's shared store; then come two bits for each holder, an endpoint's data-parallel rank:
-   device and host. `Holders` gives them out; those of a holder that is gone are given out anew.
-2. A `Walk` goes along a prompt's runs (`runs.Run`) with the set of those that have held everything so far,
-   and notes who lost it where.
-3. `Holders.by_address` makes addresses of these sets.
+A holder is one data-parallel rank of an endpoint.
 
-Costs: a run that all of a walk's holders hold in full is one comparison of two ints; a set of holders that
-was asked for before is one look-up. Does not: know which run a block is in, or take anything out of a run.
+1. Bit 0 stands for the pool's shared store. Each holder has two further bits: device and host. `Holders`
+   assigns them, and reuses the bits of holders that have been removed.
+2. A `Walk` goes along a prompt's runs (`runs.Run`) with the set of holders that have held every block so far,
+   and notes at which block each holder drops out.
+3. `Holders.by_address` translates these sets into addresses.
+
+Costs: one comparison of two ints for a run that all remaining holders hold in full; one look-up for a set of
+holders that has been translated before. It does not know which run a block is in, and changes no run.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from perilune_gateway.state.prefix_index.runs import STORE, Claim, Run, bits
 from perilune_gateway.state.prefix_index.stats import EndpointBlocks
 
 _WIDTH = 2
-"""Bits per holder: device, host."""
+"""Bits per holder: device and host."""
 _MAX_SETS = 4096
 
 
 class Holder:
-    """An endpoint's rank (or the store), its bits, and how much it holds."""
+    """One rank of an endpoint, or the store: its bits, and how many blocks it holds."""
 
     __slots__ = (
         "address",
@@ -43,7 +45,7 @@ class Holder:
     )
 
     def __init__(self, address: str, rank: int, slot: int) -> None:
-        """Slot -1 is the store."""
+        """`slot`: determines the bits; -1 stands for the store."""
         self.address = address
         self.rank = rank
         self.slot = slot
@@ -54,13 +56,13 @@ class Holder:
         self.forget()
 
     def forget(self) -> None:
-        """It holds nothing."""
+        """Set everything back to holding nothing."""
         self.on_device = self.on_host = self.claimed = 0
-        """Blocks."""
+        """Numbers of blocks."""
         self.claims: deque[Claim] = deque()
-        """In the order in which they end."""
+        """Claims in the order in which they expire."""
         self.last_expiry_s = 0.0
-        """Of the last of them."""
+        """When the last of these claims expires."""
 
     def count(self, tier: Tier, more: int) -> None:
         if tier is Tier.DEVICE:
@@ -69,7 +71,7 @@ class Holder:
             self.on_host += more
 
     def unexpired(self, now: float) -> int:
-        """Blocks of claims whose time is not over."""
+        """Number of blocks in claims that have not expired."""
         over = 0
         for claim in self.claims:
             if claim.expiry_s > now:
@@ -81,23 +83,24 @@ class Holder:
 
 
 class Holders:
-    """A pool's holders, but for the store."""
+    """All holders of a pool except the store."""
 
     def __init__(self) -> None:
         self.named: dict[tuple[str, int], Holder] = {}
-        """By address and rank."""
+        """The holders by address and rank."""
         self.everyone = 0
-        """The device bits of all."""
+        """The device bits of all holders."""
         self.hosts = 0
-        """The device bits of those that ever announced something in their host's memory."""
+        """The device bits of the holders that have ever announced a block in host memory."""
         self.changes = 0
-        """Holders that came or went: within whose reach the store is."""
+        """How many times a holder was added or an endpoint removed, which changes the endpoints that reach
+        the store."""
         self._slots: list[Holder | None] = []
         self._sets: dict[int, dict[str, None]] = {}
-        """Addresses by device bits."""
+        """The addresses of each set of device bits that has been translated."""
 
     def made(self, address: str, rank: int) -> Holder:
-        """That one, made if it is not known."""
+        """Return this holder; add it if it is not known."""
         holder = self.named.get((address, rank))
         if holder is None:
             slot = self._slots.index(None) if None in self._slots else len(self._slots)
@@ -109,7 +112,7 @@ class Holders:
         return holder
 
     def remove(self, address: str) -> None:
-        """All of its ranks; no run names one any more."""
+        """Remove all ranks of an endpoint. No run may contain their bits any more."""
         self.changes += 1
         for holder in self.of(address, None):
             del self.named[holder.address, holder.rank]
@@ -119,20 +122,20 @@ class Holders:
             self.hosts &= ~holder.device
 
     def of(self, address: str, rank: int | None) -> list[Holder]:
-        """That rank, if it is known; None: all ranks that are."""
+        """This rank of an endpoint, if it is known; None: all of its known ranks."""
         if rank is not None:
             holder = self.named.get((address, rank))
             return [holder] if holder else []
         return [holder for (of, _), holder in self.named.items() if of == address]
 
     def by_bit(self, bit: int) -> Holder:
-        """Whose device or host bit it is."""
+        """The holder to which this device or host bit belongs."""
         holder = self._slots[(bit.bit_length() - 2) // _WIDTH]
         assert holder is not None, "a run names a holder that is gone"
         return holder
 
     def endpoints(self, now: float) -> dict[str, EndpointBlocks]:
-        """What each has, its ranks summed."""
+        """What each endpoint holds, summed over its ranks."""
         found: dict[str, EndpointBlocks] = {}
         for holder in self.named.values():
             sum_ = found.get(holder.address, EndpointBlocks())
@@ -144,7 +147,7 @@ class Holders:
         return found
 
     def by_address(self, walk: Walk, total: int) -> dict[str, int]:
-        """Who lost it where, and who never did → leading blocks by address, the best rank's."""
+        """The leading blocks of each address after a walk over `total` blocks: those of its best rank."""
         found: dict[str, int] = {}
         for gone, at in (*sorted(walk.lost, key=itemgetter(1)), (walk.left, total)):
             if at:
@@ -152,8 +155,8 @@ class Holders:
         return found
 
     def _addresses(self, holders: int) -> dict[str, None]:
-        """Of these device bits; the same sets come again and again. A dict of them is what another is made
-        from in half the time."""
+        """The addresses of a set of device bits, cached because the same sets recur. It is a dict because
+        `dict.fromkeys` copies a dict in half the time that it takes for a list."""
         known = self._sets.get(holders)
         if known is None:
             if len(self._sets) >= _MAX_SETS:
@@ -164,24 +167,25 @@ class Holders:
 
 
 class Walk:
-    """Who still holds everything so far, while a prompt's runs are followed: on the device, or (`host`) on
-    device or host, or (`store`) anywhere."""
+    """The holders that hold every block of a prompt so far, while its runs are followed. A block counts if it
+    is on the device; with `host` also in host memory; with `store` also in the shared store."""
 
     __slots__ = ("_all_count", "_host", "_now", "_store", "left", "lost")
 
     def __init__(self, everyone: int, now: float, all_count: bool, host: bool, store: bool) -> None:
-        """`all_count`: no claim's time is over."""
+        """`all_count`: no claim has expired."""
         self._now = now
         self._all_count = all_count
         self._host = host
         self._store = store
         self.left = everyone | store * STORE
-        """Device bits of the holders; STORE stands for the store alone."""
+        """Device bits of the holders that are left. STORE is among them while the store alone holds
+        everything."""
         self.lost: list[tuple[int, int]] = []
-        """(device bits, at which block)."""
+        """The device bits of holders that dropped out, and the number of leading blocks that they hold."""
 
     def follow(self, run: Run, first: int, end: int, at: int) -> None:
-        """`run`'s positions [first, end) come at block `at`."""
+        """Go on to the positions [first, end) of `run`, where block `at` of the prompt is the first."""
         have, maybe = run.full, run.some
         if self._all_count:
             have |= run.whole
@@ -195,11 +199,11 @@ class Walk:
         window = (1 << end) - (1 << first)
         if stored & window == window:
             return
-        nobody = missing & ~maybe  # they have nothing here but what the store has
+        without = missing & ~maybe  # holders that have nothing here besides the store's blocks
         if self._store and self.left & STORE:
-            nobody |= STORE
-        if nobody:
-            self._lose(nobody, at + _gap(window & ~stored, first))
+            without |= STORE
+        if without:
+            self._lose(without, at + _gap(window & ~stored, first))
         some = missing & maybe
         while some:
             bit = some & -some
@@ -214,7 +218,7 @@ class Walk:
                 self._lose(bit, at + _gap(gap, first))
 
     def store_end(self, total: int) -> int:
-        """Blocks that the store alone holds."""
+        """The number of leading blocks that the store holds by itself."""
         if self.left & STORE:
             return total
         return next(at for gone, at in self.lost if gone & STORE)
@@ -225,5 +229,5 @@ class Walk:
 
 
 def _gap(missing: int, first: int) -> int:
-    """Blocks before the first missing position."""
+    """The number of positions from `first` to the first missing one."""
     return (missing & -missing).bit_length() - 1 - first

@@ -1,33 +1,36 @@
-"""Which endpoint holds how many leading blocks of a prompt, and in which tier.
+"""Finds how many leading blocks of a prompt each endpoint holds, and in which tier.
 
-Not a tree: blocks are chained hashes (`blocks.chain`), so one number names a block *and* every block before
-it. A flat dict finds the run (`runs.Run`, up to 2,048 blocks that follow each other) of a block
-(`run_map.RunMap`), and the run knows its holders (`holders.Holders`); following a prompt is one look-up per
-run. A match ends at any block boundary. Conductor's trie over tokens matches only whole inserted entries;
-Dynamo's radix tree matches like this one, and `find_matches` gives its answers (early exit too, see
-`state.edges`).
+It is not a tree. Blocks are chained hashes (`block_hashes.chain`), so one number identifies a block *and*
+every block before it. A flat dict (`run_map.RunMap`) finds the run of a block (`runs.Run`, up to 2,048 blocks
+that follow each other), and the run knows its holders (`holders.Holders`). Following a prompt takes one
+look-up per run. A match may end at any block. Conductor's trie over tokens matches only whole inserted
+entries. Dynamo's radix tree matches as this index does, and `find_matches` gives the same answers (with early
+exit too, see `edges`).
 
 1. *stored / removed / cleared* follow the engines' events. An endpoint with data-parallel ranks is several
-   holders; it counts with its best rank. (Claims are with rank 0, because the rank is not ours to choose.)
-2. *speculate*: a prompt was just routed there, so it will be cached there: a claim, until the engine's event
-   confirms it or its time is over. Equal prompts of one burst meet that way, and the first of them claims
-   for all that come within two seconds, while nothing is taken out. For an endpoint without events
-   claims are all there is: a longer time, and no more claims than its KV pool has blocks, least recent out.
-   A holder's claims end in the order in which they were made, so one endpoint should use one TTL.
-3. *store* tier: announced by the engines, evicted by the store without a word. An entry is a hint that ages.
-4. *find_matches* follows the prompt's runs while anybody is left. It reads: claims whose time is over do not
-   count, whether or not they were swept. A match is *leading and contiguous* per holder. `changes` tells a
-   reader for how long he may remember one.
-5. *record_match* writes the statistics, one write per match, at the deepest matched block. (Conductor's
-   frequency score, `hits / sqrt(seconds since its run was first known)`. With a `window_s` it also dates each
-   matched block, which is what Dynamo's frequencies count.)
+   holders; its best rank counts. Claims belong to rank 0, because the gateway does not choose the rank.
+2. *speculate* claims the blocks of a prompt that was just routed to an endpoint, because it will be cached
+   there. A claim counts until the engine's event confirms it or it expires. Equal prompts of one burst thus
+   go to the same endpoint; the first of them claims for all that come within two seconds, unless blocks are
+   removed meanwhile. An endpoint without events has claims only: they last longer, and are at most as many as
+   its KV cache has blocks, so the oldest are dropped. A holder's claims expire in the order in which they
+   were made, so an endpoint should always use the same TTL.
+3. *store* tier: engines announce its blocks, but the store does not report what it evicts. So its entries are
+   claims too, with a TTL of their own.
+4. *find_matches* follows the prompt's runs while a holder is left. It changes nothing: expired claims do not
+   count even before they are removed. A match is *leading and contiguous* per holder. While `changes` stays
+   the same and no claim expires, a caller may reuse a match.
+5. *record_match* updates the statistics at the deepest matched block: Conductor's frequency score, which is
+   `hits / sqrt(seconds since the block's run was first known)`. With a `window_s` it also notes the time at
+   each matched block, which Dynamo's frequencies count.
 
-Memory: at most `max_blocks` of about 105 bytes (docs/benchmarks.md), 10 in a loose run. When it is full, the
-coldest go, 1/256 at a time, which is O(1) amortised. Coldest = the run that was stored or routed longest ago,
-from its end. (While less than half full nothing is renewed: nothing is about to go.)
+Memory: at most `max_blocks` blocks of about 105 bytes (docs/benchmarks.md), or 10 bytes in a loose run. When
+the index is full, it evicts the coldest 1/256 of its blocks at a time, which is O(1) amortised. The coldest
+run is the one that was stored or routed longest ago; it loses its last blocks first. While the index is less
+than half full, this order is not maintained.
 
-Costs, for 2,100 blocks and 64 endpoints: a match or a speculation some tens of µs, an event about 0.3 µs a
-block (tests/bench/bench_index.py). Does not: lock, wait, read a clock, or know tokens.
+Costs, for 2,100 blocks and 64 endpoints: some tens of µs for a match or a speculation, and about 0.3 µs per
+block for an event (tests/bench/bench_index.py). It never locks, waits, or reads a clock.
 """
 
 from __future__ import annotations
@@ -54,31 +57,32 @@ _RECENT = 1000
 _MAX_CLAIMED = 4096
 _MOST_DUE = 1024
 _RENEW, _RENEW_S = 1 / 16, 2.0
-"""A claim is renewed by an equal prompt once this share of its time, or so many seconds, are over."""
+"""An equal prompt renews a claim only once this share of its TTL, or this many seconds, have passed."""
 
 
 class Matches(Struct, frozen=True, gc=False):
-    """What is held of one prompt, in leading blocks. Endpoints that hold nothing are absent."""
+    """The leading blocks of one prompt that are held. Endpoints that hold none are absent from the
+    mappings."""
 
     blocks: int
-    """Of the prompt."""
+    """Number of blocks of the prompt."""
     device: Mapping[str, int] = field(default_factory=dict)
-    """By address: on the device, announced or claimed."""
+    """Address → leading blocks on the device, announced or claimed."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """By address: on the device or in its host's memory."""
+    """Address → leading blocks on the device or in host memory."""
     reach: Mapping[str, int] = field(default_factory=dict)
-    """By address: on the device, in its host's memory, or in the store."""
+    """Address → leading blocks on the device, in host memory, or in the store."""
     store: int = 0
-    """In the shared store alone: what every endpoint reaches."""
+    """Leading blocks in the shared store, which every endpoint can load."""
     longest: int = 0
-    """Held by anybody, in any tier."""
+    """The most leading blocks that any endpoint reaches in any tier."""
     frequencies: tuple[int, ...] = ()
-    """Per matched block, its recorded uses inside the window; empty without a window."""
+    """Recorded uses within the window of each matched block; empty without a window."""
     last_run: Run | None = None
-    """That the longest of these ends in, while nobody cuts it: for `statistics` and `record_match`."""
+    """The run in which the longest match ends, for `statistics` and `record_match`. It may be split later."""
 
     def of(self, address: str) -> tuple[int, int, int]:
-        """(device, host, reach) of one endpoint, each including the one before."""
+        """(device, host, reach) of one endpoint; each number includes the one before."""
         return self.device.get(address, 0), self.host.get(address, 0), self.reach.get(address, self.store)
 
 
@@ -96,30 +100,30 @@ class PrefixIndex:
         edges: bool = False,
         run_blocks: int = MAX_BLOCKS,
     ) -> None:
-        """`claims_per_endpoint`: speculative blocks of one endpoint, at most. `window_s`: 0: no frequencies.
-        `edges`: remember where Dynamo's tree would end an edge, which only `early_exit` asks for.
-        `run_blocks`: in a run, at most."""
+        """`max_blocks`: the most blocks of the index. `claims_per_endpoint`: the most speculative blocks of
+        one endpoint. `window_s`: the period of `Matches.frequencies`; 0: none. `edges`: remember where
+        Dynamo's tree would end an edge, for `early_exit`. `run_blocks`: the most blocks of a run."""
         self._max_blocks = max_blocks
         self._ttl_s = speculative_ttl_s
         self._claims_per_endpoint = claims_per_endpoint
         self._store_ttl_s = store_ttl_s
         self._runs = RunMap(run_blocks, self._evict)
         self._live = 0
-        """Blocks that somebody holds or claims; runs have others between them."""
+        """Number of blocks that are held or claimed; runs contain others between them."""
         self._window_s = window_s
         self._uses: dict[int, deque[float]] = {}
         self._edges = Edges() if edges else None
         self._store = Holder("", 0, -1)
         self._holders = Holders()
         self._due: list[tuple[float, int, Holder, Claim]] = []
-        """A heap: claims by when they end, then in the order in which they were made."""
+        """A heap of claims by their expiry, then in the order in which they were made."""
         self._most_due = _MOST_DUE
         self._made = 0
         self._evicted = 0
         self._changes = 0
         self._claimed: dict[tuple[str, int, float], float] = {}
-        """By endpoint, last block of a prompt and TTL: when what the endpoint did not hold of it was claimed.
-        Nothing was taken out since."""
+        """Endpoint, last block of a prompt and TTL → when the endpoint's missing blocks of it were claimed.
+        Any removal of blocks clears it."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
@@ -131,12 +135,12 @@ class PrefixIndex:
 
     @property
     def changes(self) -> int:
-        """While it stays the same and no claim's time is over (`expire`), `find_matches` does, too, but for
-        the frequencies of a window."""
+        """A number of changes. While it stays the same and no claim expires, `find_matches` gives the same
+        answers, except for the frequencies of a window."""
         return self._changes + self._runs.changes + self._holders.changes
 
     def widen(self, max_blocks: int) -> None:
-        """Hold at least so many from now on: the pool has grown."""
+        """Raise the limit to at least `max_blocks`, because the pool has grown."""
         self._max_blocks = max(self._max_blocks, max_blocks)
 
     # -- what engines say --------------------------------------------------------------------------
@@ -150,8 +154,8 @@ class PrefixIndex:
         rank: int = 0,
         parent: int | None = None,
     ) -> None:
-        """`blocks`, each the child of the one before, are there now. `parent` is the block before them, or
-        FIRST; None: not known. Of the store, the endpoint does not matter."""
+        """Note that an endpoint has stored `blocks`, each the child of the one before. `parent` is the block
+        before them, or FIRST; None: not known. For the store tier the endpoint is ignored."""
         self.expire(now)
         self._changes += 1
         if self._edges:
@@ -171,11 +175,11 @@ class PrefixIndex:
                 added += run.add(bit, positions)
                 if live != run.live:
                     self._live += (run.live ^ live).bit_count()
-                if claimant and run.claims:  # whichever rank took the prompt
+                if claimant and run.claims:  # any rank may have taken the prompt
                     taken = run.unclaim(claimant.device, positions)
                     claimant.claimed -= taken
                     if taken and rank:
-                        self._claimed.clear()  # its own rank has a gap there now
+                        self._claimed.clear()  # rank 0 lacks these blocks now
             holder.count(tier, added)
             if tier is Tier.HOST:
                 self._holders.hosts |= holder.device
@@ -184,7 +188,7 @@ class PrefixIndex:
         self._make_room()
 
     def removed(self, endpoint: str, tier: Tier, blocks: Iterable[int], rank: int = 0) -> None:
-        """They are no longer there; unknown ones are ignored. A claim of them stays."""
+        """Note that an endpoint has removed `blocks`. Unknown ones are ignored; claims of them stay."""
         holder = self._holders.named.get((endpoint, rank))
         if holder is None:
             return
@@ -193,7 +197,9 @@ class PrefixIndex:
         before, position, run_of = None, 0, self._runs.run_of
         for block in blocks:
             if run := run_of(block):
-                position = position - 1 if run is before else len(run.blocks) - 1  # tails go first
+                position = (
+                    position - 1 if run is before else len(run.blocks) - 1
+                )  # engines remove the last blocks first
                 if position < 0 or run.blocks[position] != block:
                     position = run.position(block)
                 before = run
@@ -204,7 +210,7 @@ class PrefixIndex:
                 self._prune(run)
 
     def cleared(self, endpoint: str, rank: int | None = None) -> None:
-        """Nothing is there any more, nor claimed; of one rank or of all. O(runs)."""
+        """Forget all blocks and claims of one rank of an endpoint; None: of all its ranks. O(runs)."""
         for holder in self._holders.of(endpoint, rank):
             for run in [run for run in self._runs if (run.full | run.some) & holder.both]:
                 every = run.every
@@ -215,7 +221,7 @@ class PrefixIndex:
             holder.forget()
 
     def remove_endpoint(self, endpoint: str) -> None:
-        """It is gone: no credit to whoever comes back under its address."""
+        """Forget an endpoint, so that a later one with the same address starts with nothing."""
         self.cleared(endpoint)
         self._holders.remove(endpoint)
 
@@ -229,9 +235,10 @@ class PrefixIndex:
         ttl_s: float | None = None,
         limit: int | None = None,
     ) -> None:
-        """A prompt, all of it from its beginning, was just routed there: what is not there already counts as
-        cached, until its event or for `ttl_s`. The endpoint then has at most `limit` such blocks, the least
-        recently claimed go. Nothing is done where an equal prompt came just before (_RENEW)."""
+        """Claim the blocks of a whole prompt that was just routed to an endpoint: those that it does not hold
+        count as cached for `ttl_s` seconds, or until they are announced. If the endpoint then has more than
+        `limit` claimed blocks, the oldest claims are dropped. Does nothing if an equal prompt came just
+        before (_RENEW)."""
         if not blocks:
             return
         if self._due and self._due[0][0] <= now:
@@ -244,7 +251,7 @@ class PrefixIndex:
         if claimed_at is not None and self._roomy and now - claimed_at <= _renewed_s(ttl_s):
             return
         holder = self._holders.made(endpoint, 0)
-        loose = self._edges is None and not self._window_s  # these two look at every block
+        loose = self._edges is None and not self._window_s  # edges and frequencies need every block
         since = self._claim(holder, blocks, now, ttl_s, FIRST, loose)
         if self._roomy:
             if len(self._claimed) >= _MAX_CLAIMED:
@@ -256,7 +263,7 @@ class PrefixIndex:
         self._make_room()
 
     def expire(self, now: float) -> None:
-        """Drop the claims whose time is over. `stored` and `speculate` do; call it when neither comes."""
+        """Drop expired claims. `stored` and `speculate` do it too; call this when neither is called."""
         due = self._due
         while due and due[0][0] <= now:
             _, _, holder, claim = heappop(due)
@@ -265,7 +272,7 @@ class PrefixIndex:
                 holder.claims.popleft()
 
     def record_match(self, blocks: Sequence[int], matches: Matches, now: float) -> None:
-        """This match was used: count it. O(runs); with a window O(matched blocks)."""
+        """Count a match that was used. O(runs); with a window O(matched blocks)."""
         if not blocks:
             return
         matched = matches.longest
@@ -289,11 +296,11 @@ class PrefixIndex:
     # -- questions ---------------------------------------------------------------------------------
 
     def find_matches(self, blocks: Sequence[int], now: float, early_exit: bool = False) -> Matches:
-        """Leading blocks by holder and tier of a prompt whose blocks, from its beginning, these are. Pure.
-        O(runs until nobody is left), plus a little for each holder of a part.
+        """Return the leading blocks of a prompt by endpoint and tier; `blocks` begin the prompt. O(runs until
+        no holder is left), plus a little for each holder of a part of a run.
 
-        `early_exit`: stop once a single endpoint is left (Dynamo's option; its count may then be too low):
-        at the end of an edge of its tree where the index keeps edges, else at that very block.
+        `early_exit`: stop once a single endpoint is left (Dynamo's option; its count may then be too low): at
+        the end of the edge of Dynamo's tree if the index keeps edges, else at that very block.
         """
         if early_exit:
             blocks = blocks[: self._early_end(blocks, now)]
@@ -335,18 +342,18 @@ class PrefixIndex:
         )
 
     def statistics(self, blocks: Sequence[int], matches: Matches, now: float) -> tuple[int, float, float]:
-        """Of the block where the longest of these matches ends: recorded matches that ended there, when the
-        last of them was recorded, and hits / sqrt(seconds since its run was first known)."""
+        """Statistics of the block where the longest match ends: the number of recorded matches that ended
+        there, the time of the last one, and hits / sqrt(seconds since its run was first known)."""
         run = matches.last_run
         return run.statistics(blocks[matches.longest - 1], now) if run else (0, 0.0, 0.0)
 
     def find_block(self, block: int, now: float) -> Matches:
-        """Who holds this block, wherever in a prompt it is: 1 or nothing of each."""
+        """Return the holders of one block, wherever in a prompt it is, as matches of length 1."""
         self._runs.run_of(block)
         return self.find_matches((block,), now)
 
     def holds(self, endpoint: str, block: int, now: float) -> bool:
-        """It is on the device, announced or claimed: what `find_block` says."""
+        """Whether a block is on the endpoint's device, announced or claimed, as `find_block` says."""
         run = self._runs.run_of(block)
         if run is None:
             return False
@@ -360,7 +367,7 @@ class PrefixIndex:
         return bool((run.held(bit) | run.claimed(bit, now)) >> at & 1)
 
     def announced(self, endpoint: str, block: int) -> bool:
-        """Its engine said that it holds this block on the device (a claim does not count)."""
+        """Whether the engine has announced this block on its device; a claim does not count."""
         run = self._runs.run_of(block)
         if run is None:
             return False
@@ -368,7 +375,7 @@ class PrefixIndex:
         return any(run.held(holder.device) >> at & 1 for holder in self._holders.of(endpoint, None))
 
     def frequency_score(self, block: int, now: float) -> float:
-        """Conductor's hotness of one block; 0 without a recorded match."""
+        """Conductor's frequency score of one block; 0 without a recorded match."""
         run = self._runs.run_of(block)
         return run.statistics(block, now)[2] if run else 0.0
 
@@ -391,10 +398,10 @@ class PrefixIndex:
             recent_hit_ratio=sum(m for m, _ in recent) / (sum(n for _, n in recent) or 1),
         )
 
-    # -- what goes ---------------------------------------------------------------------------------
+    # -- removal and eviction ----------------------------------------------------------------------
 
     def _prune(self, run: Run) -> None:
-        """Something was taken out: forget what nobody holds any more."""
+        """After blocks were removed from a run: forget those without a holder."""
         self._changes += 1
         self._claimed.clear()
         before = run.live.bit_count()
@@ -410,7 +417,8 @@ class PrefixIndex:
             self._edges.shrink(self)
 
     def _make_room(self) -> None:
-        """Evict the coldest. In batches: skipping a dict's deleted front costs each time anew."""
+        """Evict the coldest blocks, in batches, because each batch has to skip the deleted entries at the
+        front of a dict."""
         surplus = self._runs.blocks - self._max_blocks
         if surplus <= 0:
             return
@@ -446,8 +454,8 @@ class PrefixIndex:
         parent: int | None,
         loose: bool = False,
     ) -> float:
-        """What the holder does not have on its device is claimed, unless all of that was just now (_RENEW):
-        of equal prompts that come together one claims it. Returns when: now, or when that one did."""
+        """Claim the blocks that a holder does not have on its device, unless an equal prompt has just claimed
+        them all (_RENEW). Return the time of the claim: `now`, or that of the equal prompt."""
         claim = Claim(max(holder.last_expiry_s, now + ttl_s))
         holder.last_expiry_s = claim.expiry_s
         bit = holder.claim_bit
@@ -478,12 +486,12 @@ class PrefixIndex:
 
     @property
     def _roomy(self) -> bool:
-        """Nothing is about to go for want of room, so nobody looks at who goes first."""
+        """Whether eviction is far off, so that its order need not be maintained."""
         return 2 * self._runs.blocks <= self._max_blocks
 
     def _forget_renewed(self) -> None:
-        """Claims of which nothing is left: they were confirmed, or their prompt was claimed anew. As often as
-        the others have doubled."""
+        """Remove the claims that have no blocks left, because they were confirmed or claimed again. Called
+        each time that the number of claims has doubled."""
         self._due = [entry for entry in self._due if entry[-1].runs]
         heapify(self._due)
         for holder in (self._store, *self._holders.named.values()):
@@ -497,7 +505,7 @@ class PrefixIndex:
             self._prune(run)
 
     def _drop_oldest(self, holder: Holder, surplus: int) -> None:
-        """That many blocks of the oldest claims, tails first."""
+        """Drop `surplus` blocks of a holder's oldest claims, the last blocks first."""
         while surplus > 0 and holder.claims:
             claim = holder.claims[0]
             if not claim.runs:
@@ -539,5 +547,5 @@ class PrefixIndex:
 
 
 def _renewed_s(ttl_s: float) -> float:
-    """A claim that is no older is not renewed."""
+    """The age in seconds up to which a claim is not renewed."""
     return min(_RENEW * ttl_s, _RENEW_S)

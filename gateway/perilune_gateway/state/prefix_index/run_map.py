@@ -1,31 +1,35 @@
-"""Which run each block is in, what follows what, and which runs go first when there is no room.
+"""Maps blocks to runs, knows which run follows which, and orders runs for eviction.
 
-A dict (`where.Where`) tells the run (`runs.Run`) of a block; who holds a run is the run's own affair.
+A dict (`where.Where`) maps a block to its run (`runs.Run`). The run itself knows its holders. A *row* is a
+sequence of blocks of which each is the child of the one before.
 
-1. *lay* finds the runs of a row of blocks, from its beginning, and makes those that are missing. A row that
-   meets a run and then leaves it parts the run there. A new row goes on in the run of the block before it, if
-   that block is the last of it and nobody else holds any of it.
-2. *met* is the run that a prompt meets on its way, *run_of* that of any block.
-3. *renew* makes runs the last to go; *coldest* tells the first to go. A run's tail is colder than its head.
-4. *forget* takes out what nobody holds any more: blocks at the end of a run, so that its others stay where
-   they are.
+1. *lay* finds the runs of a row, from its beginning, and creates those that are missing. Where a row leaves a
+   run before its end, the run is split there. A new row extends the run of the block before it, if that block
+   is the run's last and no other endpoint holds any of the run.
+2. *met* finds the run that a prompt reaches when it is followed from its beginning; *run_of* finds the run of
+   any block.
+3. *renew* makes runs the last to be evicted; *coldest* returns those to evict first. Of one prompt, later
+   runs are colder than earlier ones.
+4. *forget* removes blocks that no endpoint holds any more, from the end of a run only, so that the positions
+   of its other blocks stay the same.
 
-Whoever follows a prompt from its beginning meets every run at its first block, since the block before it is
-in one run only. So not every block has to be entered:
+Following a prompt from its beginning reaches every run at its first block, because the block before it is in
+one run only. So the dict need not contain every block. A run may be in one or more of these states:
 
-- *loose*: a run that a claimed prompt made, of which the dict knows the first block alone. A claim, and its
-  end, then cost runs instead of dict entries. All loose runs are entered, the newest first, until the block
-  is found that `run_of` was asked for: by an event, or a look at one block.
-- *parted*: the head that a claimed prompt cut off from a run that was entered. Its blocks, but for the first,
-  are in the dict as the other run's, until `run_of` is asked for any block.
-- *adrift*: a run that may follow blocks which are in no run, as its parent was not known, or as blocks at the
-  end of the run that it follows were forgotten (`cut`). Only such a run can begin inside of a row of which
-  the first block is not known; so while any is adrift, a row that is to be loose is searched for first blocks
-  of runs.
+- *loose*: a run that a claimed prompt created, of which the dict contains the first block only. A claim and
+  its end then cost time per run instead of per block. When `run_of` is asked for a block that the dict does
+  not contain, by an event or a question about one block, loose runs are entered into the dict, the newest
+  first, until the block is found.
+- *parted*: the first part of a run that a claimed prompt has split. Its blocks except the first still map to
+  the other part, until `run_of` is asked for any block.
+- *adrift*: a run that may follow blocks which are in no run, because its parent was not known, or because
+  blocks at the end of the run that it follows were forgotten (`cut`). Only such a run can begin inside a row
+  whose first block is not known. So while a run is adrift, a row that is to be loose is searched for first
+  blocks of runs.
 
-Costs: 34 to 51 bytes a block that is entered (`where`), beside 8 in its run; `lay` a dict access for a new
-block, else one or two for a run. Does not: know holders, but for the bits of the one that it lays for; count
-what is live; or decide how much room there is.
+Costs: 34 to 51 bytes for each block in the dict (`where`), besides 8 in its run. `lay` takes one dict access
+for each new block, and one or two for each known run. This module knows no holders except the bits of the one
+for which it lays a row, counts no live blocks, and does not decide how many blocks there may be.
 """
 
 from __future__ import annotations
@@ -38,31 +42,33 @@ from perilune_gateway.state.prefix_index.runs import Run
 from perilune_gateway.state.prefix_index.where import Where
 
 FIRST = -1
-"""As parent: they begin a prompt."""
+"""In place of a parent: the blocks begin a prompt."""
 
 
 class RunMap:
-    """See above."""
+    """The runs of one prefix index, as the module describes."""
 
     def __init__(self, run_blocks: int, evict: Callable[[Run, int], None]) -> None:
-        """`run_blocks`: in a run, at most. `evict`, a method: nobody holds these positions of a run any more,
-        then `forget`."""
+        """`run_blocks`: the most blocks of a run. `evict`: a method that removes these positions of a run
+        from all holders and then calls `forget`."""
         self.where = Where()
-        """By block: of a loose run the first, else all."""
+        """The run of each block; of a loose run only the first block is in it."""
         self.blocks = 0
-        """In all runs."""
+        """The number of blocks in all runs."""
         self.changes = 0
-        """Runs that were parted: prompts meet others than before."""
+        """How many times a run was split, after which prompts reach other runs."""
         self._run_blocks = run_blocks
-        self._evict = WeakMethod(evict)  # else its owner would only be freed by the garbage collector
+        self._evict = WeakMethod(
+            evict
+        )  # a reference cycle would delay freeing the owner until garbage collection
         self._runs: dict[Run, None] = {}
-        """Coldest first."""
+        """All runs, the coldest first."""
         self._loose: dict[Run, None] = {}
         self._parted: list[Run] = []
         self._heads: set[int] = set()
         """The first blocks of all runs."""
         self._unknown = Run(0.0)
-        """Followed by those of which it is not known what they follow."""
+        """Stands for the run before those runs whose parent is not known."""
         self._unknown.cut = True
         self._adrift = 0
 
@@ -73,7 +79,7 @@ class RunMap:
     # -- which run ---------------------------------------------------------------------------------
 
     def run_of(self, block: int) -> Run | None:
-        """The run of any block. Enters what is loose, the newest first, until it is found."""
+        """The run of any block. Enters loose runs, the newest first, until the block is found."""
         while self._parted:
             head = self._parted.pop()
             self.where.put(head.blocks, head)
@@ -82,7 +88,8 @@ class RunMap:
         return run
 
     def met(self, block: int) -> Run | None:
-        """The run that a prompt meets at this block: at its first, if events said what follows what."""
+        """The run that a prompt reaches at this block, which is the run's first if the parents of all blocks
+        were announced."""
         run = self.where.get(block)
         if self._parted and run and block not in self._heads:
             return self.run_of(block)
@@ -108,9 +115,9 @@ class RunMap:
         parent: int | None,
         loose: bool = False,
     ) -> Iterator[tuple[Run, int]]:
-        """The runs of `blocks` with the positions meant, made where they are not known; `loose`: they are a
-        prompt from its beginning, and its new runs may stay loose. `mine`: the bits of who will hold them.
-        `parent`: the block before them, or FIRST; None: they may be of anywhere."""
+        """Yield the runs of `blocks` with their positions there; create those that are missing. `loose`: the
+        blocks are a prompt from its beginning, and new runs may stay loose. `mine`: the bits of the holder
+        for which they are laid. `parent`: the block before them, or FIRST; None when it is not known."""
         run_of = self.met if loose else self.run_of
         at, total = 0, len(blocks)
         before: Run | None = None
@@ -143,7 +150,7 @@ class RunMap:
             self._runs[run] = None
 
     def forget(self, run: Run, dead: Sequence[int]) -> None:
-        """These were at its end, and nobody holds them any more."""
+        """Remove blocks that were at the end of `run` and that no endpoint holds any more."""
         self.blocks -= len(dead)
         if run.followed and not run.cut:
             run.cut = True
@@ -158,23 +165,24 @@ class RunMap:
             self._runs.pop(run, None)
             self._follow(run, None)
 
-    # -- which go first ----------------------------------------------------------------------------
+    # -- order of eviction -------------------------------------------------------------------------
 
     def renew(self, laid: Sequence[tuple[Run, int]]) -> None:
-        """They were just used: the last to go, the tail before the head."""
+        """Make runs that were just used the last to be evicted, later runs of a prompt before earlier
+        ones."""
         runs = self._runs
         for run, _ in reversed(laid):
             runs.pop(run, None)
             runs[run] = None
 
     def coldest(self, count: int) -> list[Run]:
-        """At most so many runs, the first to go first."""
+        """The `count` runs to evict first, in order."""
         return list(islice(self._runs, count))
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _follow(self, run: Run, before: Run | None) -> None:
-        """`run` comes after the end of `before`; None: after nothing."""
+        """Note that `run` follows the end of `before`; None: it begins a prompt or is gone."""
         if run.follows:
             run.follows.followed -= 1
             self._adrift -= run.follows.cut
@@ -184,10 +192,9 @@ class RunMap:
             self._adrift += before.cut
 
     def _add(self, run: Run, row: Sequence[int], loose: bool) -> Sequence[int]:
-        """Put `row`, of which the first block is not known, at the end of `run`, up to the first block that
-        is in another run. Of a prompt that is another's first, since it does not follow what is in the other
-        run before it; and one of which it is not known what it follows, since else the row would have begun
-        in what that one follows."""
+        """Append `row`, whose first block is not known, to `run`, up to the first block that is in another
+        run; return the appended blocks. In a prompt, such a block is always the first of a run that is
+        adrift: the block before it is new, and so in no run."""
         if not run.blocks:
             self._heads.add(row[0])
             if loose:
@@ -206,18 +213,19 @@ class RunMap:
         return alone and len(run.blocks) < self._run_blocks and bool(run.live)
 
     def _enter(self, run: Run) -> None:
-        """A loose run is so no longer."""
+        """Enter all blocks of a loose run into the dict."""
         kept = self.where.enter(run.blocks, run)
-        if len(kept) < len(run.blocks):  # an event put blocks into a row that do not follow each other
+        if len(kept) < len(run.blocks):  # an event announced a row whose blocks do not follow each other
             evict = self._evict()
             assert evict, "nobody has this map any more"
             evict(run, run.every ^ ((1 << len(kept)) - 1))
         del self._loose[run]
 
     def _part(self, run: Run, at: int, loose: bool) -> Run:
-        """Where prompts part a run ends, so that who holds only the common part holds a whole run. (What was
-        just used is the head: it becomes the newest, the rest stays as cold as it is.) `loose`: all of its
-        blocks but the first may be entered later."""
+        """Split a run before position `at`, where prompts diverge, so that an endpoint that holds only the
+        common part holds a whole run; return that part. It was just used and becomes the newest run; the rest
+        stays as cold as it is. `loose`: the dict may learn of the new run's blocks, except the first,
+        later."""
         self.changes += 1
         head = run.cut_off(at)
         self._heads.add(run.blocks[0])

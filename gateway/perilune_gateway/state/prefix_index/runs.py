@@ -1,18 +1,19 @@
-"""Runs: up to 2,048 blocks that follow each other, and who holds which of them.
+"""A run: up to 2,048 blocks that follow each other, and their holders.
 
-Blocks are announced, claimed and asked for in long rows, so what is known is kept by row: a holder of all of
-a run is one bit of `full`; a holder of a part has a bitmask of positions in `part`; claims, which end by
-themselves, are in `claims`. A holder is named by a bit (two: device and host), see `holders`.
+Blocks are announced, claimed and looked up in long sequences, so holders are kept per run: a holder of a
+whole run is one bit of `full`, a holder of a part has a bitmask of positions in `part`, and claims, which
+expire, are in `claims`. A bit stands for a holder's device or host memory, see `holders`.
 
-A run's blocks are each the child of the one before. So, hashes being chained, a prompt that meets a run at
-one block and has the same block some positions later has the same blocks in between: `path` needs a
-comparison or two. A block that nobody holds keeps its place while somebody holds a later one (`live` tells).
+Each block of a run is the child of the one before. Hashes are chained, so if a prompt has a block of the run
+and another one some positions later, it has the same blocks in between: `path` needs one or two comparisons.
+A block without a holder keeps its position while a later block has one (`live` is the mask of held
+positions).
 
-A run knows which one it `follows`, until that one's end is forgotten (`cut`): from then on
-nobody knows what comes before it.
+A run knows the run that it `follows`. Once blocks at the end of that run are forgotten (`cut`), the block
+before this run is not known any more.
 
-Costs: about 250 bytes a run and 8 a block beside the dict that finds runs. Blocks are in an array, so that
-cutting and joining copies bytes and the garbage collector has nothing to look through.
+Costs: about 250 bytes per run and 8 per block, besides the dict that finds runs. Blocks are in an array, so
+that splitting and joining copies bytes and the garbage collector has nothing to scan.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from math import inf, sqrt
 
 MAX_BLOCKS = 2048
 STORE = 1
-"""The bit under which claims are the shared store's."""
+"""The bit that stands for the shared store in `claims`."""
 
 
 class Claim:
-    """What one prompt put into one holder; it ends as a whole, but for what was taken out or renewed."""
+    """The blocks that one prompt is expected to leave at one holder. They expire together, except those that
+    were confirmed, dropped or claimed again before."""
 
     __slots__ = ("expiry_s", "runs")
 
     def __init__(self, expiry_s: float) -> None:
         self.expiry_s = expiry_s
         self.runs: list[Run] = []
-        """Those where something is left of it, in prompt order."""
+        """The runs that still contain blocks of this claim, in the order of the prompt."""
 
 
 class Run:
-    """See above. Masks of positions: bit 0 is the first block."""
+    """A run, as the module describes. In a mask of positions, bit 0 stands for the first block."""
 
     __slots__ = (
         "blocks", "born_s", "claims", "cut", "followed", "follows", "full", "hits", "live", "part", "some",
@@ -50,32 +52,34 @@ class Run:
         self.blocks = array("Q")
         self.born_s = born_s
         self.full = 0
-        """Bits of those that hold all of it."""
+        """Bits of the holders that hold every block."""
         self.part: dict[int, int] = {}
-        """Bit → positions, of those that hold a part."""
+        """Bit → positions, for the holders that hold a part."""
         self.claims: dict[int, list[tuple[Claim, int]]] = {}
-        """Device bit, or STORE → claims with their positions; each position is in one of them."""
+        """Device bit or STORE → claims with their positions. A position is in one claim of each bit at
+        most."""
         self.whole = 0
-        """Bits of those of whose claims one is of every position."""
+        """Bits of the holders that have one claim of every position."""
         self.some = 0
         """The keys of `part` and `claims`."""
         self.live = 0
-        """Positions that somebody holds or claims."""
+        """Positions that are held or claimed."""
         self.hits: dict[int, tuple[int, float]] | None = None
-        """By block: recorded matches that ended there, and when the last of them did."""
+        """Block → number of recorded matches that ended there, and the time of the last one."""
         self.follows: Run | None = None
-        """None: it begins a prompt."""
+        """The run before this one; None when this one begins a prompt."""
         self.followed = 0
-        """Runs that follow this one."""
+        """Number of runs that follow this one."""
         self.cut = False
-        """Blocks at its end were forgotten while others followed."""
+        """Whether blocks at the end were forgotten while other runs followed."""
 
     @property
     def every(self) -> int:
         return (1 << len(self.blocks)) - 1
 
     def position(self, block: int) -> int:
-        """Of a block of this run, mostly its last. Bytes are searched at a tenth of the cost of numbers."""
+        """The position of a block of this run, which is mostly the last. Searching bytes costs a tenth of
+        searching numbers."""
         if self.blocks[-1] == block:
             return len(self.blocks) - 1
         data, name = self.blocks.tobytes(), block.to_bytes(8, sys.byteorder)
@@ -85,7 +89,7 @@ class Run:
         return at // 8
 
     def path(self, blocks: Sequence[int], at: int) -> tuple[int, int]:
-        """The positions [first, end) of this run that `blocks` follow from `at` on."""
+        """The positions [first, end) of this run that equal `blocks` from index `at` on."""
         mine, block = self.blocks, blocks[at]
         first = 0 if mine[0] == block else self.position(block)
         length = min(len(mine) - first, len(blocks) - at)
@@ -101,11 +105,11 @@ class Run:
         return first, first + low
 
     def held(self, bit: int) -> int:
-        """Positions that it holds, claims apart."""
+        """The positions that this bit holds, without claims."""
         return self.every if self.full & bit else self.part.get(bit, 0)
 
     def claimed(self, bit: int, now: float) -> int:
-        """Positions of its claims whose time is not over."""
+        """The positions of this bit's claims that have not expired."""
         found = 0
         for claim, positions in self.claims.get(bit, ()):
             if claim.expiry_s > now:
@@ -113,7 +117,7 @@ class Run:
         return found
 
     def claimed_until(self, bit: int, positions: int) -> float:
-        """When its latest claim ends; -inf where that does not cover these positions."""
+        """When this bit's latest claim expires; -inf if that claim does not cover all of these positions."""
         claims = self.claims.get(bit)
         if not claims:
             return -inf
@@ -121,24 +125,25 @@ class Run:
         return -inf if positions & ~had else claim.expiry_s
 
     def holders(self, position: int) -> Iterator[int]:
-        """Bits of those that hold this position, claims apart."""
+        """The bits that hold this position, without claims."""
         yield from bits(self.full)
         yield from (bit for bit, positions in self.part.items() if positions >> position & 1)
 
     def statistics(self, block: int, now: float) -> tuple[int, float, float]:
-        """Recorded matches that ended at this block, when the last did, and their frequency score."""
+        """The number of recorded matches that ended at this block, the time of the last one, and their
+        frequency score (see `PrefixIndex.statistics`)."""
         hits, last_access_s = (self.hits or {}).get(block, (0, 0.0))
         return hits, last_access_s, hits / sqrt(max(1.0, now - self.born_s))
 
     def hit(self, block: int, now: float) -> None:
-        """A match that ended at this block was used."""
+        """Record that a match that ended at this block was used."""
         self.hits = self.hits or {}
         self.hits[block] = (self.hits.get(block, (0, 0.0))[0] + 1, now)
 
-    # -- changes: each returns how many blocks it added or took ---------------------------------------
+    # -- changes: add, take, claim and unclaim return how many blocks they added or removed ------------
 
     def extend(self, blocks: Sequence[int]) -> None:
-        """More blocks, held by nobody yet."""
+        """Append blocks that have no holder yet."""
         if self.full and self.blocks:
             for bit in bits(self.full):
                 self.part[bit] = self.every
@@ -148,7 +153,7 @@ class Run:
         self.blocks.extend(blocks)
 
     def cut_off(self, at: int) -> Run:
-        """The blocks before position `at` become a run of their own, held and claimed as they were here."""
+        """Move the blocks before position `at`, with their holders and claims, into a new run; return it."""
         head, low = Run(self.born_s), (1 << at) - 1
         head.blocks, self.blocks = self.blocks[:at], self.blocks[at:]
         head.follows, self.follows, head.followed = self.follows, head, 1
@@ -193,7 +198,7 @@ class Run:
         return (has ^ had).bit_count()
 
     def take(self, bit: int, positions: int) -> int:
-        """`live` is left to `prune`."""
+        """Remove positions from a holder. Call `prune` afterwards, which updates `live`."""
         had = self.held(bit)
         has = had & ~positions
         if has != had:
@@ -207,7 +212,7 @@ class Run:
         return (has ^ had).bit_count()
 
     def claim(self, bit: int, claim: Claim, positions: int) -> int:
-        """The newest claim of a position is the one that counts."""
+        """Add positions to a claim; they leave older claims of the same bit."""
         before = self.unclaim(bit, positions)
         claims = self.claims.setdefault(bit, [])
         if claims and claims[-1][0] is claim:
@@ -222,7 +227,8 @@ class Run:
         return positions.bit_count() - before
 
     def unclaim(self, bit: int, positions: int, only: Claim | None = None) -> int:
-        """`live` is left to `prune`. `only`: no other claim's."""
+        """Remove positions from the claims of a bit, or from the claim `only`. Call `prune` afterwards, which
+        updates `live`."""
         claims = self.claims.get(bit)
         if not claims:
             return 0
@@ -243,7 +249,7 @@ class Run:
         return taken
 
     def prune(self) -> array[int]:
-        """Finds out anew what is live; cuts off, and returns, the blocks at the end that are not."""
+        """Recompute `live`; remove the blocks at the end that are not live, and return them."""
         live = self.every if self.full else 0
         for positions in self.part.values():
             live |= positions
@@ -279,11 +285,11 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def last(mask: int, count: int) -> int:
-    """Of the bits that are set at most `count`, the highest."""
+    """Keep the `count` highest of the bits that are set."""
     if (spare := mask.bit_count() - count) <= 0:
         return mask
     lowest = (mask & -mask).bit_length() - 1 + spare
-    mask = mask >> lowest << lowest  # all of the spare ones, if they are next to each other
+    mask = mask >> lowest << lowest  # drops all spare bits if the set bits are adjacent
     while mask.bit_count() > count:
         mask &= mask - 1
     return mask

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EndpointBlocks:
-    """Blocks that the prefix index knows at one endpoint, its ranks summed."""
+    """Numbers of blocks that the prefix index knows at one endpoint, summed over its ranks."""
 
     device: int = 0
     host: int = 0
@@ -17,7 +17,7 @@ class EndpointBlocks:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """The prefix index in numbers. `recent_*` are about the last 1,000 prompts."""
+    """The prefix index in numbers. The `recent_*` fields cover the last 1,000 prompts."""
 
     entries: int = 0
     depth_blocks: int = 0
@@ -27,8 +27,8 @@ class IndexStats:
     store: int = 0
     endpoints: Mapping[str, EndpointBlocks] = field(default_factory=dict)
     recent_missed: int = 0
-    """Prompts of which nobody held anything."""
+    """Prompts of which no endpoint held a block."""
     recent_partial: int = 0
     recent_full: int = 0
     recent_hit_ratio: float = 0.0
-    """Blocks matched / blocks asked for, at the best holder."""
+    """Blocks that the best holder held / blocks of the prompts, 0 to 1."""

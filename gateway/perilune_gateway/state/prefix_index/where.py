@@ -1,9 +1,9 @@
-"""Blocks → the runs that they are in: a dict in three parts, which grow at different times.
+"""Maps blocks to their runs by three dicts, which grow at different times.
 
-A dict grows when two thirds of it are full: a block that took 30 bytes then takes 60, and all are moved at
-once. Parts of different sizes are never all half empty: together they take 34 to 51 bytes a block, and two
-fifths at most are moved at once. Low bits, which are as good as random, tell which part a block is in.
-A look-up costs some 50 ns more than a dict's. Does not: know what a run is.
+A dict grows when it is two thirds full: an entry that took 30 bytes then takes 60, and all entries are moved
+at once. Three dicts of different sizes are never all half empty: together they take 34 to 51 bytes per block,
+and move at most two fifths of the blocks at once. The low bits of a block, which are as good as random,
+choose its dict. A look-up costs about 50 ns more than that of one dict.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from perilune_gateway.state.prefix_index.runs import Run
 
 _SHARES = 9, 10, 13
-"""Of the blocks, in 32nds: of three parts the best, by trying all."""
+"""The share of blocks in each dict, in 32nds. These shares need the least memory of all that are possible."""
 _LOW_BITS = sum(_SHARES) - 1
 
 
 class Where:
-    """The runs of blocks."""
+    """A map from blocks to runs."""
 
     def __init__(self) -> None:
         self._parts: list[dict[int, Run]] = []
-        """By low bits."""
+        """The dict for each value of the low bits."""
         for share in _SHARES:
             self._parts += [{}] * share
 
@@ -37,14 +37,14 @@ class Where:
         return self._parts[block & _LOW_BITS].get(block)
 
     def put(self, blocks: Iterable[int], run: Run) -> None:
-        """They are in `run` now, wherever they were."""
+        """Map blocks to `run`, whatever they mapped to before."""
         parts = self._parts
         for block in blocks:
             parts[block & _LOW_BITS][block] = run
 
     def enter(self, row: Sequence[int], run: Run) -> Sequence[int]:
-        """The blocks of `row` are in `run`, up to the first that is in another; the first is in none. Returns
-        those. One dict access a block, which is what a new row costs."""
+        """Map the blocks of `row` to `run`, up to the first block that maps to another run; return these
+        blocks. The first block of `row` must not map to any run. Costs one dict access per block."""
         parts = self._parts
         found = [parts[block & _LOW_BITS].setdefault(block, run) for block in row]
         if found.count(run) == len(found):
@@ -54,7 +54,7 @@ class Where:
         return row[:end]
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """They are in no run any more. Raises KeyError for one that was in none."""
+        """Remove blocks. Raises KeyError for a block that maps to no run."""
         parts = self._parts
         for block in blocks:
             del parts[block & _LOW_BITS][block]
