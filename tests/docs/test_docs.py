@@ -20,7 +20,7 @@ from pages import NAMES, ROOT, Block, anchors, blocks, commands, inline_code, li
 
 from perilune_api import pool
 from perilune_api.inference_pool import arguments, checks
-from perilune_lab.cli import COMMANDS
+from perilune_lab.cli import PROGRAM
 
 MAINS = {"perilune-gateway": "perilune_gateway.main", "perilune-operator": "perilune_operator.main"}
 OTHERS = {
@@ -105,9 +105,9 @@ def problem(words: list[str]) -> str:
     if name == "perilune":
         if not rest or rest[0].startswith("-") or rest[0] in ("COMMAND", "…"):
             return ""
-        if rest[0] not in COMMANDS:
+        if rest[0] not in PROGRAM.commands:
             return f"no command {rest[0]}"
-        return unknown_options(rest[1:], help_of(COMMANDS[rest[0]].module))
+        return unknown_options(rest[1:], help_of(PROGRAM.commands[rest[0]].module))
     if name in MAINS:
         return unknown_options(rest, help_of(MAINS[name]))
     if name in ("python", "python3"):
