@@ -83,9 +83,7 @@ def drain(
     """Decide what happens to engines. `pods`: the engines. `wanted`: how many the spec asks for. `workload`:
     the live object that runs them; None before it exists. `gateways`: those that have to answer a mark.
     `session_s`: how long to wait for sessions. `now`: seconds since the epoch."""
-    order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
-    order.sort(key=lambda pod: pod.created, reverse=True)
-    order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
+    order = _removal_order(pods, leaving_nodes)
     live = wanted if workload is None else workload.get("spec", {}).get("replicas", 1)
     shrinks = live > wanted or any(pod.chosen for pod in order)
     groups = [pod.group for pod in order if pod.group >= 0]
