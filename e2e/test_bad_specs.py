@@ -31,7 +31,6 @@ REFUSED = {
     "tensors over one and a half nodes": ({"engine": {"tensorParallel": 12}}, "spec.engine.tensorParallel"),
     "hash without seed": ({"engine": {"hashing": {"algorithm": "xxhash"}}}, "spec.engine.hashing"),
     "a store without Mooncake": ({"mooncake": {"store": {"enabled": True}}}, "spec.mooncake"),
-    "roles": ({"roles": {"prefill": {"replicas": 1}}}, "spec.roles"),
     "levels in disorder": (
         {"topology": {"levels": [{"name": "spine", "labels": ["a"]}, {"name": "rack", "labels": ["b"]}]}},
         "levels go from narrow to wide",

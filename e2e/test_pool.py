@@ -51,9 +51,9 @@ def test_the_list_of_pools_says_sessions_and_hits(pool, kube):
 
 
 def test_explain_reads_like_documentation(pool, kube):
-    said = kube.ctl("explain", "ipool.spec.routing")
-    assert "policy\t<string>" in said
-    assert "ear: the session's host, unless it is hot and the session may move." in " ".join(said.split())
+    assert "policy\t<Object>" in kube.ctl("explain", "ipool.spec.routing")
+    text = " ".join(kube.ctl("explain", "ipool.spec.routing.policy.name").split())
+    assert "ear: the endpoint that served the session last, until that endpoint is overloaded." in text
 
 
 def test_scaling_under_load_fails_no_request(pool):
