@@ -117,7 +117,9 @@ def _ready(pool: Context, facts: Sequence[Fact]) -> Fact:
         if fact.type in needed and fact.status != "True":
             return Fact(Condition.READY, "False", fact.reason, fact.message)
     if not pool.spec.replicas:
-        return Fact(Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: no engine answers requests.")
+        return Fact(
+            Condition.READY, "False", Reason.NO_ENGINES_WANTED, "replicas is 0: no engine answers requests."
+        )
     no_gateway = any(fact.reason is Reason.NO_GATEWAY_WANTED for fact in facts)
     if no_gateway and not pool.spec.gateway.fail_open:
         words = "gateway.replicas is 0 and failOpen false: requests get 503."
