@@ -27,7 +27,7 @@ class Decisions:
         self._capacity = capacity
         self._max_rows = max_rows
         self._records: OrderedDict[int, DecisionRecord] = OrderedDict()
-        """By number, oldest first."""
+        """Record by number; the oldest comes first."""
         self._next = 0
         self._rows = 0
 

@@ -93,7 +93,7 @@ def of(text: str, template: str = "") -> Encoder:
 
 
 _Encode = Callable[[str, bool], Ids]
-"""From a text, and whether to add special tokens, to ids."""
+"""(text, whether to add special tokens) → token ids."""
 
 
 def _reference(text: str) -> _Encode:

@@ -110,7 +110,7 @@ class IncrementalEncoder:
         self._secret = secret
         self._lock = threading.Lock()
         self._parts: OrderedDict[int, _Part] = OrderedDict()
-        """By name, in the order in which they are dropped. Every part comes after its children."""
+        """Part by name, the next to be dropped first. Every part comes after its children."""
 
     def encode(self, text: str, special: bool = False) -> Encoded:
         """The ids that the encoder has for `text`; with `special`, also those that `add_special_tokens` puts
