@@ -42,12 +42,13 @@ class Rig:
         self.now = 0.0
         pool = Pool(Metadata("bench"), spec)
         state = replace(PoolState.of(pool), index=PrefixIndex(8_000_000, 30.0))
+        self.decisions = Decisions()
         self.index = state.index
         self.router = new_router(
             pool,
             state,
             None,  # type: ignore[arg-type]  # tokens are given
-            Recorder(Metrics(CollectorRegistry()), Decisions()),
+            Recorder(Metrics(CollectorRegistry()), self.decisions),
             clock=lambda: self.now,
             rng=self.dice,
         )

@@ -143,11 +143,14 @@ class CandidateBuilder:
 
     def _overlaps(self, matches: Matches, limit: int) -> dict[str, Overlap]:
         """What each endpoint itself holds, in tokens, at most `limit`."""
-        size = self._block_size
-        return {
-            address: Overlap(*(min(blocks * size, limit) for blocks in matches.of(address)))
-            for address in matches.reach
-        }
+        size, overlaps = self._block_size, {}
+        alike: dict[tuple[int, int, int], Overlap] = {}  # many endpoints hold equally much
+        for address in matches.reach:
+            held = matches.of(address)
+            if held not in alike:
+                alike[held] = Overlap(*(min(blocks * size, limit) for blocks in held))
+            overlaps[address] = alike[held]
+        return overlaps
 
     def _locations(self, matches: Matches, limit: int) -> tuple[Location, ...]:
         """The endpoints that hold the most of the prompt. Engines cannot pull from each other yet, so the
