@@ -26,7 +26,7 @@ from perilune_api import kube
 from perilune_operator import handlers
 from perilune_operator.lease import DURATION_S, SHORTEST_S, Lease
 from perilune_operator.metrics import Metrics
-from perilune_operator.reconcile import Reconciler
+from perilune_operator.reconcile import POOLS_AT_ONCE, Reconciler
 from perilune_operator.render.objects import Defaults
 
 
@@ -43,7 +43,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_address,
         default="127.0.0.1:8080",
         metavar="IP:PORT",
-        help="/healthz, /readyz, /metrics [%(default)s]",
+        help="address of /healthz, /readyz and /metrics; without IP: all addresses [%(default)s]",
     )
     add(
         "--own-namespace",
@@ -59,8 +59,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--image", default=known.image, help="image of gateways [%(default)s]")
     add("--simulated-image", default=known.simulated_image, help="image of simulated engines [%(default)s]")
-    add("--engine-image", default=known.engine_image, help="vLLM engines [%(default)s]")
-    add("--master-image", default=known.master_image, help="mooncake_master [the engines']")
+    add("--engine-image", default=known.engine_image, help="image of vLLM engines [%(default)s]")
+    add(
+        "--master-image", default=known.master_image, help="image with mooncake_master [that of vLLM engines]"
+    )
+    add(
+        "--pull-secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="secret of a pool's namespace with which its pods pull their images; repeatable",
+    )
+    add(
+        "--ip-family",
+        default="ipv6" if ":" in os.environ.get("POD_IP", "") else "ipv4",
+        choices=("ipv4", "ipv6"),
+        help="the pods' first address, at which engines and gateways listen [that of $POD_IP: %(default)s]",
+    )
     add(
         "--monitor-label",
         action="append",
@@ -68,6 +83,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_label,
         metavar="KEY=VALUE",
         help="label of PodMonitors and ServiceMonitors, by which a Prometheus selects them; repeatable",
+    )
+    add(
+        "--pools-at-once",
+        type=_number,
+        default=POOLS_AT_ONCE,
+        metavar="N",
+        help="pools that may follow a new version of the operator at a time [%(default)s]",
     )
     add(
         "--lease-seconds",
@@ -81,11 +103,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
+def _address(text: str) -> tuple[str | None, int]:
+    """No host stands for all addresses, of IPv4 and IPv6."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
-    return host, int(port)
+    return host.strip("[]") or None, int(port)
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -93,6 +116,12 @@ def _label(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     return key, value
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to 10000")
+    return int(text)
 
 
 def _duration(text: str) -> int:
@@ -115,9 +144,13 @@ async def serve(args: argparse.Namespace) -> None:
             args.own_namespace,
             dict(args.monitor_label),
             args.simulated_image,
+            version("perilune"),
+            args.ip_family == "ipv6",
+            args.pull_secret,
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,
+        pools_at_once=args.pools_at_once,
         clock=time.monotonic,
         wall_clock=time.time,
     )
@@ -153,7 +186,7 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 async def _probes(
-    listen: tuple[str, int],
+    listen: tuple[str | None, int],
     prometheus: CollectorRegistry,
     tasks: Sequence[asyncio.Task[None]],
     synced: Callable[[], bool],

@@ -14,7 +14,7 @@ from perilune_api import names
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import status
+from perilune_operator import revision, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import (
@@ -27,6 +27,7 @@ from perilune_operator.render import (
     routing,
 )
 from perilune_operator.render.objects import Context, Defaults
+from perilune_operator.revision import Revised
 from perilune_operator.rollout import Drain, Mark, Replaced, drain
 
 LOOK_S = 30.0
@@ -50,6 +51,10 @@ class Plan:
     """Replicas to write into the pool's own spec first."""
     kept: frozenset[Key] = frozenset()
     """Workloads of an earlier spec, which go on serving for now."""
+    upgrades: bool = False
+    """The pool's pods follow this version of the operator because the spec asks for it."""
+    waits: bool = False
+    """They are asked to, and wait for their turn."""
 
 
 def plan(
@@ -62,7 +67,7 @@ def plan(
 ) -> Plan:
     """Plan a pool. A SpecError in place of the spec yields a refusal. `now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
-        return Plan(None, status.of_refusal(str(spec), observed, now), LOOK_S)
+        return Plan(None, refused(name, namespace, str(spec), observed, now, defaults), LOOK_S)
     scale_to = _handed_over(name, namespace, spec, observed)
     if scale_to is not None:
         spec = msgspec.structs.replace(spec, replicas=scale_to)
@@ -70,21 +75,46 @@ def plan(
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
-    pool = _with_replicas(pool, leave, observed)
+    pool = replace(_with_replicas(pool, leave, observed), client_policies=_client_policies(pool, observed))
     try:
-        objects = _objects(pool)
+        made = _revised(pool, observed)
     except SpecError as error:  # a podTemplate that cannot be laid over the operator's
-        return Plan(None, status.of_refusal(str(error), observed, now), LOOK_S)
-    replaced = _replaced(pool, earlier, {key(obj) for obj in objects}, present, now)
+        return Plan(None, refused(name, namespace, str(error), observed, now, defaults), LOOK_S)
+    replaced = _replaced(pool, earlier, {key(obj) for obj in made.objects}, present, now)
     each = (leave, replaced.drain)
     return Plan(
-        objects,
-        status.of_pool(pool, present, leave, now, replaced),
-        again_in=min(LOOK_S, *(made.again_in for made in each)),
-        marks=tuple(mark for made in each for mark in made.marks),
+        made.objects,
+        status.of_pool(pool, present, leave, now, replaced, made),
+        again_in=min(LOOK_S, *(drained.again_in for drained in each)),
+        marks=tuple(mark for drained in each for mark in drained.marks),
         scale_to=scale_to,
         kept=replaced.workloads,
+        upgrades=made.upgrades,
+        waits=made.waits,
     )
+
+
+def refused(
+    name: str, namespace: str, error: str, observed: Observed, now: float, defaults: Defaults
+) -> InferencePoolStatus:
+    """The status of a pool whose spec is refused. What runs is judged by the spec that was carried out last,
+    with as many replicas as there are now."""
+    spec = revision.accepted(revision.remembered(name, namespace, observed))
+    if spec is None:
+        return status.of_refusal(error, status.stored(observed), observed, now)
+    spec = msgspec.structs.replace(spec, replicas=_live(name, namespace, observed))
+    before = replace(observed, generation=status.carried_out(observed))
+    last = plan(name, namespace, spec, before, now, defaults).status
+    return status.of_refusal(error, last, observed, now)
+
+
+def _client_policies(pool: Context, observed: Observed) -> tuple[Object, ...]:
+    """The ClientTrafficPolicies for the pool's Gateway, if it is in the pool's namespace."""
+    parent = pool.spec.gateway.parent
+    if parent is None or parent.namespace not in ("", pool.namespace):
+        return ()
+    found = (child for k, child in observed.children.items() if k.kind == "ClientTrafficPolicy")
+    return tuple(child for child in found if routing.is_for(child, parent))
 
 
 def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:
@@ -106,6 +136,18 @@ def _objects(pool: Context) -> tuple[Object, ...]:
     )
 
 
+def _revised(pool: Context, observed: Observed) -> Revised:
+    """The pool's objects with the pod templates in force. Raises SpecError as _objects does."""
+    memory = revision.remembered(pool.name, pool.namespace, observed)
+    spec, earlier = revision.accepted(memory), tuple[Object, ...]()
+    if spec is not None:
+        try:
+            earlier = _objects(replace(pool, spec=spec))
+        except SpecError:  # a newer operator may refuse what an older one took
+            pass
+    return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)
+
+
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:
     """The number of replicas with which an autoscaler takes over: as many as run now. A spec that no longer
     names replicas would otherwise start it with the API server's default of 1. None: change nothing."""
@@ -113,10 +155,16 @@ def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: O
     autoscaler = Key("HorizontalPodAutoscaler", namespace, made)
     if spec.scaling is None or autoscaler in observed.children:
         return None
-    workloads = (observed.children.get(Key(kind, namespace, made)) for kind in endpoints.WORKLOADS)
-    live = max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
+    live = _live(name, namespace, observed)
     kept = max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, live))
     return kept if live and kept > spec.replicas else None
+
+
+def _live(name: str, namespace: str, observed: Observed) -> int:
+    """The replicas of the engines' workload now."""
+    keys = (Key(kind, namespace, endpoints.workload_name(name)) for kind in endpoints.WORKLOADS)
+    workloads = (observed.children.get(k) for k in keys)
+    return max((w.get("spec", {}).get("replicas", 1) for w in workloads if w), default=0)
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:

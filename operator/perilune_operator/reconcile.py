@@ -21,7 +21,7 @@ pool at any time, without asking the Lease:
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import cast
 
@@ -42,7 +42,7 @@ from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe.cluster import Cluster
 from perilune_operator.observe.facts import GatewayStats, Object, Observed, PoolName, version
 from perilune_operator.observe.gateway_pages import FIRST_READ_S, READ_S, GatewayPages
-from perilune_operator.plan import LOOK_S, Plan, plan
+from perilune_operator.plan import LOOK_S, Plan, plan, refused
 from perilune_operator.render.objects import Defaults
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ COALESCE_S = 0.1
 """Events within this time cause one round."""
 RETRY_S = (0.5, 30.0)
 """Shortest and longest pause after a failed round; it doubles each time."""
+POOLS_AT_ONCE = 2
+"""The most pools whose pods follow a new version of the operator at a time, unless told otherwise."""
 ROUNDS_AT_ONCE = 4
 """The most rounds at a time. A new leader does a round for every pool. If all ran at once, each would take
 as long as all together."""
@@ -71,6 +73,12 @@ class _Pool:
     """What its gateways reported last."""
     failures: int = 0
     """Failed rounds in a row."""
+    looked_at: bool = False
+    """A round was done since this process leads."""
+    upgrades: bool = False
+    """Its pods follow this version of the operator at present, because its spec asks for it."""
+    waits: bool = False
+    """They wait for their turn to do so."""
     carried_out: int = -1
     """The generation of the spec that the last successful round carried out."""
 
@@ -98,15 +106,18 @@ class Reconciler:
         metrics: Metrics,
         *,
         namespace: str,
+        pools_at_once: int,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """`clock`: monotonic seconds. `wall_clock`: seconds since the epoch."""
+        """`pools_at_once`: pools that may follow a new version of the operator at a time. `clock`: monotonic
+        seconds. `wall_clock`: seconds since the epoch."""
         self.cluster = Cluster(client, namespace, self.wake, self.pool_gone, self._is_own_write)
         self._writer = Writer(client, fence, metrics.wrote)
         self._fence = fence
         self._defaults = defaults
         self._metrics = metrics
+        self._pools_at_once = pools_at_once
         self._clock = clock
         self._wall_clock = wall_clock
         self._pools: dict[PoolName, _Pool] = {}
@@ -196,12 +207,18 @@ class Reconciler:
             pool.carried_out, outcome = generation, Outcome.DONE
         except NotLeaderError:
             outcome = Outcome.NOT_LEADER
+            for known in self._pools.values():
+                known.looked_at = False
         except (OSError, kube.ApiError) as error:
             log.warning("round failed pool=%s/%s error=%s", *pool.name, error)
             due_in_s = _pause_s(pool)
         except Exception:
             log.exception("round failed by a defect of the operator pool=%s/%s", *pool.name)
             due_in_s = _pause_s(pool)
+        if outcome is not Outcome.NOT_LEADER and not pool.looked_at:
+            pool.looked_at = True
+            if all(other.looked_at for other in self._pools.values()):
+                self._next_turn()
         ended = self._clock()
         self._metrics.round(outcome, ended - began, ended - woken_at, changed=changed)
         return due_in_s
@@ -212,18 +229,41 @@ class Reconciler:
             return LOOK_S  # garbage collection removes the pool's objects
         spec, now = _spec(pool.body), self._wall_clock()
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
-        observed = self.cluster.observe(pool.name, pool.body, parent, pool.stats)
+        observed = replace(
+            self.cluster.observe(pool.name, pool.body, parent, pool.stats), is_turn=self._is_turn(pool)
+        )
         planned = plan(pool.name[1], pool.name[0], spec, observed, now, self._defaults)
+        pool.upgrades, pool.waits = planned.upgrades, planned.waits
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
-        new = _status(planned, applied, pool.body["spec"], observed, now)
+        if applied.refused:
+            said = refusal.message(applied.refused, pool.body["spec"])
+            new = refused(pool.name[1], pool.name[0], said, observed, now, self._defaults)
+        else:
+            new = _status(planned, applied, observed, now)
         stored = await pool.applier.write_status(observed.status, new)
         if stored is not None:  # otherwise the next round could find the old status and report changes again
             pool.body = max(pool.body, stored, key=version)
         for condition in status.changed(observed.status, new):
             _report(pool.body, condition)
+        if pool.upgrades and status.is_in_force(new):
+            pool.upgrades = False
+            self._next_turn()
         return _due_in_s(pool, planned, applied)
+
+    def _is_turn(self, pool: _Pool) -> bool:
+        """Whether this pool may follow a new version of the operator now. A new leader first looks at every
+        pool, because some may be under way."""
+        others = [other for other in self._pools.values() if other is not pool]
+        seen = all(other.looked_at for other in others)
+        return pool.upgrades or (seen and sum(other.upgrades for other in others) < self._pools_at_once)
+
+    def _next_turn(self) -> None:
+        """Wake the pools that wait for their turn to follow a new version of the operator."""
+        for pool in self._pools.values():
+            if pool.waits:
+                pool.wake(self._clock())
 
     async def _follow_stats(self, pool: _Pool) -> None:
         """Read what the pool's gateways report, in a task of its own so that no round waits for a gateway."""
@@ -243,13 +283,18 @@ def _spec(body: Object) -> InferencePoolSpec | SpecError:
         return error
 
 
-def _status(
-    planned: Plan, applied: Applied, spec: Object, observed: Observed, now: float
-) -> InferencePoolStatus:
-    if applied.refused:
-        return status.of_refusal(refusal.message(applied.refused, spec), observed, now)
-    if applied.errors:
-        return status.with_failure(planned.status, "; ".join(applied.errors)[:1000], observed, now)
+def _status(planned: Plan, applied: Applied, observed: Observed, now: float) -> InferencePoolStatus:
+    """The status of an accepted spec after its plan was applied."""
+    lasting = [error.message for error in applied.errors if error.lasts]
+    passing = [error.message for error in applied.errors if not error.lasts]
+    if lasting:
+        return status.with_failure(planned.status, "; ".join(lasting)[:1000], observed, now)
+    if passing:
+        words = "; ".join(passing)[:1000]
+        return status.with_more_to_do(planned.status, words, Reason.APPLY_FAILED, observed, now)
+    if applied.rolling:
+        words = f"Rolling out {', '.join(applied.rolling)}."
+        return status.with_more_to_do(planned.status, words, Reason.ROLLING_OUT, observed, now)
     return planned.status
 
 
@@ -271,6 +316,7 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     meta, words = pool["metadata"], f"{condition.type}={condition.status}"
     log.info("%s pool=%s/%s reason=%s", words, meta["namespace"], meta["name"], condition.reason)
     bad = condition.status == "False" and condition.type in (Condition.ACCEPTED, Condition.READY)
+    bad = bad or (condition.type, condition.status) == (Condition.STALLED, "True")
     kopf.event(
         kopf.Body(cast(kopf.RawBody, pool)),
         type="Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal",

@@ -8,7 +8,8 @@ Truth = Literal["True", "False", "Unknown"]
 
 
 class Condition(StrEnum):
-    """Types, in the order in which a pool comes to be."""
+    """Types, in the order in which a pool comes to be. Reconciling, Stalled and Ready have the meaning that
+    kstatus gives them (sigs.k8s.io/cli-utils, pkg/kstatus), by which Flux and others judge objects."""
 
     ACCEPTED = "Accepted"
     """The spec is one that the operator can act on."""
@@ -22,12 +23,15 @@ class Condition(StrEnum):
     """At least one gateway serves."""
     ROUTE_PROGRAMMED = "RouteProgrammed"
     """Envoy has been told to ask the gateway."""
-    PROGRESSING = "Progressing"
+    RECONCILING = "Reconciling"
     """Something is still on its way to what the spec says."""
     DRAINING = "Draining"
     """Endpoints are leaving."""
+    STALLED = "Stalled"
+    """The pool cannot become what the spec says until somebody acts; absent otherwise."""
     READY = "Ready"
-    """Requests are answered, by everything that the spec asks for."""
+    """Requests are answered, by everything that the spec asks for. Its observedGeneration is that of the
+    newest spec that is in force as a whole."""
 
 
 class Reason(StrEnum):
@@ -60,9 +64,17 @@ class Reason(StrEnum):
     GATEWAY_NOT_PROGRAMMED = "GatewayNotProgrammed"
     """The route's Gateway is not there, or its controller says that it does not serve."""
     ROLLING_OUT = "RollingOut"
+    WAITING_FOR_TURN = "WaitingForTurn"
+    """Pods are to follow a new version of the operator, and other pools go first."""
     UP_TO_DATE = "UpToDate"
     APPLY_FAILED = "ApplyFailed"
     """The API server refused an object; the message says which."""
+    POD_CANNOT_START = "PodCannotStart"
+    """A pod's image cannot be pulled, something that it refers to is missing, or it ends again and again."""
+    PODS_REFUSED = "PodsRefused"
+    """Kubernetes creates no pods, because of a quota for example."""
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    """New pods have not become ready in the time that a rollout may take."""
     SESSIONS_LEAVING = "SessionsLeaving"
     """Endpoints are to go, and wait until their sessions have left."""
     ENDPOINTS_LEAVING = "EndpointsLeaving"

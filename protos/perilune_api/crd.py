@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perilune_api import names
-from perilune_api.inference_pool.engine import EngineSpec
+from perilune_api.conditions import Condition
+from perilune_api.inference_pool.engine import Cache, EngineSpec
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
@@ -39,15 +40,22 @@ RULES: Mapping[type, Sequence[Rule]] = {
             ".scaling.maxReplicas",
         ),
         Rule(
-            "self.engine.kind != 'simulated' || (self.mooncake.transfer == 'none' && "
+            "self.engine.kind != 'simulated' || (self.mooncake.transfer != 'offload' && "
             "!(has(self.mooncake.store) && self.mooncake.store.enabled))",
-            "simulated engines have no Mooncake: leave mooncake out",
+            "simulated engines have neither offload nor store: leave them out of mooncake",
             ".mooncake",
         ),
         Rule(
             "self.model.name == oldSelf.model.name",
             "the model's name cannot change: sessions, caches and dashboards hang on it; make another pool",
             ".model.name",
+        ),
+    ),
+    Cache: (
+        Rule(
+            "[has(self.claim) && self.claim != '', has(self.hostPath) && self.hostPath != '', "
+            "has(self.image) && self.image != ''].filter(given, given).size() == 1",
+            "a cache is one of claim, hostPath and image",
         ),
     ),
     EngineSpec: (
@@ -132,8 +140,12 @@ NAME_RULE = Rule(
 )
 """Of the whole object."""
 
-DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store"})}
+DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store", "store_master"})}
 """Fields that the operator fills in: not part of what users write."""
 
 SHOWN = frozenset({PolicyChoice})
 """Groups deep in `spec` whose defaults stored objects show: `kubectl get` prints the policy's name."""
+
+GROWING: frozenset[type] = frozenset({Condition})
+"""Enums of which the schema takes other values too, so that a newer operator can write them under this
+CRD."""

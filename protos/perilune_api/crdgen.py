@@ -56,13 +56,14 @@ def custom_resource_definition() -> Schema:
                     "storage": True,
                     "additionalPrinterColumns": [
                         _column("Model", "string", ".spec.model.name"),
-                        _column("Ready", "string", ".status.ready"),
+                        _column("Endpoints", "string", ".status.ready"),
                         _column("Sessions", "integer", ".status.sessions"),
                         _column("Hits", "string", ".status.hitRatio"),
                         _column("Policy", "string", ".spec.routing.policy.name"),
-                        _column(
-                            "Status", "string", f'.status.conditions[?(@.type=="{Condition.READY}")].reason'
-                        ),
+                        _condition("Ready", Condition.READY, "status"),
+                        _condition("Status", Condition.READY, "reason"),
+                        _condition("Stalled", Condition.STALLED, "reason"),
+                        _column("Revision", "string", ".status.revision", wide=True),
                         _column("Age", "date", ".metadata.creationTimestamp"),
                     ],
                     "subresources": {
@@ -107,8 +108,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _column(name: str, kind: str, path: str) -> Schema:
-    return {"name": name, "type": kind, "jsonPath": path}
+def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Schema:
+    """`wide`: shown by `kubectl get -o wide` only."""
+    return {"name": name, "type": kind, "jsonPath": path, **({"priority": 1} if wide else {})}
+
+
+def _condition(name: str, kind: Condition, part: str) -> Schema:
+    return _column(name, "string", f'.status.conditions[?(@.type=="{kind}")].{part}')
 
 
 def _struct(of: type[msgspec.Struct], *, top: bool) -> Schema:
@@ -254,7 +260,7 @@ _MAKERS: dict[type, Callable[[Any], Schema]] = {
     mi.StrType: _string,
     mi.EnumType: lambda of: {
         "type": "string",
-        "enum": [member.value for member in of.cls],
+        **({} if of.cls in crd.GROWING else {"enum": [member.value for member in of.cls]}),
         "description": _members(of.cls),
     },
     mi.LiteralType: lambda of: {"type": "string", "enum": list(of.values)},

@@ -69,16 +69,19 @@ async def connect(environ: Mapping[str, str] = os.environ) -> Client:
     Raises OSError, which names what is missing.
     """
     made = Configuration()
+    in_pod = bool(environ.get("KUBERNETES_SERVICE_HOST"))
     path = environ.get("KUBECONFIG") or str(Path.home() / ".kube/config")
+    if not in_pod and not any(map(os.path.exists, path.split(os.pathsep))):
+        raise OSError(f"no access to a Kubernetes API server: there is no {path}; set KUBECONFIG to a file")
     try:
-        if environ.get("KUBERNETES_SERVICE_HOST"):
+        if in_pod:
             config.load_incluster_config(made)  # type: ignore[no-untyped-call]
         else:
             await config.load_kube_config(  # type: ignore[no-untyped-call]
                 path, client_configuration=made, persist_config=False
             )
     except config.ConfigException as error:
-        where = "in this pod" if environ.get("KUBERNETES_SERVICE_HOST") else f"at {path}"
+        where = "in this pod" if in_pod else f"at {path}"
         raise OSError(f"no access to a Kubernetes API server {where}: {error}") from error
     return Client(made)
 

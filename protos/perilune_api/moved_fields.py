@@ -45,7 +45,7 @@ def explain(spec: object) -> str:
     if not isinstance(routing, Mapping):
         return ""
     if isinstance(policy := routing.get("policy"), str):
-        return f"Write `policy: {{name: {policy}}}`: a policy is an object now - at `$.spec.routing.policy`"
+        return f"Write `policy: {{name: {policy}}}`: a policy is an object - at `$.spec.routing.policy`"
     params = routing.get("params")
     if not isinstance(params, Mapping):
         return ""

@@ -20,9 +20,15 @@ EXT_PROC_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVENESS = "liveness"
 HEALTH_SERVICES = ("", LIVENESS, "readiness", EXT_PROC_SERVICE, "inference-extension")
 
+DATA_PARALLEL_RANK_HEADER = "x-data-parallel-rank"
+"""Request header by which vLLM is told which of its data-parallel ranks serves."""
+
 # Perilune's own headers.
 DECISION_HEADER = "x-perilune-decision"
 """A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`."""
+ENGINE_SECRET_HEADER = "x-perilune-engine-secret"
+"""Request header with the pool's secret, by which a gateway's requests to engines may have transfer
+parameters; engines drop those of others."""
 REQUEST_ID_HEADER = "x-request-id"
 REFUSE_REASON_HEADER = "x-perilune-refused"
 """Response header of every request that the gateway refuses: the reason."""
@@ -36,6 +42,10 @@ SESSION_HEADERS = (
     "thread-id",
     "session-id",
     "session_id",
+    "conversation-id",
+    "conversation_id",
+    "x-opencode-session",
+    "x-session-affinity",
     "x-session-id",
     "x-smg-routing-key",
 )
@@ -45,6 +55,7 @@ PARENT_SESSION_HEADERS = (
     "x-dynamo-parent-session-id",
     "x-claude-code-parent-agent-id",
     "x-codex-parent-thread-id",
+    "x-opencode-parent-session",
     "x-parent-session-id",
 )
 FINAL_TURN_HEADERS = ("x-perilune-session-final", "x-dynamo-session-final")
@@ -69,6 +80,8 @@ ROLE_LABEL = "perilune.dev/role"
 """Label of an engine pod: always `both`, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
 """Annotation of an engine pod: the port at which it publishes KV events. The replay port is the next one."""
+BOOTSTRAP_PORT = "perilune.dev/kv-bootstrap-port"
+"""Annotation of an engine pod: the port of its KV connector's bootstrap page, if it hands KV over."""
 DRAINING = "perilune.dev/draining"
 """Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
 does; the operator writes the time at which draining began."""
@@ -92,6 +105,20 @@ POOL_DOCUMENT = "pool.yaml"
 """Key of the ConfigMap that holds the pool document."""
 
 
+MASTER_PORT = 9003
+"""Port at which the Mooncake master serves its metrics and pages."""
+
+
+def master_name(pool: str) -> str:
+    """Name of the Mooncake master of a pool: its Deployment and its Service."""
+    return f"{pool}-master"
+
+
 def gateway_name(pool: str) -> str:
     """Name of a pool's gateway: its Deployment, its Service, and the ConfigMap with the pool document."""
     return f"{pool}-gateway"
+
+
+def rendered_name(pool: str) -> str:
+    """Name of the ConfigMap in which the operator remembers how it rendered a pool's pods."""
+    return f"{pool}-rendered"

@@ -1,8 +1,8 @@
 """`routing.policy`: the routing policy of a pool, and a block of parameters for each policy that has any.
 
     policy:
-      name: ear                          # a PolicyName
-      ear: {hotPendingTokens: 16384}     # optional; the defaults are each policy's own
+      name: perilune                     # a PolicyName
+      perilune: {leastGainSeconds: 4}    # optional; the defaults are each policy's own
 
 Each policy reads its own block only. A pool may still set several blocks, because a request header, `perilune
 whatif` and `perilune explain` evaluate policies other than the pool's with these parameters. The policies
@@ -33,6 +33,8 @@ class PolicyName(StrEnum):
     """the highest weighted hit ratio minus weighted load."""
     LEAST_LOADED = "least_loaded"
     """the fewest pending prefill tokens."""
+    LLM_D = "llm_d"
+    """the highest weighted sum of a short queue, free KV memory and hit ratio (llm-d's default scorers)."""
     LMETRIC = "lmetric"
     """the lowest product of pending prefill tokens and running requests."""
     LMETRIC_PLUS_ONE = "lmetric_plus_one"
@@ -140,6 +142,17 @@ class KvLinearParams(Struct, frozen=True):
     """Weight of the normalised load, which lowers an endpoint's score."""
 
 
+class LlmDParams(Struct, frozen=True):
+    """Parameters of the policy llm_d."""
+
+    queue_weight: Factor = 2.0
+    """Weight of a short queue. llm-d's queue-scorer."""
+    kv_usage_weight: Factor = 2.0
+    """Weight of free KV memory. llm-d's kv-cache-utilization-scorer."""
+    prefix_weight: Factor = 3.0
+    """Weight of the hit ratio. llm-d's prefix-cache-scorer."""
+
+
 class PolicyParams(Struct, frozen=True, kw_only=True):
     """A block of parameters for each policy that has any."""
 
@@ -150,10 +163,11 @@ class PolicyParams(Struct, frozen=True, kw_only=True):
     dynamo_product: DynamoProductParams = DynamoProductParams()
     dynamo_v1: DynamoV1Params = DynamoV1Params()
     kv_linear: KvLinearParams = KvLinearParams()
+    llm_d: LlmDParams = LlmDParams()
 
 
 class PolicyChoice(PolicyParams, frozen=True, kw_only=True):
     """The policy that chooses the endpoint of a request, and a block of parameters for each policy."""
 
-    name: PolicyName = PolicyName.EAR
+    name: PolicyName = PolicyName.PERILUNE
     """Policy of the pool."""

@@ -2,10 +2,12 @@
 
 It is one YAML (or JSON) document in the shape of the Kubernetes `InferencePool`. On Kubernetes the operator
 derives it from the `InferencePool`. Without Kubernetes a user writes it, with a static list
-`spec.endpoints`; `examples/pool.yaml` is an example with comments. An unknown field or a wrong value is
-refused with the field's path:
+`spec.endpoints`; `examples/local/pool.yaml` is an example with comments. `parse` refuses an unknown field or
+a wrong value with the field's path:
 
     SpecError: Expected `int` >= 1 - at `$.spec.engine.blockSize`
+
+`parse_known` reads what the operator wrote, and ignores unknown fields.
 
 `load` parses the YAML, converts it to frozen structs (types and ranges), and calls `check` for the rules
 that span several fields, such as duplicate addresses and unknown nodes.
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import yaml
 from msgspec import Meta
+from yaml import MarkedYAMLError
 
-from perilune_api import moved_fields
+from perilune_api import moved_fields, versions
 from perilune_api.fields import Name, Positive, Seconds, Share, Struct, Weight
 from perilune_api.policies import PolicyChoice
 from perilune_api.topology import NIC_GBITS, Bandwidth, Level, Link, Place, distance
@@ -29,7 +33,10 @@ class SpecError(ValueError):
     """The user's document is wrong. The message names the field and, where possible, the remedy."""
 
 
-Address = Annotated[str, Meta(pattern=r"^(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:]+\]):\d{1,5}$")]
+MAX_DEPTH = 64
+"""Maximum depth of a pool document."""
+_IP_PORT = r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}$"
+Address = Annotated[str, Meta(pattern=_IP_PORT)]
 """`ip:port`; IPv6 in brackets."""
 
 
@@ -51,6 +58,10 @@ class ExtraKeys(StrEnum):
 
     TAGGED = "tagged"
     BARE = "bare"
+
+
+LONGEST_CONTEXT = 1_048_576
+"""Tokens of the longest context of any model that is served today."""
 
 
 class Lora(Struct, frozen=True):
@@ -81,10 +92,17 @@ class Model(Struct, frozen=True):
     bytes_per_token: Annotated[float, Meta(gt=0)] = 4.0
     """Bytes of text per token, for the first estimate of a session. Later estimates use the ratio that the
     engine reported for that session."""
-    context_tokens: Positive = 131_072
-    """Maximum number of tokens of a prompt and its answer together."""
+    context_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Maximum number of tokens of a prompt and its answer together. On Kubernetes the engines get it as
+    `--max-model-len`. 0: the engines decide, which allow what the model does, or less if their memory does
+    not suffice; the gateway then refuses no prompt as too long."""
     kv_bytes_per_token: Positive = 98_304
     """Bytes that one token takes in the KV cache, summed over all layers."""
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens beyond which no prompt need be looked at."""
+        return self.context_tokens or LONGEST_CONTEXT
 
 
 class Hashing(Struct, frozen=True):
@@ -112,6 +130,10 @@ class Engine(Struct, frozen=True):
     predictions, which the gateway then corrects by measurement. 1: as fast as that H20."""
     store: bool = False
     """Whether the engines share a KV store, from which an endpoint can load a moved session's KV."""
+    store_master: str = ""
+    """Address (`host:port`) of the HTTP server of the store's Mooncake master, which the gateway asks whether
+    the memory is still there into which engines have put blocks. Empty: blocks in the store count until they
+    expire."""
 
 
 class SessionKeys(Struct, frozen=True):
@@ -130,7 +152,8 @@ class SessionKeys(Struct, frozen=True):
     one."""
     tenant_header: str = ""
     """Request header that names the tenant; sessions of different tenants are never the same session. Empty:
-    a hash of the Authorization header names the tenant. A session is found by tenant and session id."""
+    a hash of the headers Authorization, x-api-key and api-key names the tenant. A session is found by tenant
+    and session id."""
     idle_seconds: Seconds = 1800.0
     """Seconds without a request after which the gateway forgets a session."""
     max_sessions: Positive = 100_000
@@ -189,6 +212,10 @@ class Migration(Struct, frozen=True):
     """Minimum seconds between two moves of one session."""
     moves_per_minute: Annotated[int, Meta(ge=0)] = 50
     """Maximum number of moves per minute in the whole pool. 0: no moves."""
+    token_memory_bytes: Annotated[int, Meta(ge=0)] = 256 * 1024 * 1024
+    """Memory in bytes for the token ids of announced blocks, which a gateway needs to let one endpoint hand a
+    session's KV over to another. A block of 16 tokens takes about 210 bytes. Endpoints without a bootstrap
+    page need none."""
     hot_pending_seconds: Weight = 1.5
     """For hot_host and rack_pressure: seconds of queued prefill above which an endpoint, or a rack on
     average, is overloaded."""
@@ -214,16 +241,42 @@ class EnginePriority(Struct, frozen=True):
     for every body before it decides."""
 
 
+class Ejection(Struct, frozen=True):
+    """When an endpoint gets no requests for a while because its answers fail or come far too late, although
+    its metrics can be read. At least half of the pool's endpoints always stay. After a pause one request is
+    sent there as a trial."""
+
+    enabled: bool = True
+    """Whether endpoints are ejected."""
+    failure_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Ejects an endpoint when at least this share of its latest answers failed (status 401, 403, or 500 and
+    above) or came too late, and the other endpoints do less than half as badly."""
+    slow_factor: Annotated[float, Meta(ge=1)] = 1.5
+    """A request is too late when its first token takes this many times longer than that of 99 of 100 requests
+    of the pool takes, compared with each request's predicted time."""
+    pause_seconds: Seconds = 2.0
+    """Seconds from an ejection to the first trial. Each failed trial doubles the pause, up to three times its
+    first length."""
+    session_failures: Positive = 3
+    """A session leaves its host after this many failed answers in a row, whether the host is ejected or
+    not."""
+
+
 class Routing(Struct, frozen=True):
     """How the gateway chooses the endpoint of a request: policy, sessions, migration, admission."""
 
     policy: PolicyChoice = PolicyChoice()
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
+    decision_header: Literal["endpoint", "reason", "off"] = "endpoint"
+    """What a client learns that asks with the header names.DECISION_HEADER. endpoint: address, reason and
+    request id. reason: the same without the address, for clients that should not know pod addresses. off:
+    nothing."""
     allow_policy_header: bool = False
     """Whether a request may choose its policy with the header names.POLICY_HEADER."""
     session: SessionKeys = SessionKeys()
     limits: Limits = Limits()
+    ejection: Ejection = Ejection()
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
     """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
     one fails."""
@@ -287,6 +340,9 @@ class EndpointSpec(Struct, frozen=True):
     ready: bool = True
     """Whether the endpoint may get requests. false: the gateway sends it none, but remembers what it
     caches."""
+    bootstrap: Annotated[str, Meta(pattern=r"^$|" + _IP_PORT)] = ""
+    """Address of the bootstrap page of its KV connector (vLLM's MooncakeConnector), `ip:port`. The gateway
+    moves a session's KV between endpoints whose pages answer. Empty: it hands no KV over."""
 
 
 class Spec(Struct, frozen=True):
@@ -328,16 +384,68 @@ def load(path: Path) -> Pool:
 
 def parse(text: bytes | str) -> Pool:
     """Parse YAML or JSON into a checked pool. Raises SpecError."""
+    _check_depth(text)
     try:
         pool = msgspec.yaml.decode(text, type=Pool)
     except msgspec.DecodeError as error:  # the base class of ValidationError
-        raise SpecError(_explain(text) or str(error)) from None
+        raise SpecError(_explain(text) or _in_one_line(error)) from None
+    except _WRONG_SCALAR as error:
+        raise SpecError(_unreadable(text) or str(error)) from None
     check(pool)
     return pool
 
 
+def _check_depth(text: bytes | str) -> None:
+    """Refuse a document that is nested so deeply that building it would overflow the stack. Raises
+    SpecError. Leaves text that is not YAML to `parse`."""
+    depth = 0
+    try:
+        for event in yaml.parse(text, yaml.CSafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                mark = event.start_mark
+                line = mark.line + 1 if mark else 1
+                raise SpecError(f"The document is nested too deeply - in line {line}")
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+
+
+_WRONG_SCALAR = (ValueError, OverflowError, AttributeError)
+"""What PyYAML raises for a scalar that its type's pattern admits and its type does not."""
+
+
+def _unreadable(text: bytes | str) -> str:
+    """Return which scalar has the form of a number or a date and is none, such as 2026-13-01; empty if there
+    is no such scalar."""
+    loader = yaml.SafeLoader("")
+    nodes = [("$", yaml.compose(text, yaml.SafeLoader))]
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            nodes += [(f"{path}.{key.value}", value) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += [(f"{path}[{i}]", value) for i, value in enumerate(node.value)]
+        elif node is not None:
+            try:
+                loader.construct_object(node)
+            except _WRONG_SCALAR:
+                kind = node.tag.rpartition(":")[2]
+                return f"{node.value[:40]!r} is no valid {kind}; put a text into quotes - at `{path}`"
+    return ""
+
+
 _OBJECT_ONLY = ("gateway", "mooncake", "replicas", "rollout", "scaling")
 """Fields of `spec` that an InferencePool on Kubernetes has and a pool document does not have."""
+
+
+def _in_one_line(error: msgspec.DecodeError) -> str:
+    """Return the message of a refused document; for text that is not YAML, with the place of the mistake."""
+    cause = error.__context__  # msgspec hides it, but keeps it
+    if isinstance(cause, MarkedYAMLError) and cause.problem_mark:
+        mark = cause.problem_mark
+        return f"Not YAML: {cause.problem} - in line {mark.line + 1}, column {mark.column + 1}"
+    return str(error)
 
 
 def _explain(text: bytes | str) -> str:
@@ -354,14 +462,26 @@ def _explain(text: bytes | str) -> str:
         return ""
     return (
         "This looks like the Kubernetes object InferencePool, which the operator reads. The gateway reads a "
-        "pool document: model, engine, routing, topology and a list of endpoints, such as examples/pool.yaml "
-        f"- at `$.spec.{field}`"
+        "pool document: model, engine, routing, topology and a list of endpoints, such as "
+        f"examples/local/pool.yaml - at `$.spec.{field}`"
     )
 
 
+def parse_known(text: bytes | str) -> tuple[Pool, tuple[str, ...]]:
+    """Parse a document that another program wrote, which may be of a newer version: return the pool without
+    the fields that are unknown here, and the paths of these fields. Raises SpecError."""
+    try:
+        document, unknown = versions.known(msgspec.yaml.decode(text), Pool)
+    except msgspec.DecodeError as error:
+        raise SpecError(str(error)) from None
+    return parse(msgspec.yaml.encode(document)), unknown
+
+
 def dump(pool: Pool) -> bytes:
-    """Return YAML that `parse` reads back to an equal pool."""
-    return msgspec.yaml.encode(pool)
+    """Return YAML that `parse` reads back to an equal pool. It leaves out every field that has its default,
+    so that gateways of another version can read it."""
+    head = {"apiVersion": pool.api_version, "kind": pool.kind}
+    return msgspec.yaml.encode({**head, **versions.stated(pool)})
 
 
 def _is_ip_port(address: str) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 
 from perilune_api.pool import SpecError
 
-_QUANTITY = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?")
+_QUANTITY = re.compile(
+    r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?", re.ASCII
+)
 _UNITS = {"n": Decimal(10) ** -9, "u": Decimal(10) ** -6, "m": Decimal(10) ** -3, None: Decimal(1)}
 _UNITS |= {unit: Decimal(10) ** (3 * (i + 1)) for i, unit in enumerate("kMGTPE")}
 _UNITS |= {f"{unit}i": Decimal(2) ** (10 * (i + 1)) for i, unit in enumerate("KMGTPE")}

@@ -56,8 +56,8 @@ The operator writes these fields; `kubectl describe ipool NAME` shows them.
 _POOL = """\
 ## Pool document
 
-The gateway reads this file when it starts, and again when it changes. `examples/pool.yaml` is an example with
-comments.
+The gateway reads this file when it starts, and again when it changes. `examples/local/pool.yaml` is an
+example with comments.
 
 """
 

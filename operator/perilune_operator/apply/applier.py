@@ -15,8 +15,10 @@ object that has the wanted name but does not belong to the pool is left alone.
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +31,7 @@ from perilune_operator.apply.writer import Writer
 from perilune_operator.kinds import collection, path
 from perilune_operator.observe.facts import Key, Object, key, version
 from perilune_operator.plan import Plan
+from perilune_operator.revision import TEMPLATES
 from perilune_operator.rollout import Mark
 
 log = logging.getLogger(__name__)
@@ -38,10 +41,21 @@ WATCH_LAG_S = 3.0
 SECOND_WAVE = frozenset({"RoleBinding", "Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler"})
 """Kinds that refer to objects of the first wave: the API server refuses a binding without its role, and pods
 without their account."""
-REHEARSED = frozenset({"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute"})
+REHEARSED = frozenset(
+    {"Deployment", "LeaderWorkerSet", "HorizontalPodAutoscaler", "HTTPRoute", "NetworkPolicy"}
+)
 """Kinds with parts that a user wrote and that no schema of the operator can check."""
+_CONDITION = re.compile(r"^status\.conditions\[(\d+)\]\.type$")
 GONE_OR_REPLACED = frozenset({404, 409})
 """Status codes of a write that names a uid, when the object is gone or another one has its name."""
+
+
+class Failure(NamedTuple):
+    """A write that the API server refused."""
+
+    message: str
+    lasts: bool
+    """It will refuse it again until somebody acts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +64,10 @@ class Applied:
 
     refused: tuple[Refusal, ...] = ()
     """The rehearsed objects that the API server refuses. If there are any, nothing was written."""
-    errors: tuple[str, ...] = ()
-    """Messages about writes that it refused."""
+    errors: tuple[Failure, ...] = ()
+    """The writes that it refused."""
+    rolling: tuple[str, ...] = ()
+    """Workloads that were written and that no watch has shown yet."""
     settled: bool = True
     """Whether the watches have shown everything that was written. If not, look again after WATCH_LAG_S."""
 
@@ -83,7 +99,10 @@ class Applier:
             return Applied(refused)
         if plan.scale_to is not None:
             await self._scale(plan.scale_to)
-        errors = [f"{k.kind} {k.name} exists and is not this pool's: rename one of them" for k in foreign]
+        errors: list[Failure | None] = [
+            Failure(f"{k.kind} {k.name} exists and is not this pool's: rename one of them", lasts=True)
+            for k in sorted(foreign, key=lambda k: (k.kind, k.name))
+        ]
         errors += await asyncio.gather(*(self._mark(mark) for mark in plan.marks))
         mine = [obj for obj in wanted if key(obj) not in foreign]
         for wave in (False, True):
@@ -93,7 +112,9 @@ class Applier:
         keys = {key(obj) for obj in wanted}
         gone = [child for k, child in children.items() if k not in keys | plan.kept]
         errors += await asyncio.gather(*(self._remove(child) for child in gone))
-        return Applied((), tuple(filter(None, errors)), not self._unseen.keys() & keys)
+        unseen = self._unseen.keys() & keys
+        rolling = sorted(k.name for k in unseen if k.kind in TEMPLATES)
+        return Applied((), tuple(filter(None, errors)), tuple(rolling), not unseen)
 
     # -- before anything is written ----------------------------------------------------------------
 
@@ -150,8 +171,8 @@ class Applier:
         is_as_applied = self._applied.get(k) == (digest(obj), fields)
         return is_as_applied and owner.applied_digest(live) == digest(obj)
 
-    async def _write(self, obj: Object, live: Object | None) -> str:
-        """Apply one object. Return a message if the API server refused it, else an empty text."""
+    async def _write(self, obj: Object, live: Object | None) -> Failure | None:
+        """Apply one object. Return a failure if the API server refused it."""
         k, owner, meta = key(obj), self._owner, obj["metadata"]
         live = self._newest(k, live)
         annotations = {**(meta.get("annotations") or {}), owner.hash_annotation(obj): digest(obj)}
@@ -162,15 +183,13 @@ class Applier:
             if error.status == 404 and "namespace" in error.message:
                 raise OSError(error.message) from error  # nothing else of this pool can be written either
             if error.status == 409 and "resourceVersion" in meta:
-                return (
-                    ""  # planned from an older version; the watch will show the newer one and wake the pool
-                )
-            return f"{k.kind} {k.name}: {error.message}"
+                return None  # planned from an older version; the watch will show the newer one and wake it
+            return _failure(f"{k.kind} {k.name}", error)
         if live is None or made["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
             log.info("applied kind=%s object=%s/%s", k.kind, k.namespace, k.name)
             self._unseen[k] = made, self._clock()
         self._applied[k] = digest(obj), owned_fields(made, owner.manager(obj))
-        return ""
+        return None
 
     def _newest(self, k: Key, live: Object | None) -> Object | None:
         """The newer one of what the watch shows and what was written last."""
@@ -184,13 +203,13 @@ class Applier:
         del self._unseen[k]
         return live
 
-    async def _remove(self, live: Object) -> str:
-        """Delete an object of the pool, or give up the pool's part of a shared one. Return a message if the
-        API server refused it, else an empty text."""
+    async def _remove(self, live: Object) -> Failure | None:
+        """Delete an object of the pool, or give up the pool's part of a shared one. Return a failure if the
+        API server refused it."""
         k, meta, owner = key(live), live["metadata"], self._owner
         shares = is_shared(live) and owner.uid in owner_uids(live)
         if "deletionTimestamp" in meta or not (shares or owner.controls(live)):
-            return ""
+            return None
         try:
             if shares:
                 await self._leave(live)
@@ -198,12 +217,12 @@ class Applier:
                 await self._writer.delete(path(live), k.kind, {"uid": meta["uid"]})
         except kube.ApiError as error:
             if error.status not in GONE_OR_REPLACED:
-                return f"{k.kind} {k.name}: {error.message}"
+                return _failure(f"{k.kind} {k.name}", error)
         else:
             log.info("pruned kind=%s object=%s/%s", k.kind, k.namespace, k.name)
         for known in (self._applied, self._unseen, self._rehearsed):
             known.pop(k, None)
-        return ""
+        return None
 
     async def _leave(self, live: Object) -> None:
         """Remove this pool's owner reference from a shared object. The last owner deletes it."""
@@ -226,17 +245,17 @@ class Applier:
         log.info("handed over to an autoscaler pool=%s/%s replicas=%d", owner.namespace, owner.name, replicas)
         await self._writer.merge(f"{owner.path}/scale", KIND, {"spec": {"replicas": replicas}})
 
-    async def _mark(self, mark: Mark) -> str:
+    async def _mark(self, mark: Mark) -> Failure | None:
         """Annotate a pod through its status, so that the operator needs no right to change pods. Return a
-        message if the API server refused it, else an empty text."""
+        failure if the API server refused it."""
         body = {"metadata": {"uid": mark.uid, "annotations": dict(mark.annotations)}}
         where = f"{collection('v1', self._owner.namespace, 'pods')}/{mark.pod}/status"
         try:
             await self._writer.merge(where, "Pod", body)
         except kube.ApiError as error:
             if error.status not in GONE_OR_REPLACED:
-                return f"Pod {mark.pod}: {error.message}"
-        return ""
+                return _failure(f"Pod {mark.pod}", error)
+        return None
 
     async def write_status(self, old: Object, new: InferencePoolStatus) -> Object | None:
         """Write the status where it differs, and return the pool as it is then stored. Return None when
@@ -244,13 +263,28 @@ class Applier:
         wanted = msgspec.json.decode(msgspec.json.encode(new))
         if {name: value for name, value in wanted.items() if value is not None} == old:
             return None
-        body = {"metadata": {"uid": self._owner.uid}, "status": wanted}
         try:
-            return await self._writer.merge(f"{self._owner.path}/status", KIND, body)
+            return await self._merge_status(wanted)
         except kube.ApiError as error:
-            if error.status not in GONE_OR_REPLACED:
+            if error.status in GONE_OR_REPLACED:
+                return None
+            unknown = {int(i) for field, _ in error.causes for i in _CONDITION.findall(field)}
+            if not unknown:
                 raise
-            return None
+            # A CRD from before this version lists the conditions that it takes.
+            conditions = [c for i, c in enumerate(wanted["conditions"]) if i not in unknown]
+            return await self._merge_status({**wanted, "conditions": conditions})
+
+    async def _merge_status(self, status: Object) -> Object:
+        body = {"metadata": {"uid": self._owner.uid}, "status": status}
+        return await self._writer.merge(f"{self._owner.path}/status", KIND, body)
+
+
+def _failure(what: str, error: kube.ApiError) -> Failure:
+    """Refusals of a conflict, of a missing object and of too many requests pass, as errors of the server
+    do."""
+    lasts = 400 <= error.status < 500 and error.status not in (404, 409, 429)
+    return Failure(f"{what}: {error.message}", lasts)
 
 
 def _digest_but_replicas(obj: Object) -> str:

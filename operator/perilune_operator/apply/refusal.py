@@ -103,8 +103,13 @@ def _component(obj: Object) -> str:
 _ORIGINS: Mapping[str, tuple[tuple[Path, Path], ...]] = {
     "HTTPRoute": (
         (("spec", "hostnames"), ("gateway", "hostnames")),
+        (("spec", "rules", 0, "matches"), ("gateway", "matches")),
         (("spec", "parentRefs", 0), ("gateway", "parent")),
         (("spec", "parentRefs"), ("gateway", "parent")),
+    ),
+    "NetworkPolicy": (
+        (("spec", "ingress", 0, "from"), ("gateway", "clients")),
+        (("spec", "ingress", 1, "from"), ("gateway", "clients")),
     ),
     "HorizontalPodAutoscaler": (
         (("spec", "metrics", 0, "object", "metric", "name"), ("scaling", "metric")),

@@ -22,6 +22,8 @@ from perilune_operator.observe.discovery import Discovery
 from perilune_operator.observe.facts import MANAGED_BY, MANAGER, GatewayStats, Object, Observed, PoolName
 
 DISCOVER_S = 20.0
+SHARED_WITH_OTHERS = frozenset({"ClientTrafficPolicy"})
+"""Kinds of which other owners' objects matter too: a Gateway has one of them."""
 
 
 class Cluster:
@@ -98,14 +100,15 @@ class Cluster:
                 await asyncio.sleep(DISCOVER_S)
 
     async def _follow_children(self, kind: str) -> None:
-        await self._follow(KINDS[kind].api, kind, KINDS[kind].plural, f"{MANAGED_BY}={MANAGER}")
+        selector = "" if kind in SHARED_WITH_OTHERS else f"{MANAGED_BY}={MANAGER}"
+        await self._follow(KINDS[kind].api, kind, KINDS[kind].plural, selector)
 
     async def _follow(self, api: str, kind: str, plural: str, selector: str) -> None:
         def take(objects: Objects, changed: Collection[str]) -> None:
-            self._tell(self._copies.take(kind, objects, changed))
+            self._report(self._copies.take(kind, objects, changed))
 
         where = collection(api, self._namespace, plural)
-        await kube.follow(self._client, where, take, {"labelSelector": selector})
+        await kube.follow(self._client, where, take, {"labelSelector": selector} if selector else {})
 
     async def _follow_nodes(self) -> None:
         def take(objects: Objects, changed: Collection[str]) -> None:
@@ -128,6 +131,6 @@ class Cluster:
 
         await kube.follow(self._client, collection(API_VERSION, self._namespace, PLURAL), take)
 
-    def _tell(self, concerned: Concerned) -> None:
+    def _report(self, concerned: Concerned) -> None:
         for pool in {None} if concerned is None else concerned:
             self._on_change(pool)

@@ -68,6 +68,8 @@ class PodFacts:
     """Index of its LeaderWorkerSet group; -1 for any other pod."""
     trouble: str = ""
     """Why the pod does not run, in Kubernetes' words; empty when it runs or no reason is known."""
+    stuck: bool = False
+    """The trouble lasts until somebody acts."""
 
     @property
     def serves(self) -> bool:
@@ -143,3 +145,5 @@ class Observed:
     parent: ParentFacts | None = None
     """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
     rival: Rival | None = None
+    is_turn: bool = True
+    """Few enough other pools follow a new version of the operator at present that this one may, too."""

@@ -1,6 +1,7 @@
 """Kubernetes objects → facts. Pure: reads, never decides."""
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 from perilune_api import names
 from perilune_operator.observe.facts import Listener, NodeFacts, Object, ParentFacts, PodFacts, Verdict
@@ -15,6 +16,25 @@ LEAVING_TAINTS = frozenset(
     }
 )
 """Taints of nodes that are about to be removed. A cordon sets `unschedulable` instead."""
+STUCK = {
+    "ErrImagePull": "ImagePullBackOff",  # the two take turns
+    **{
+        reason: reason
+        for reason in (
+            "ImagePullBackOff",
+            "InvalidImageName",
+            "ErrImageNeverPull",
+            "CreateContainerConfigError",
+            "CreateContainerError",
+            "RunContainerError",
+            "CrashLoopBackOff",
+        )
+    },
+}
+"""Reasons for which a container waits until somebody acts, and the word for each in a status."""
+MANY_RESTARTS = 3
+"""A container that has ended so often and is not ready counts as ending again and again, also while it
+runs."""
 CHOSEN_COST = "-1"
 """Deletion cost of an engine that is to be removed; every other engine has 0."""
 GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
@@ -55,22 +75,31 @@ def pod(obj: Object) -> PodFacts:
         drained_by=frozenset(name for name, mark in answers.items() if draining and mark == draining),
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
         group=int(group) if group.isdigit() else -1,
-        trouble=_trouble(obj.get("status") or {}),
+        **_trouble(obj.get("status") or {}),
     )
 
 
-def _trouble(status: Object) -> str:
+class _Trouble(TypedDict):
+    trouble: str
+    stuck: bool
+
+
+def _trouble(status: Object) -> _Trouble:
     """Why a pod does not run; empty when it runs. Without messages that change all the time, such as a
     back-off that counts its seconds."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
+            said = f"{condition.get('reason', '')}: {condition.get('message', '')}"[:160]
+            return {"trouble": said, "stuck": False}
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
     for container in containers:
         reason = (container.get("state", {}).get("waiting") or {}).get("reason", "")
+        if container.get("restartCount", 0) >= MANY_RESTARTS and not container.get("ready"):
+            reason = "CrashLoopBackOff"
         if reason not in ("", "ContainerCreating", "PodInitializing"):
-            return f"{reason} ({container.get('image', '')})"
-    return ""
+            said = f"{STUCK.get(reason, reason)} ({container.get('image', '')})"
+            return {"trouble": said, "stuck": reason in STUCK}
+    return {"trouble": "", "stuck": False}
 
 
 def _holds(obj: Object, condition: str) -> bool:

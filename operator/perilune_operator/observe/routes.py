@@ -5,13 +5,14 @@
    any) is a different claim, since it gets what the narrower one leaves.
 2. The oldest route gets what it claims; among routes of the same second, the first by namespace and name.
    This is Gateway API's rule for routes that match equally (v1, HTTPRouteRule.matches), as the routes of
-   all pools do, since they have the same path.
+   all pools do that have the same path.
 3. A pool that claims what an older pool gets has a *rival*. Its route is accepted nevertheless; only the
    operator's status says that it gets no requests.
 
 Pure. The cost grows with the number of claims. Routes that do not belong to pools are ignored.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 
 from perilune_operator.observe.facts import Listener, Object, PoolName, Rival
@@ -32,15 +33,21 @@ def rivals(
         name: gateways[name] if name in gateways else dict.fromkeys(named, Listener())
         for name, named in sections.items()
     }
-    taken: dict[tuple[str, str, str], PoolName] = {}
+    taken: dict[tuple[str, str, str, str], PoolName] = {}
     found: dict[PoolName, dict[PoolName, set[str]]] = {}
     for pool in sorted(standing, key=lambda pool: (standing[pool]["metadata"]["creationTimestamp"], pool)):
         for gateway, listener, host in _claims(standing[pool], listeners):
-            owner = taken.setdefault((gateway, listener, host), pool)
+            owner = taken.setdefault((gateway, listener, host, _matches(standing[pool])), pool)
             if owner != pool:
                 found.setdefault(pool, {}).setdefault(owner, set()).add(host)
     firsts = {pool: next(iter(owners.items())) for pool, owners in found.items()}
     return {pool: Rival(owner, tuple(sorted(hosts - {""}))) for pool, (owner, hosts) in firsts.items()}
+
+
+def _matches(route: Object) -> str:
+    """Which requests of a host the route takes. Routes that name other requests are no rivals; which of them
+    gets a request that both name, the more specific match decides."""
+    return json.dumps([rule.get("matches") for rule in route["spec"].get("rules") or ()], sort_keys=True)
 
 
 def _claims(route: Object, listeners: Mapping[str, Mapping[str, Listener]]) -> Iterator[tuple[str, str, str]]:

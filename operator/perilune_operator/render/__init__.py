@@ -3,6 +3,8 @@
 engines.py              the engines' workloads, Service, disruption budget and autoscaler
     endpoints.py            workload, GPUs and nodes of an endpoint
     engine_process.py       the program in an engine's container
+    sizes.py                what its pods need, by the size of the model
+    model_cache.py          where they find the model
     drain_hook.py           the preStop hook, which waits for running requests
     placement.py            where its pods run
 mooncake.py             the KV store that engines share

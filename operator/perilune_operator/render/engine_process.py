@@ -5,20 +5,25 @@ pod that serves HTTP, and false for a worker, which is a further pod of an endpo
 """
 
 import json
+from math import ceil
 
 from perilune_api import names
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import mooncake
+from perilune_operator.render import door, model_cache, mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.objects import Context
 
 EVENTS_PORT = 5557
 REPLAY_PORT = EVENTS_PORT + 1
+REPLAYED_STEPS = 50_000
+"""Batches of KV events that an engine keeps for gateways that start later; vLLM's default is 10,000."""
 PEER_PORT = 5710
 """Port at which other engines read the offload tier."""
+BOOTSTRAP_PORT = 8998
+"""Port of the bootstrap page of an engine that hands KV over; also vLLM's default."""
 MEETING_PORT = 29_501
 """Port at which the leader of an endpoint that spans nodes awaits its workers (torch.distributed)."""
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -58,8 +63,14 @@ def env(pool: Context, serve: bool) -> list[Object]:
         made.append({"name": "VLLM_NO_USAGE_STATS", "value": "1"})
         if engine.hashing.seed:
             made.append({"name": "PYTHONHASHSEED", "value": engine.hashing.seed})
+        made.extend(model_cache.env(pool))
         if pool.spec.mooncake.store.enabled:
-            made.extend(mooncake.env())
+            made.extend(mooncake.env(pool))
+        if pool.spec.mooncake.transfer is Transfer.HANDOFF:
+            made.append({"name": "VLLM_MOONCAKE_BOOTSTRAP_PORT", "value": str(BOOTSTRAP_PORT)})
+            abort_s = str(abort_seconds(pool))
+            made.append({"name": "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT", "value": abort_s})
+        made.extend(door.env(pool))
         if not serve:  # newer LeaderWorkerSets set it themselves
             made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
     by_name = {variable["name"]: variable for variable in made}
@@ -68,6 +79,8 @@ def env(pool: Context, serve: bool) -> list[Object]:
             {"value": variable.value} if variable.value_from is None else {"valueFrom": variable.value_from}
         )
         by_name[variable.name] = {"name": variable.name, **said}
+    if engine.kind is EngineKind.VLLM:
+        door.keep_path(by_name)
     return list(by_name.values())
 
 
@@ -96,20 +109,34 @@ def _group_args(pool: Context, serve: bool) -> list[str]:
 def _simulated_args(pool: Context) -> list[str]:
     model, engine = pool.spec.model, pool.spec.engine
     return [
-        f"--listen=0.0.0.0:{names.ENGINE_PORT}",
-        f"--name=$(POD_IP):{names.ENGINE_PORT}",
+        f"--listen={pool.any_address}:{names.ENGINE_PORT}",
+        f"--name={pool.pod_host}:{names.ENGINE_PORT}",
         f"--model={model.name}",
         *(f"--alias={alias}" for alias in model.aliases),
         *(f"--lora={lora.name}={lora.path}" for lora in model.loras),
         f"--block-size={engine.block_size}",
         f"--kv-tokens={engine.kv_pool_tokens}",
-        f"--context-tokens={model.context_tokens}",
+        *([f"--context-tokens={model.context_tokens}"] if model.context_tokens else []),
         f"--hash-algorithm={engine.hashing.algorithm}",
         *([f"--hash-seed={engine.hashing.seed}"] if engine.hashing.seed else []),
         *(["--scheduling=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
-        f"--events=tcp://*:{EVENTS_PORT}",
-        f"--replay=tcp://*:{REPLAY_PORT}",
+        f"--events=tcp://{pool.any_address}:{EVENTS_PORT}",
+        f"--replay=tcp://{pool.any_address}:{REPLAY_PORT}",
+        *(_simulated_handoff(pool) if pool.spec.mooncake.transfer is Transfer.HANDOFF else []),
     ]
+
+
+def _simulated_handoff(pool: Context) -> list[str]:
+    return [f"--bootstrap=0.0.0.0:{BOOTSTRAP_PORT}", f"--abort-timeout={abort_seconds(pool)}"]
+
+
+def abort_seconds(pool: Context) -> int:
+    """For how long a giver keeps blocks that nobody fetches, and a taker waits for a giver: twice the longest
+    prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with a
+    30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
+    tokens = pool.spec.model.context_tokens
+    prefill_s = (4.6e-5 * tokens + 3.0e-9 * tokens**2) * pool.spec.engine.prefill_scale
+    return 60 + ceil(2 * prefill_s)
 
 
 def _vllm_args(pool: Context) -> list[str]:
@@ -119,17 +146,18 @@ def _vllm_args(pool: Context) -> list[str]:
         "publisher": "zmq",
         "endpoint": f"tcp://*:{EVENTS_PORT}",
         "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
-        "topic": f"kv@$(POD_IP):{names.ENGINE_PORT}@{model.name}",
+        "topic": f"kv@{pool.pod_host}:{names.ENGINE_PORT}@{model.name}",
+        "buffer_steps": REPLAYED_STEPS,
     }
     transfer = _transfer(pool)
     return [
-        model.source or model.name,
+        model_cache.source(model),
         "--served-model-name",
         model.name,
         *model.aliases,
-        "--host=0.0.0.0",
+        f"--host={pool.any_address.strip('[]')}",
         f"--port={names.ENGINE_PORT}",
-        f"--max-model-len={model.context_tokens}",
+        f"--max-model-len={model.context_tokens or 'auto'}",
         "--enable-prefix-caching",
         f"--block-size={engine.block_size}",
         f"--prefix-caching-hash-algo={engine.hashing.algorithm}",
@@ -140,6 +168,7 @@ def _vllm_args(pool: Context) -> list[str]:
         *(["--scheduling-policy=priority"] if pool.spec.routing.engine_priority.ageing_weight else []),
         "--enable-prompt-tokens-details",
         "--enable-request-id-headers",
+        *door.ARGS,
         *(["--enable-lora"] if model.loras else []),
         *(["--lora-modules", *(f"{lora.name}={lora.path}" for lora in model.loras)] if model.loras else []),
     ]
@@ -147,9 +176,18 @@ def _vllm_args(pool: Context) -> list[str]:
 
 def _transfer(pool: Context) -> Object:
     """vLLM's --kv-transfer-config; empty without a transfer. Blocks that cannot be loaded are recomputed, so
-    that no request fails."""
+    that no request fails. vLLM chooses an engine id for each process: an engine that came back under its old
+    id would let the others wait for blocks of the process before. The processes of one endpoint need the same
+    id, so where it spans nodes they are given one."""
     made = pool.spec.mooncake
     parts: list[Object] = []
+    if made.transfer is Transfer.HANDOFF:
+        direct: Object = {"mooncake_protocol": made.protocol}
+        if made.devices:
+            direct["device_name"] = made.devices
+        parts.append(
+            {"kv_connector": "MooncakeConnector", "kv_role": "kv_both", "kv_connector_extra_config": direct}
+        )
     if made.transfer is Transfer.OFFLOAD:
         tier: Object = {
             "spec_name": "TieringOffloadingSpec",
@@ -181,8 +219,8 @@ def _transfer(pool: Context) -> Object:
             "kv_connector_extra_config": {"connectors": parts},
         }
     )
-    engine_id = "$(POD_NAME)" if nodes_per_endpoint(pool) == 1 else "$(LWS_LEADER_ADDRESS)"
-    return {**whole, "engine_id": engine_id, "kv_load_failure_policy": "recompute"}
+    group = {"engine_id": "$(LWS_LEADER_ADDRESS)"} if nodes_per_endpoint(pool) > 1 else {}
+    return {**whole, **group, "kv_load_failure_policy": "recompute"}
 
 
 def _json(value: Object) -> str:

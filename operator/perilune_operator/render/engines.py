@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.engine import EngineKind
+from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import drain_hook, engine_process, mooncake
+from perilune_operator.render import door, drain_hook, engine_process, model_cache, mooncake, sizes
 from perilune_operator.render.endpoints import (
     can_run,
     engine_labels,
@@ -24,8 +25,8 @@ from perilune_operator.render.endpoints import (
     workload_name,
 )
 from perilune_operator.render.objects import (
+    PATIENT_EVICTION,
     POD_SECURITY,
-    QUICK_EVICTION,
     Context,
     container_security,
     disruption_budget,
@@ -43,6 +44,8 @@ index, and its pods carry a label of the StatefulSet's name and a hash."""
 def engines(pool: Context) -> Iterator[Object]:
     """Yield all objects of the engines. Raises SpecError."""
     if can_run(pool):
+        if _guarded(pool):
+            yield door.config(pool)
         yield _deployment(pool) if nodes_per_endpoint(pool) == 1 else _groups(pool)
     yield pool.object(
         "Service",
@@ -73,7 +76,7 @@ def _deployment(pool: Context) -> Object:
             "replicas": pool.replicas_now,
             "selector": {"matchLabels": labels},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling(pool)},
-            "progressDeadlineSeconds": pool.spec.engine.startup_seconds + 600,
+            "progressDeadlineSeconds": sizes.startup_seconds(pool) + 600,
             "template": _template(pool, labels, serve=True),
         },
     )
@@ -122,25 +125,33 @@ def _template(pool: Context, labels: dict[str, str], *, serve: bool) -> Object:
                 "labels": labels,
                 "annotations": {
                     names.EVENTS_PORT: str(engine_process.EVENTS_PORT),
+                    **(
+                        {names.BOOTSTRAP_PORT: str(engine_process.BOOTSTRAP_PORT)}
+                        if _hands_over(pool)
+                        else {}
+                    ),
                     **(mooncake.client_hash(pool) if has_store else {}),
                 },
             },
             "spec": {
-                **({"initContainers": [_waiter(pool)]} if has_store else {}),
+                **({"initContainers": first} if (first := _init_containers(pool, serve)) else {}),
                 "containers": [_container(pool, serve)],
                 "volumes": [
                     {"name": "home", "emptyDir": {}},
                     {"name": "tmp", "emptyDir": {}},
                     *([{"name": "shm", "emptyDir": {"medium": "Memory"}}] if shares_memory else []),
                     *([mooncake.volume(pool)] if has_store else []),
+                    *model_cache.volumes(pool),
+                    *([door.volume(pool)] if _guarded(pool) else []),
                 ],
+                **pool.pull_secrets,
                 "securityContext": dict(POD_SECURITY),
                 "automountServiceAccountToken": False,
                 "enableServiceLinks": False,
                 "terminationGracePeriodSeconds": drain_hook.grace_seconds(pool.spec.rollout.drain_seconds),
                 "tolerations": [
                     *({"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints),
-                    *QUICK_EVICTION,
+                    *PATIENT_EVICTION,
                 ],
                 **placement(pool.spec.topology.placement, pool.fabric.keys, labels),
             },
@@ -166,6 +177,8 @@ def _container(pool: Context, serve: bool) -> Object:
             {"name": "tmp", "mountPath": "/tmp"},
             *([{"name": "shm", "mountPath": "/dev/shm"}] if _shares_memory(pool) else []),
             *([mooncake.MOUNT] if pool.spec.mooncake.store.enabled else []),
+            *model_cache.mounts(pool),
+            *([door.MOUNT] if _guarded(pool) else []),
         ],
         "args": engine_process.args(pool, serve),
         **(_served(pool) if serve else {}),
@@ -173,8 +186,18 @@ def _container(pool: Context, serve: bool) -> Object:
     }
 
 
-def _waiter(pool: Context) -> Object:
-    return mooncake.wait(pool, _image(pool), resources(_needs(pool)))
+def _guarded(pool: Context) -> bool:
+    """Whether the engines are vLLM, which the door stands before."""
+    return pool.spec.engine.kind is EngineKind.VLLM
+
+
+def _init_containers(pool: Context, serve: bool) -> list[Object]:
+    """They request what the engine does, because a ResourceQuota may require resources of every container,
+    and a pod is Guaranteed only if all of its containers have limits. It costs nothing, since they end before
+    the engine starts."""
+    image, asked = _image(pool), resources(_needs(pool))
+    fetch = model_cache.init_containers(pool, image, asked, engine_process.env(pool, serve))
+    return [*fetch, *([mooncake.wait(pool, image, asked)] if pool.spec.mooncake.store.enabled else [])]
 
 
 def _image(pool: Context) -> str:
@@ -183,22 +206,26 @@ def _image(pool: Context) -> str:
 
 
 def _devices(pool: Context) -> dict[str, str]:
-    """The extended resources of one pod: GPUs, and as many RDMA devices (at least one)."""
+    """The extended resources of one pod: GPUs and RDMA devices."""
     engine, here = pool.spec.engine, gpus_per_pod(pool)
     made = {engine.gpu_resource: str(here)} if here else {}
-    return made | ({engine.rdma_resource: str(max(1, here))} if engine.rdma_resource else {})
+    return made | ({engine.rdma_resource: str(engine.rdma_devices)} if engine.rdma_resource else {})
 
 
 def _needs(pool: Context) -> Resources:
     """The other resources of one pod. The memory that it lends to other engines comes on top of its own."""
     lent = mooncake.host_bytes(pool.spec.mooncake, gpus_per_pod(pool), gpus(pool))
-    return with_memory(pool.spec.engine.resources, lent)
+    return with_memory(sizes.needs(pool), lent)
 
 
 def _shares_memory(pool: Context) -> bool:
-    """Whether the pod needs shared memory, through which NCCL and vLLM's processes (one per GPU)
-    communicate."""
-    return gpus(pool) > 1
+    """Whether the pod needs shared memory: NCCL and vLLM's processes (one per GPU) communicate through it,
+    and vLLM's offloading keeps its blocks in it. A container has 64 MiB of it without a volume."""
+    return gpus(pool) > 1 or pool.spec.mooncake.transfer is not Transfer.NONE
+
+
+def _hands_over(pool: Context) -> bool:
+    return pool.spec.mooncake.transfer is Transfer.HANDOFF
 
 
 def _served(pool: Context) -> Object:
@@ -211,11 +238,16 @@ def _served(pool: Context) -> Object:
             {"name": "http", "containerPort": names.ENGINE_PORT},
             {"name": "kv-events", "containerPort": engine_process.EVENTS_PORT},
             {"name": "kv-replay", "containerPort": engine_process.REPLAY_PORT},
+            *(
+                [{"name": "kv-bootstrap", "containerPort": engine_process.BOOTSTRAP_PORT}]
+                if _hands_over(pool)
+                else []
+            ),
         ],
         "startupProbe": {
             **health,
             "periodSeconds": step,
-            "failureThreshold": -(-pool.spec.engine.startup_seconds // step),
+            "failureThreshold": -(-sizes.startup_seconds(pool) // step),
         },
         "readinessProbe": {**health, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
         "livenessProbe": {**health, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},

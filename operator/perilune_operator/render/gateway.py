@@ -14,7 +14,9 @@ from perilune_api import crd, names
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
+from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
+from perilune_operator.render import door
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -38,7 +40,7 @@ def gateway(pool: Context) -> Iterator[Object]:
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
     yield from _account(pool, name)
-    yield _deployment(pool, name, restart_hash=_hash((document.spec.model, document.spec.engine)))
+    yield _deployment(pool, name, restart_hash=_hash(document.spec.model, document.spec.engine))
     yield _service(pool, name)
     scaled = spec.min_replicas is not None and spec.max_replicas is not None
     if scaled or spec.replicas > 1:
@@ -48,8 +50,9 @@ def gateway(pool: Context) -> Iterator[Object]:
         yield _autoscaler(pool, name)
 
 
-def _hash(values: tuple[object, ...]) -> str:
-    return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:16]
+def _hash(*values: msgspec.Struct) -> str:
+    """A digest that a new field with its default does not change."""
+    return hashlib.sha256(msgspec.json.encode([stated(value) for value in values])).hexdigest()[:16]
 
 
 def _account(pool: Context, name: str) -> Iterator[Object]:
@@ -156,6 +159,7 @@ def _pod(pool: Context) -> Object:
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": GRACE_SECONDS + ROUTE_SECONDS + 5,
+        **pool.pull_secrets,
         "securityContext": dict(POD_SECURITY),
         "tolerations": list(QUICK_EVICTION),
         "topologySpreadConstraints": [
@@ -181,8 +185,8 @@ def _container(pool: Context) -> Object:
         "command": ["perilune-gateway"],
         "args": [
             f"--kubernetes={pool.namespace}/{pool.name}",
-            f"--listen=0.0.0.0:{EXT_PROC_PORT}",
-            f"--admin=0.0.0.0:{names.ADMIN_PORT}",
+            f"--listen={pool.any_address}:{EXT_PROC_PORT}",
+            f"--admin={pool.any_address}:{names.ADMIN_PORT}",
             f"--grace-seconds={GRACE_SECONDS}",
             f"--log-level={spec.log_level}",
             "--log-format=json",
@@ -190,6 +194,7 @@ def _container(pool: Context) -> Object:
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            *door.secret(pool),
         ],
         "ports": [
             {"name": "ext-proc", "containerPort": EXT_PROC_PORT},

@@ -9,12 +9,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 
+from perilune_api import names
 from perilune_api.inference_pool.mooncake import Mooncake, Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
 from perilune_operator.render.objects import (
+    PATIENT_EVICTION,
     POD_SECURITY,
-    QUICK_EVICTION,
     Context,
     container_security,
     resources,
@@ -22,7 +23,7 @@ from perilune_operator.render.objects import (
 from perilune_operator.render.pod_template import overlaid
 
 RPC_PORT = 50_051
-HTTP_PORT = 9_003
+HTTP_PORT = names.MASTER_PORT
 FOLDER = "/etc/mooncake"
 WAITER = "wait-for-store"
 CLIENT_HASH = "perilune.dev/store-client-hash"
@@ -55,15 +56,11 @@ def host_bytes(made: Mooncake, gpus: int, of: int) -> int:
     return total
 
 
-def master_name(pool: str) -> str:
-    return f"{pool}-master"
-
-
 def store(pool: Context) -> Iterator[Object]:
     """All objects of the store, if the pool has one."""
     if not pool.spec.mooncake.store.enabled:
         return
-    made, name = pool.spec.mooncake, master_name(pool.name)
+    made, name = pool.spec.mooncake, names.master_name(pool.name)
     labels = pool.labels("master")
     yield pool.object(
         "ConfigMap",
@@ -106,7 +103,7 @@ def client(pool: Context) -> str:
     said = {
         "mode": "embedded",
         "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": f"{master_name(pool.name)}.{pool.namespace}.svc:{RPC_PORT}",
+        "master_server_address": f"{names.master_name(pool.name)}.{pool.namespace}.svc:{RPC_PORT}",
         "global_segment_size": int(quantity(made.store.segment_size)),
         "local_buffer_size": int(quantity(made.store.local_buffer_size)),
         "protocol": made.protocol,
@@ -134,9 +131,11 @@ def _pod(pool: Context) -> Object:
                 "args": [
                     f"--rpc_port={RPC_PORT}",
                     f"--metrics_port={HTTP_PORT}",
+                    *(["--rpc_address=::", "--metrics_host=::"] if pool.defaults.ipv6 else []),
                     f"--allocation_strategy={master.allocation}",
                     f"--eviction_high_watermark_ratio={master.eviction_high_watermark:g}",
                     f"--default_kv_lease_ttl={master.lease_seconds * 1000}",
+                    f"--client_ttl={master.client_seconds}",
                     *master.args,
                 ],
                 "ports": [
@@ -151,8 +150,9 @@ def _pod(pool: Context) -> Object:
             }
         ],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
+        **pool.pull_secrets,
         "securityContext": dict(POD_SECURITY),
-        "tolerations": list(QUICK_EVICTION),
+        "tolerations": list(PATIENT_EVICTION),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 5,
@@ -163,7 +163,7 @@ def volume(pool: Context) -> Object:
     return {"name": "mooncake", "configMap": {"name": f"{pool.name}-mooncake"}}
 
 
-def env() -> list[Object]:
+def env(pool: Context) -> list[Object]:
     """An engine's environment. A segment is reached at the pod's address and belongs to the node, by which
     the master's local_first chooses. (MOONCAKE_HOST_ID is newer than 0.3.13, kvcache-ai/Mooncake#3782;
     before, a segment's host is its pod, and only the pod's own blocks count as local.)
@@ -172,15 +172,13 @@ def env() -> list[Object]:
         {"name": "MOONCAKE_CONFIG_PATH", "value": f"{FOLDER}/mooncake.json"},
         {"name": "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "value": "$(POD_IP)"},
         {"name": "MOONCAKE_HOST_ID", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        *([{"name": "MC_USE_IPV6", "value": "1"}] if pool.defaults.ipv6 else []),
     ]
 
 
 def wait(pool: Context, image: str, engine: Object) -> Object:
-    """An init container that ends once the master serves. `engine`: the engine's resources without devices.
-    The init container requests the same, because a ResourceQuota may require resources of every container,
-    and a pod is Guaranteed only if all of its containers have limits. It costs nothing, since the init
-    container ends before the engine starts."""
-    url = f"http://{master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
+    """An init container that ends once the master serves. `engine`: the engine's resources but devices."""
+    url = f"http://{names.master_name(pool.name)}.{pool.namespace}.svc:{HTTP_PORT}/health"
     return {
         "name": WAITER,
         "image": image,

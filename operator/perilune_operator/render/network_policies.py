@@ -1,8 +1,9 @@
 """One NetworkPolicy for each component, for clusters whose network enforces them.
 
-An engine's HTTP port is open to all, because Envoy sends requests there. The engines' other ports and the
-store are open to the pool's own pods. Gateways are open to the Gateway's Envoys. Metrics of gateways and
-store are also open to the operator's namespace and to namespaces with METRICS_LABEL."""
+An engine's HTTP port and a gateway are open to the Gateway's Envoys and to `gateway.clients`. Where Envoys
+cannot be known and no clients are given, they are open to all. Everything of the pool is open to the pool's
+own pods. Ports with metrics are also open to the operator's namespace and to namespaces with METRICS_LABEL;
+those of engines are their HTTP ports."""
 
 from collections.abc import Iterator
 
@@ -33,14 +34,16 @@ def network_policies(pool: Context) -> Iterator[Object]:
         {"namespaceSelector": {"matchLabels": {METRICS_LABEL: "true"}}},
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": pool.defaults.namespace}}},
     ]
-    yield _allow(pool, "engine", [{"ports": _ports(names.ENGINE_PORT)}, {"from": [mine]}])
+    callers = _callers(pool)
+    served = {"from": [*callers, *watchers[1:]]} if callers is not None else {}
+    yield _allow(pool, "engine", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), **served}])
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(
         pool,
         "gateway",
         [
-            {"ports": _ports(EXT_PROC_PORT), **_askers(pool)},
+            {"ports": _ports(EXT_PROC_PORT), **({} if callers is None else {"from": callers})},
             {"ports": _ports(names.ADMIN_PORT), "from": watchers},
         ],
     )
@@ -52,14 +55,15 @@ def network_policies(pool: Context) -> Iterator[Object]:
         )
 
 
-def _askers(pool: Context) -> Object:
-    """The peers that may ask for decisions: the Gateway's own Envoys. Envoy Gateway runs them in its own
-    namespace or the Gateway's, so labels select them in any namespace. Envoys that the Gateways of a class
-    share carry the class's label instead; a Gateway whose name is too long for a label can only have shared
-    ones. The labels of other implementations' Envoys are unknown, so there any pod may ask."""
-    parent = pool.spec.gateway.parent
+def _callers(pool: Context) -> list[Object] | None:
+    """The peers that may send requests and ask for decisions: those that the pool names, and the Gateway's
+    own Envoys. Envoy Gateway runs them in its own namespace or the Gateway's, so labels select them in any
+    namespace. Envoys that the Gateways of a class share carry the class's label instead; a Gateway whose
+    name is too long for a label can only have shared ones. The labels of other implementations' Envoys are
+    unknown. None: anyone."""
+    given, parent = list(pool.spec.gateway.clients), pool.spec.gateway.parent
     if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
-        return {}
+        return given or None
     owner = {
         f"{ENVOY_GATEWAY}/owning-gateway-name": parent.name,
         f"{ENVOY_GATEWAY}/owning-gateway-namespace": parent.namespace or pool.namespace,
@@ -67,7 +71,7 @@ def _askers(pool: Context) -> Object:
     shared = {"key": f"{ENVOY_GATEWAY}/owning-gatewayclass", "operator": "Exists"}
     envoys = [{"matchLabels": ENVOY | owner}, {"matchLabels": ENVOY, "matchExpressions": [shared]}]
     able = envoys if len(parent.name) <= names.LONGEST_LABEL else envoys[1:]
-    return {"from": [{"namespaceSelector": {}, "podSelector": envoy} for envoy in able]}
+    return [*given, *({"namespaceSelector": {}, "podSelector": envoy} for envoy in able)]
 
 
 def _allow(pool: Context, component: names.Component, ingress: list[Object]) -> Object:

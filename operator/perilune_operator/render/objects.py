@@ -1,5 +1,6 @@
 """What all rendered objects share: labels, owner, and the security and resources of containers."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,6 +35,19 @@ class Defaults:
     """Labels of PodMonitors and ServiceMonitors, by which a Prometheus selects them."""
     simulated_image: str = "ghcr.io/perilune/perilune-engine:0.1.0"
     """The image with the simulated engine."""
+    version: str = "0.1.0"
+    """The operator's own version."""
+    ipv6: bool = False
+    """Whether the pods' first address is an IPv6 one, as the operator's own is."""
+
+    pull_secrets: Sequence[str] = ()
+    """Secrets with which the pods of all pools pull their images."""
+
+    @property
+    def revision(self) -> str:
+        """A name of everything by which two operators may render other pods of one spec."""
+        images = (self.image, self.engine_image, self.master_image, self.simulated_image, *self.pull_secrets)
+        return f"{self.version}-{hashlib.sha256(' '.join(images).encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +69,24 @@ class Context:
     """Replicas of the gateway; None when an autoscaler sets them."""
     gateways_read_at: str | None = None
     """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
+    client_policies: Sequence[Object] = ()
+    """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
+
+    @property
+    def pull_secrets(self) -> Object:
+        """The part of a pod that names its pull secrets; empty without any."""
+        given = dict.fromkeys((*self.defaults.pull_secrets, *self.spec.image_pull_secrets))
+        return {"imagePullSecrets": [{"name": name} for name in given]} if given else {}
+
+    @property
+    def any_address(self) -> str:
+        """The host by which a program listens at all of its pod's addresses."""
+        return "[::]" if self.defaults.ipv6 else "0.0.0.0"
+
+    @property
+    def pod_host(self) -> str:
+        """A pod's own address, in front of a port."""
+        return "[$(POD_IP)]" if self.defaults.ipv6 else "$(POD_IP)"
 
     @property
     def replicas_now(self) -> int:
@@ -86,18 +118,24 @@ class Context:
         return full_name(kind) in self.kinds
 
 
-EVICT_SECONDS = 10
-"""Time after which the pods of a lost node are recreated elsewhere; Kubernetes' default is five minutes."""
-QUICK_EVICTION: Sequence[Object] = tuple(
-    {
-        "key": f"node.kubernetes.io/{why}",
-        "operator": "Exists",
-        "effect": "NoExecute",
-        "tolerationSeconds": EVICT_SECONDS,
-    }
-    for why in ("not-ready", "unreachable")
-)
-"""Tolerations of every pod on which requests depend."""
+def _lost_node(seconds: int) -> Sequence[Object]:
+    """Tolerations by which a pod of a lost node is recreated elsewhere after this time."""
+    return tuple(
+        {
+            "key": f"node.kubernetes.io/{why}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": seconds,
+        }
+        for why in ("not-ready", "unreachable")
+    )
+
+
+QUICK_EVICTION = _lost_node(10)
+"""For gateways, which start in seconds."""
+PATIENT_EVICTION = _lost_node(300)
+"""For engines and the store's master. A node that comes back within that time still has the model in its
+GPUs, and the store's blocks; a new engine would load for minutes. Meanwhile requests avoid it."""
 
 POD_SECURITY: Mapping[str, Any] = {
     "runAsNonRoot": True,
@@ -140,13 +178,13 @@ def with_memory(given: Resources, more_bytes: int) -> Resources:
         return given
     limit = given.limits.get("memory")
     request = given.requests.get("memory", limit if limit is not None else 0)
-    limits = {} if limit is None else {"memory": _size(int(quantity(limit)) + more_bytes)}
+    limits = {} if limit is None else {"memory": size(int(quantity(limit)) + more_bytes)}
     return Resources(
-        {**given.requests, "memory": _size(int(quantity(request)) + more_bytes)}, {**given.limits, **limits}
+        {**given.requests, "memory": size(int(quantity(request)) + more_bytes)}, {**given.limits, **limits}
     )
 
 
-def _size(number: int) -> str:
+def size(number: int) -> str:
     """A quantity in the largest unit that divides the number of bytes."""
     fitting = ((unit, 2**bits) for unit, bits in (("Gi", 30), ("Mi", 20), ("Ki", 10)))
     unit, size = next(((unit, size) for unit, size in fitting if number % size == 0), ("", 1))

@@ -16,8 +16,8 @@ variable has one of several sources, and the fields of a mount belong together."
 
 def overlaid(base: Object, over: Object, at: str = "$") -> Object:
     """Lay `over` over `base`: maps by key, lists of named items by name (mounts by path, since a volume may
-    have several), anything else replaced. `at`: the path of `over`. Raises SpecError where its shape
-    differs."""
+    have several), tolerations added, anything else replaced. `at`: the path of `over`. Raises SpecError where
+    its shape differs."""
     return {
         **base,
         **{
@@ -34,6 +34,8 @@ def _merged(key: str, base: Any, over: Any, at: str) -> Any:
         return overlaid(base, over, at)
     if isinstance(base, list) and not isinstance(over, list):
         raise SpecError(f"Expected a list - at `{at}`")
+    if key == "tolerations":
+        return _tolerations(base, over, at)
     known_by = "mountPath" if key == "volumeMounts" else "name"
     if not over or not _all_have(known_by, base):
         return over
@@ -47,6 +49,18 @@ def _merged(key: str, base: Any, over: Any, at: str) -> Any:
         given.add(name)
         ours[name] = item if key in ONE_OF else overlaid(ours.get(name, {}), item, f"{at}[{i}]")
     return list(ours.values())
+
+
+def _tolerations(ours: list[Object], given: list[Any], at: str) -> list[Object]:
+    """The user's, in their places, and ours; of two about the same taints the user's."""
+    for i, item in enumerate(given):
+        if not isinstance(item, dict):
+            raise SpecError(f"Expected fields - at `{at}[{i}]`")
+
+    def taints(item: Object) -> tuple[Any, ...]:
+        return item.get("key"), item.get("effect")
+
+    return [*given, *(item for item in ours if taints(item) not in map(taints, given))]
 
 
 def _all_have(field: str, value: Any) -> bool:

@@ -4,20 +4,23 @@ Envoy Gateway is configured by four objects: an HTTPRoute to one Service that se
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
 ClientTrafficPolicy on the Gateway that removes a destination that a client sends itself (with failOpen, Envoy
 would obey it). The last belongs to the Gateway: pools that share a Gateway share it, and it must be in the
-Gateway's namespace, so the operator creates it only if that is the pool's. An implementation of the inference
-extension gets an InferencePool whose endpoint picker is the gateway's Service.
+Gateway's namespace, so the operator creates it only if that is the pool's, the spec allows it, and nobody
+else's is there: of two policies for one Gateway, Envoy Gateway takes only the older. An implementation of the
+inference extension gets an InferencePool whose endpoint picker is the gateway's Service.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode, ParentRef
+from perilune_api.quantities import quantity
 from perilune_operator.kinds import GATEWAY_API, INFERENCE
-from perilune_operator.observe.facts import Object
+from perilune_operator.observe.facts import MANAGED_BY, MANAGER, Object
 from perilune_operator.render.gateway import EXT_PROC_PORT
-from perilune_operator.render.objects import Context
+from perilune_operator.render.objects import Context, size
 
-BUFFER = "32Mi"
+PATHS: Sequence[Object] = ({"path": {"type": "PathPrefix", "value": "/v1"}},)
+"""The requests of a pool that names no matches."""
 AT_ONCE = 65_536
 """Requests that one Envoy may have under way to the engines, and so to the gateway; one may run for minutes.
 Envoy's default is 1,024, above which it would answer 503, but refusing requests is the gateway's
@@ -27,6 +30,28 @@ BREAKER: Object = {
     "maxPendingRequests": AT_ONCE,
     "maxParallelRequests": AT_ONCE,
 }
+
+
+HEALTH_CHECK: Object = {
+    # Finds engines that are frozen or gone, even while no gateway runs.
+    "active": {
+        "type": "HTTP",
+        "http": {"path": "/health", "expectedStatuses": [200]},
+        "interval": "2s",
+        "timeout": "2s",
+        "unhealthyThreshold": 3,
+        "healthyThreshold": 1,
+    },
+    # A coarse net below the gateway's own ejection, which compares engines and asks before it comes back.
+    "passive": {
+        "consecutive5XxErrors": 10,
+        "consecutiveGatewayErrors": 5,
+        "interval": "1s",
+        "baseEjectionTime": "5s",
+        "maxEjectionPercent": 50,
+    },
+}
+"""When Envoy itself leaves an engine out. The next destination that the gateway named takes its place."""
 
 
 def mode(pool: Context) -> GatewayMode:
@@ -45,7 +70,8 @@ def routing(pool: Context) -> Iterator[Object]:
     """All objects of the route; none without a Gateway to attach it to, or without the APIs."""
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
-        yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
+        if not pool.spec.gateway.route:
+            yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
         yield from _envoy_policies(pool, parent)
     if made is GatewayMode.INFERENCE_EXTENSION:
         yield _inference_pool(pool)
@@ -69,7 +95,7 @@ def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
             **({"hostnames": list(spec.hostnames)} if spec.hostnames else {}),
             "rules": [
                 {
-                    "matches": [{"path": {"type": "PathPrefix", "value": "/v1"}}],
+                    "matches": list(spec.matches or PATHS),
                     "backendRefs": [backend],
                     "timeouts": {"request": "0s"},
                 }
@@ -79,8 +105,8 @@ def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
 
 
 def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
-    route = [{"group": GATEWAY_API, "kind": "HTTPRoute", "name": pool.name}]
-    header = names.DESTINATION_HEADER
+    route = [{"group": GATEWAY_API, "kind": "HTTPRoute", "name": pool.spec.gateway.route or pool.name}]
+    header, buffer = names.DESTINATION_HEADER, pool.spec.routing.limits.max_body_bytes
     yield pool.object(
         "BackendTrafficPolicy",
         pool.name,
@@ -91,8 +117,9 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                 "type": "LeastRequest",
                 "endpointOverride": {"extractFrom": [{"header": header}]},
             },
-            "connection": {"bufferLimit": BUFFER},
+            "connection": {"bufferLimit": size(buffer)},
             "circuitBreaker": dict(BREAKER),
+            "healthCheck": HEALTH_CHECK,
             "timeout": {"tcp": {"connectTimeout": "1s"}, "http": {"requestTimeout": "0s"}},
             "retry": {
                 "numRetries": 2,
@@ -137,25 +164,59 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                             },
                         },
                         "http2": {"initialStreamWindowSize": "16Mi", "initialConnectionWindowSize": "16Mi"},
-                        "connection": {"bufferLimit": BUFFER},
+                        "connection": {"bufferLimit": size(buffer)},
                         "circuitBreaker": dict(BREAKER),
                     },
                 }
             ],
         },
     )
-    if parent.namespace in ("", pool.namespace):
+    if may_create_client_policy(pool, parent):
+        there = [p["spec"].get("connection", {}).get("bufferLimit", 0) for p in _ours(pool)]
+        largest = max([buffer, *(int(quantity(limit)) for limit in there)])  # of this Gateway's pools
         shared = pool.object(
             "ClientTrafficPolicy",
             shared_policy_name(parent),
             "gateway",
             spec={
                 "targetRefs": [{"group": GATEWAY_API, "kind": "Gateway", "name": parent.name}],
-                "connection": {"bufferLimit": BUFFER},
+                "connection": {"bufferLimit": size(largest)},
                 "headers": {"earlyRequestHeaders": {"remove": [header]}},
             },
         )
         yield _shared(shared)
+
+
+def may_create_client_policy(pool: Context, parent: ParentRef) -> bool:
+    here = parent.namespace in ("", pool.namespace)
+    return here and pool.spec.gateway.client_traffic_policy == "create" and not foreign_policies(pool)
+
+
+def foreign_policies(pool: Context) -> list[Object]:
+    """The ClientTrafficPolicies of others that are there for the pool's Gateway."""
+    return [p for p in pool.client_policies if not _is_ours(p)]
+
+
+def _ours(pool: Context) -> list[Object]:
+    return [p for p in pool.client_policies if _is_ours(p)]
+
+
+def _is_ours(policy: Object) -> bool:
+    return (policy["metadata"].get("labels") or {}).get(MANAGED_BY) == MANAGER
+
+
+def is_for(policy: Object, parent: ParentRef) -> bool:
+    """Whether a ClientTrafficPolicy in the Gateway's namespace is for this Gateway, or for a listener of
+    it."""
+    spec = policy.get("spec") or {}
+    targets = [*(spec.get("targetRefs") or ()), *([spec["targetRef"]] if spec.get("targetRef") else [])]
+    return any(t.get("kind") == "Gateway" and t.get("name") == parent.name for t in targets)
+
+
+def removes_destination(policy: Object) -> bool:
+    """Whether a ClientTrafficPolicy keeps clients from choosing their endpoint."""
+    early = ((policy.get("spec") or {}).get("headers") or {}).get("earlyRequestHeaders") or {}
+    return names.DESTINATION_HEADER in [name.lower() for name in early.get("remove") or ()]
 
 
 def shared_policy_name(parent: ParentRef) -> str:

@@ -50,7 +50,8 @@ def route(pool: Context, observed: Observed) -> Fact:
 def _not_accepted(pool: Context, observed: Observed, parent: ParentRef, made: GatewayMode) -> Fact | None:
     """Why one of the route's objects is not accepted; None when all of them are."""
     kind = Condition.ROUTE_PROGRAMMED
-    for name in ("HTTPRoute", *_BESIDE[made]):
+    own_route = () if pool.spec.gateway.route else ("HTTPRoute",)
+    for name in (*own_route, *_BESIDE[made]):
         said = _verdicts(observed.children.get(Key(name, pool.namespace, pool.name)) or {}, parent)
         if not said:
             return Fact(
@@ -131,6 +132,19 @@ def _cautions(pool: Context, observed: Observed, parent: ParentRef, made: Gatewa
             f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint: see the chart's notes "
             "(helm get notes)."
         )
+    if made is GatewayMode.ENVOY_GATEWAY and parent.namespace in ("", pool.namespace):
+        others = routing.foreign_policies(pool)
+        if others and not all(map(routing.removes_destination, others)):
+            named = listed([policy["metadata"]["name"] for policy in others])
+            yield (
+                f"ClientTrafficPolicy {named} is not the operator's: it has to remove "
+                f"{names.DESTINATION_HEADER} early, or clients can choose their endpoint."
+            )
+        if not others and pool.spec.gateway.client_traffic_policy == "none":
+            yield (
+                f"gateway.clientTrafficPolicy is none: one of yours has to remove {names.DESTINATION_HEADER} "
+                "early, or clients can choose their endpoint."
+            )
     shared = Key("ClientTrafficPolicy", pool.namespace, routing.shared_policy_name(parent))
     for verdict in _verdicts(observed.children.get(shared, {}), parent):
         if verdict.status == "False":  # the Gateway has another one already

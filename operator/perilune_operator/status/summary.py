@@ -1,20 +1,26 @@
 """The whole status of a pool: counts, and the conditions in order, with their transition times and Ready.
 
 A condition keeps its transition time as long as its status, so that the same facts yield the same bytes.
+
+Each condition names the generation of the pool that it is about. That of Ready stays at an earlier generation
+until the present one is in force as a whole, so `kubectl wait --for=condition=Ready` after a change waits
+for the change, and a refused change leaves Ready true of the generation that still answers.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
+from perilune_api import versions
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.status import FabricStatus, InferencePoolStatus, StatusCondition
 from perilune_operator.observe.facts import Object, Observed
 from perilune_operator.observe.timestamps import timestamp
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
+from perilune_operator.revision import Revised
 from perilune_operator.rollout import Drain, Replaced
-from perilune_operator.status import workloads
+from perilune_operator.status import progress, workloads
 from perilune_operator.status.fact import Fact
 from perilune_operator.status.route import route
 
@@ -25,11 +31,14 @@ def of_pool(
     leave: Drain,
     now: float,
     replaced: Replaced,
+    made: Revised,
 ) -> InferencePoolStatus:
     """The status for an accepted spec. `observed`: without engines of an earlier spec. `now`: seconds since
     the epoch."""
     engines = [p for p in observed.pods if p.component == "engine" and not p.terminating]
     ready, wanted = sum(p.ready and p.name not in leave.leaving for p in engines), pool.spec.replicas
+    stalled = progress.stalled(pool, observed)
+    reconciling = progress.reconciling(pool, observed, replaced, made, stalled)
     facts = [
         Fact(Condition.ACCEPTED, "True", Reason.VALID, "The spec is valid."),
         workloads.topology(pool),
@@ -37,10 +46,12 @@ def of_pool(
         *([workloads.store(pool, observed)] if pool.spec.mooncake.store.enabled else []),
         workloads.gateway(pool, observed),
         route(pool, observed),
-        workloads.progress(pool, observed, replaced),
+        reconciling,
         workloads.draining(pool, observed, [leave, replaced.drain], replaced),
+        *([stalled] if stalled else []),
     ]
     facts.append(_ready(pool, facts))
+    in_force = stalled is None and reconciling.status == "False"
     fabric, stats = pool.fabric, observed.gateway
     selector = endpoints.engine_labels(pool, "engine")
     return InferencePoolStatus(
@@ -51,38 +62,99 @@ def of_pool(
         selector=",".join(f"{key}={value}" for key, value in selector.items()),
         sessions=stats.sessions if stats else None,
         hit_ratio=f"{stats.hit_ratio:.2f}" if stats and stats.hit_ratio is not None else None,
+        revision=made.revision,
+        available_revision=made.available or None,
         fabric=FabricStatus(len(fabric.topology.nodes), fabric.racks, fabric.spines, len(fabric.unlabelled)),
-        conditions=_dated(facts, observed, now),
+        conditions=_dated(facts, observed, now, observed.generation if in_force else _answering(observed)),
     )
 
 
-def of_refusal(error: str, observed: Observed, now: float) -> InferencePoolStatus:
-    """The status for a refused spec: what runs is left alone, and the rest of the status stays as it was."""
-    try:
-        old = msgspec.convert(observed.status, InferencePoolStatus)
-    except msgspec.ValidationError:
-        old = InferencePoolStatus()
-    fact = Fact(Condition.ACCEPTED, "False", Reason.INVALID, error)
-    kept = tuple(c for c in old.conditions if c.type is not Condition.ACCEPTED)
-    return msgspec.structs.replace(
-        old,
-        observed_generation=observed.generation,
-        conditions=(*_dated([fact], observed, now), *kept),
-    )
+def of_refusal(
+    error: str, last: InferencePoolStatus | None, observed: Observed, now: float
+) -> InferencePoolStatus:
+    """The status for a refused spec, which leaves alone what runs. `last`: the present status by the last
+    accepted spec; None without one."""
+    facts = [Fact(Condition.ACCEPTED, "False", Reason.INVALID, error)]
+    replaced = [
+        Fact(Condition.RECONCILING, "False", Reason.INVALID, error),
+        Fact(Condition.STALLED, "True", Reason.INVALID, error),
+    ]
+    if last is None:
+        replaced.append(Fact(Condition.READY, "False", Reason.INVALID, error))
+    return _with(last or InferencePoolStatus(), [*facts, *replaced], observed, now)
 
 
 def with_failure(
     status: InferencePoolStatus, error: str, observed: Observed, now: float
 ) -> InferencePoolStatus:
-    """The status when the API server refused to write an object."""
-    fact = Fact(Condition.PROGRESSING, "True", Reason.APPLY_FAILED, error)
-    (failed,) = _dated([fact], observed, now)
-    conditions = tuple(failed if c.type is Condition.PROGRESSING else c for c in status.conditions)
-    return msgspec.structs.replace(status, conditions=conditions)
+    """The status when the API server refused to write an object for a reason that lasts."""
+    facts = [
+        Fact(Condition.RECONCILING, "False", Reason.APPLY_FAILED, error),
+        Fact(Condition.STALLED, "True", Reason.APPLY_FAILED, error),
+    ]
+    return _with(status, facts, observed, now)
 
 
-def _dated(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[StatusCondition, ...]:
-    """Add transition times, which change only with the condition's status."""
+def with_more_to_do(
+    status: InferencePoolStatus, words: str, reason: Reason, observed: Observed, now: float
+) -> InferencePoolStatus:
+    """The status when something was written whose effect cannot be seen yet, or will be written again."""
+    if any(c.type is Condition.STALLED for c in status.conditions):
+        return status
+    return _with(status, [Fact(Condition.RECONCILING, "True", reason, words)], observed, now)
+
+
+def _with(
+    status: InferencePoolStatus, facts: Sequence[Fact], observed: Observed, now: float
+) -> InferencePoolStatus:
+    """The status with these conditions in place of, or besides, its own. The present generation is not in
+    force then."""
+    made = {c.type: c for c in (*status.conditions, *_dated(facts, observed, now, observed.generation))}
+    if Condition.READY in {c.type for c in status.conditions}:
+        of = min(made[Condition.READY].observed_generation, _answering(observed))
+        made[Condition.READY] = msgspec.structs.replace(made[Condition.READY], observed_generation=of)
+    conditions = tuple(made[kind] for kind in Condition if kind in made)
+    return msgspec.structs.replace(status, observed_generation=observed.generation, conditions=conditions)
+
+
+def stored(observed: Observed) -> InferencePoolStatus | None:
+    """The pool's status as stored; None for a pool that has none, or none that can be read here."""
+    try:
+        told = msgspec.convert(versions.known(observed.status, InferencePoolStatus)[0], InferencePoolStatus)
+    except msgspec.ValidationError:
+        return None
+    return told if any(c.type is Condition.READY for c in told.conditions) else None
+
+
+def carried_out(observed: Observed) -> int:
+    """The generation of the spec that was accepted last, by the stored status."""
+    return _generation_of(Condition.ENGINES_READY, observed)
+
+
+def is_in_force(made: InferencePoolStatus) -> bool:
+    """Whether the present spec is in force as a whole."""
+    told = {c.type: c.status for c in made.conditions}
+    return told.get(Condition.RECONCILING) == "False" and told.get(Condition.STALLED) != "True"
+
+
+def _answering(observed: Observed) -> int:
+    """The generation that was last in force as a whole; the present one if none ever was."""
+    return min(_generation_of(Condition.READY, observed), observed.generation)
+
+
+def _generation_of(kind: Condition, observed: Observed) -> int:
+    """The generation that a stored condition is about; the present one without it."""
+    for told in observed.status.get("conditions") or ():
+        if told["type"] == kind:
+            return int(told.get("observedGeneration", observed.generation))
+    return observed.generation
+
+
+def _dated(
+    facts: Sequence[Fact], observed: Observed, now: float, ready_of: int
+) -> tuple[StatusCondition, ...]:
+    """Add transition times, which change only with the condition's status, and generations. `ready_of`: the
+    generation of Ready."""
     old = {c["type"]: c for c in observed.status.get("conditions") or ()}
 
     def since(fact: Fact) -> str:
@@ -91,7 +163,14 @@ def _dated(facts: Sequence[Fact], observed: Observed, now: float) -> tuple[Statu
         return str(before["lastTransitionTime"]) if same else timestamp(now)
 
     return tuple(
-        StatusCondition(f.type, f.status, f.reason.value, f.message, since(f), observed.generation)
+        StatusCondition(
+            f.type,
+            f.status,
+            f.reason.value,
+            f.message,
+            since(f),
+            ready_of if f.type is Condition.READY else observed.generation,
+        )
         for f in facts
     )
 

@@ -1,11 +1,11 @@
-"""The conditions of topology, engines, store and gateway, of changes under way, and of draining."""
+"""The conditions of topology, engines, store and gateway, and of draining."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_operator.observe.facts import Key, Object, Observed
-from perilune_operator.render import endpoints, mooncake
+from perilune_operator.observe.facts import Key, Observed
+from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
 from perilune_operator.rollout import Drain, Replaced
 from perilune_operator.status.fact import Fact, listed
@@ -43,24 +43,28 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
         return Fact(kind, "True", Reason.AVAILABLE, message)
     found = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in found if p.trouble and not p.terminating]
-    if failure := _failure(pool, observed):
+    if failure := refusal_of_pods(observed, endpoints.workload(pool)):
         troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
 
 
-def _failure(pool: Context, observed: Observed) -> str:
-    """Why Kubernetes creates no pods, such as a quota; empty when it does."""
-    workload = observed.children.get(endpoints.workload(pool), {})
-    for condition in (workload.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            return str(condition.get("message", ""))[:200]
-    return ""
+def refusal_of_pods(observed: Observed, workload: Key) -> str:
+    """Why Kubernetes creates no pods for a workload, such as a quota; empty when it does."""
+    return condition(observed, workload, "ReplicaFailure", "True").get("message", "")[:200]
+
+
+def condition(observed: Observed, workload: Key, kind: str, truth: str) -> Mapping[str, str]:
+    """The condition of this type that a workload's controller reports with this status; empty without
+    one."""
+    status = observed.children.get(workload, {}).get("status") or {}
+    told = (c for c in status.get("conditions") or () if (c["type"], c["status"]) == (kind, truth))
+    return next(told, {})
 
 
 def store(pool: Context, observed: Observed) -> Fact:
     """Whether the store's master serves; only for a pool that has a store."""
     kind = Condition.STORE_READY
-    if _available(pool, observed, mooncake.master_name(pool.name)):
+    if _available(pool, observed, names.master_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The master serves.")
     return Fact(kind, "False", Reason.WAITING_FOR_STORE, "The master does not serve yet.")
 
@@ -72,32 +76,6 @@ def gateway(pool: Context, observed: Observed) -> Fact:
     if _available(pool, observed, names.gateway_name(pool.name)):
         return Fact(kind, "True", Reason.AVAILABLE, "The gateway serves.")
     return Fact(kind, "False", Reason.WAITING_FOR_GATEWAY, "No gateway serves yet.")
-
-
-def progress(pool: Context, observed: Observed, replaced: Replaced) -> Fact:
-    """Whether anything still differs from the spec."""
-    kind = Condition.PROGRESSING
-    if replaced.workloads:
-        words = f"{listed([k.name for k in replaced.workloads])} of an earlier spec is removed once "
-        if not replaced.needed:
-            words += "its sessions have left."
-            return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
-        words += (
-            "another endpoint serves. "
-            "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
-        )
-        return Fact(kind, "True", Reason.ROLLING_OUT, words)
-    if pool.replicas_now != pool.spec.replicas:
-        words = f"{endpoints.workload_name(pool.name)} will shrink."
-        return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
-    workloads = [
-        endpoints.workload(pool),
-        Key("Deployment", pool.namespace, names.gateway_name(pool.name)),
-    ]
-    rolling = [key.name for key in workloads if _is_rolling(observed.children.get(key))]
-    if rolling:
-        return Fact(kind, "True", Reason.ROLLING_OUT, f"Rolling out {listed(rolling)}.")
-    return Fact(kind, "False", Reason.UP_TO_DATE, "Everything is as the spec says.")
 
 
 def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replaced: Replaced) -> Fact:
@@ -117,18 +95,6 @@ def draining(pool: Context, observed: Observed, drains: Sequence[Drain], replace
     if not shown:
         return Fact(Condition.DRAINING, "False", Reason.NOTHING_LEAVING, "No endpoint is leaving.")
     return Fact(Condition.DRAINING, "True", shown[0][0], " ".join(words for _, words in shown))
-
-
-def _is_rolling(child: Object | None) -> bool:
-    """A workload that does not exist yet counts as rolling out."""
-    if child is None:
-        return True
-    status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
-    if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
-        return True
-    if child["kind"] == "LeaderWorkerSet":
-        return bool(status.get("updatedReplicas", 0) < replicas)
-    return bool(status.get("updatedReplicas", 0) < replicas or status.get("replicas", 0) > replicas)
 
 
 def _available(pool: Context, observed: Observed, name: str) -> int:

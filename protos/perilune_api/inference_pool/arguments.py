@@ -51,6 +51,9 @@ SIMULATED_ARGS = frozenset(
         "--scheduling",
         "--events",
         "--replay",
+        "--bootstrap",
+        "--abort-timeout",
+        "--engine-id",
     }
 )
 """The same of `perilune engine`."""

@@ -1,6 +1,6 @@
 """An object's `spec` → checked structs, or a SpecError that names the field.
 
-1. *Shape*: types, ranges, unknown fields, as the API server has checked them already.
+1. *Shape*: types and ranges, as the API server has checked them already. Unknown fields are ignored.
 2. *What the schema and its rules cannot know*: flags that the operator sets itself, what vLLM would not start
    with, quantities and labels inside free-form fields.
 3. *The pool document* that the gateway would get has to be one that it takes.
@@ -11,25 +11,31 @@ operator asks one (`perilune_operator.apply`).
 
 import msgspec
 
-from perilune_api import moved_fields, names, pool, quantities
+from perilune_api import moved_fields, names, pool, quantities, versions
 from perilune_api.inference_pool import arguments
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.gateway import GatewayMode
+from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.inference_pool.spec import InferencePoolSpec
 from perilune_api.inference_pool.types import EnvVar
 from perilune_api.pool import SpecError
 
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
 """By which pods are known: no podTemplate may set them."""
+HANDOFF_ENV = frozenset({"VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"})
+"""Environment variables that follow from the spec."""
 
 
 def convert(spec: object) -> InferencePoolSpec:
-    """An object's `spec` as the API server gives it → checked structs. Raises SpecError with the path."""
+    """An object's `spec` as the API server gives it → checked structs. Fields that are unknown here belong to
+    a newer CRD and are ignored: the API server refuses typos. Raises SpecError with the path."""
+    if moved := moved_fields.explain(spec):
+        raise SpecError(moved)
     try:
-        made = msgspec.convert(spec, InferencePoolSpec)
+        made = msgspec.convert(versions.known(spec, InferencePoolSpec)[0], InferencePoolSpec)
     except msgspec.ValidationError as error:
-        raise SpecError(moved_fields.explain(spec) or str(error).replace("`$", "`$.spec", 1)) from None
+        raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
     check(made)
     return made
 
@@ -41,10 +47,14 @@ def check(spec: InferencePoolSpec) -> None:
         _check_vllm(spec)
     else:
         arguments.check_simulated(spec.engine.args, "$.spec.engine.args")
+        if spec.model.cache is not None:
+            raise SpecError("Simulated engines load no model: leave it out - at `$.spec.model.cache`")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
+    if spec.gateway.route and spec.gateway.mode is GatewayMode.INFERENCE_EXTENSION:
+        raise SpecError("Your own route names the InferencePool itself - at `$.spec.gateway.route`")
     _check_env(spec.engine.env)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
@@ -59,16 +69,21 @@ def _check_env(given: tuple[EnvVar, ...]) -> None:
             raise SpecError(f"{variable.name} is given twice - {at}")
         if variable.name == "PYTHONHASHSEED":
             raise SpecError(f"Give engine.hashing.seed instead - {at}")
+        if variable.name in HANDOFF_ENV:
+            raise SpecError(f"mooncake.transfer: handoff sets it - {at}")
 
 
 def _check_vllm(spec: InferencePoolSpec) -> None:
     """What its engines would not start with."""
     engine, seed = spec.engine, spec.engine.hashing.seed
-    if seed and not (seed.isascii() and seed.isdigit() and int(seed) < 2**32):
+    if seed and not (seed.isascii() and seed.isdigit() and len(seed) < 11 and int(seed) < 2**32):
         raise SpecError(
             f"{seed!r} is no seed: Python takes 0 to 4294967295 - at `$.spec.engine.hashing.seed`"
         )
     if engine.tensor_parallel * engine.pipeline_parallel > engine.gpus_per_node:
+        if spec.mooncake.transfer is Transfer.HANDOFF:
+            words = "Endpoints that span nodes cannot hand KV over: their processes need one engine id that"
+            raise SpecError(f"{words} is new after every start - at `$.spec.mooncake.transfer`")
         arguments.check_vllm_group(engine.args, "$.spec.engine.args")
     named = [(spec.model.source, ".source"), (spec.model.name, ".name")]
     named += [(alias, f".aliases[{i}]") for i, alias in enumerate(spec.model.aliases)]

@@ -8,13 +8,15 @@ from typing import Any
 
 import msgspec
 
-from perilune_api import pool
+from perilune_api import names, pool
 from perilune_api.inference_pool.spec import InferencePoolSpec
 
 
 def pool_document(name: str, namespace: str, spec: InferencePoolSpec, topology: pool.Topology) -> pool.Pool:
     """Return the pool document without endpoints; the gateway finds those by watching pods."""
-    engine = {**_fields(spec.engine, pool.Engine), "store": spec.mooncake.store.enabled}
+    stored = spec.mooncake.store.enabled
+    master = f"{names.master_name(name)}.{namespace}.svc:{names.MASTER_PORT}" if stored else ""
+    engine = {**_fields(spec.engine, pool.Engine), "store": stored, "store_master": master}
     return pool.Pool(
         pool.Metadata(name, namespace),
         pool.Spec(

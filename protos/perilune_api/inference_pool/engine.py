@@ -7,16 +7,34 @@ import msgspec
 from msgspec import Meta
 
 from perilune_api import pool
+from perilune_api.fields import Struct
 from perilune_api.inference_pool.types import (
     Arguments,
     EnvVar,
     Image,
     LabelKey,
     OptionalKey,
+    OptionalMemory,
+    OptionalObject,
     PullPolicy,
     Raw,
     Resources,
 )
+
+
+class Cache(Struct, frozen=True):
+    """Where engines keep or find the model. Give one of the three."""
+
+    claim: OptionalObject = ""
+    """Name of a PersistentVolumeClaim in the pool's namespace, which becomes Hugging Face's cache (HF_HOME).
+    Engines on several nodes need one with access mode ReadWriteMany. The model is downloaded once."""
+    host_path: Annotated[str, Meta(max_length=512, pattern=r"^(/.*)?$")] = ""
+    """Folder of the nodes, which becomes Hugging Face's cache. Each node downloads the model once. The folder
+    is created if it is missing, and made to belong to the engine's user, for which a container runs as root
+    first: the namespace has to allow the privileged pod security level."""
+    image: Image = ""
+    """OCI image that holds the model's files, mounted at /model as an image volume (Kubernetes 1.33 and
+    newer). Each node pulls it once. model.source may name a folder below /model."""
 
 
 class ModelSpec(pool.Model, frozen=True, kw_only=True):
@@ -24,6 +42,13 @@ class ModelSpec(pool.Model, frozen=True, kw_only=True):
 
     source: Annotated[str, Meta(max_length=512)] = ""
     """Model that the engine loads: a Hugging Face id, or a path inside the pod. Empty: `name`."""
+    weights_size: OptionalMemory = ""
+    """Size of the model's weights, by which the operator chooses the engine's resources and startupSeconds.
+    Empty: by the number of parameters in the model's name (30B: 60 GB, half of it with FP8, a quarter with
+    FP4, INT4, AWQ or GPTQ); 60 GB for a name without one."""
+    cache: Cache | None = None
+    """Cache of the model on the nodes or in the cluster. Without it, each engine downloads the model into its
+    own disk at every start."""
 
 
 class EngineKind(StrEnum):
@@ -46,8 +71,10 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     env: Annotated[tuple[EnvVar, ...], Meta(max_length=128)] = ()
     """Further environment variables of the engine."""
     resources: Resources = Resources()
-    """Resources that the engine's container requests. The operator adds the GPUs (see tensorParallel,
-    pipelineParallel and gpuResource), and the memory of mooncake.store or mooncake.offloadSize."""
+    """Resources that the engine's container requests. What is not given here, the operator chooses for vLLM
+    by model.weightsSize: cpu, memory (request and limit), and ephemeral-storage for a download without
+    model.cache. It adds the GPUs (see tensorParallel, pipelineParallel and gpuResource), and the memory of
+    mooncake.store or mooncake.offloadSize."""
     tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of GPUs over which each layer is split (vLLM --tensor-parallel-size)."""
     pipeline_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
@@ -62,8 +89,11 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """Resource name of the nodes' RDMA devices, such as rdma/hca. Empty: pods request none. The nodes must
     allow users other than root to pin memory (LimitMEMLOCK=infinity in containerd's unit), or podTemplate
     must run the engine as root."""
-    startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 1800
-    """Maximum seconds that the engine may take to load the model before it is restarted."""
+    rdma_devices: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Number of RDMA devices that each pod requests. One is enough where the device plugin shares them."""
+    startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] | None = None
+    """Maximum seconds that the engine may take to load the model before it is restarted. Empty: 600, and one
+    for every 50 MB of model.weightsSize, so 1800 for 60 GB."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Metadata and spec that are merged over the engine's pod template. Containers are merged by name (the
     engine's is called engine), volumes and environment variables are replaced by name, mounts by path, and

@@ -1,7 +1,7 @@
 """`spec.gateway`: the pool's gateway, and how Envoy reaches it."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +53,17 @@ class GatewaySpec(Struct, frozen=True):
     hostnames: Annotated[tuple[Host, ...], Meta(max_length=16)] = ()
     """Host names whose requests belong to this pool. Empty: all hosts. Two pools that share a Gateway need
     different host names."""
+    matches: Annotated[tuple[Raw, ...], Meta(max_length=16)] = ()
+    """Which requests of these hosts belong to this pool, as matches of an HTTPRoute's rule. Empty: paths that
+    begin with /v1."""
+    route: OptionalSection = ""
+    """Name of an HTTPRoute of your own in the pool's namespace, which sends requests to the Service that is
+    called like the pool, port 8000. The operator then creates none, and its policies are about yours;
+    hostnames and matches count for nothing. Only with Envoy Gateway."""
+    client_traffic_policy: Literal["create", "none"] = "create"
+    """Whether the operator may create a ClientTrafficPolicy for the Gateway, if it is in the pool's namespace
+    and has none. none: one of yours has to remove the header x-gateway-destination-endpoint early, or
+    clients can choose their endpoint while no gateway answers."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
     """Number of gateway pods. Each pod knows only the sessions that it routed itself. 0: no gateway runs, and
     failOpen says what happens to requests."""
@@ -72,8 +83,11 @@ class GatewaySpec(Struct, frozen=True):
     """Resources that the gateway's container requests."""
     pod_template: Raw = msgspec.field(default_factory=dict)
     """Merged over the gateway's pod template like engine.podTemplate; the container is called gateway. Use it
-    to mount a volume for model.tokenizer or for the decision log, and for imagePullSecrets or a
-    nodeSelector."""
+    to mount a volume for model.tokenizer or for the decision log, or for a nodeSelector."""
+    clients: Annotated[tuple[Raw, ...], Meta(max_length=16)] = ()
+    """Who may connect to gateway and engines besides Envoy Gateway's Envoys of this Gateway, as peers of a
+    NetworkPolicy: the Envoys of another implementation, or a job that talks to engines directly. With
+    another mode than envoyGateway and without clients, anyone may."""
     min_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None
     """Minimum number of gateway pods when a HorizontalPodAutoscaler scales them. Requires maxReplicas."""
     max_replicas: Annotated[int, Meta(ge=1, le=100)] | None = None

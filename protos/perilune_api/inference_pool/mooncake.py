@@ -11,10 +11,11 @@ from perilune_api.inference_pool.types import Arguments, Image, Memory, Raw, Res
 
 
 class Transfer(StrEnum):
-    """What happens to KV that no longer fits on the GPU."""
+    """Where an engine's KV goes besides its GPU."""
 
     NONE = "none"
     OFFLOAD = "offload"
+    HANDOFF = "handoff"
 
 
 class Store(Struct, frozen=True):
@@ -57,6 +58,9 @@ class Master(Struct, frozen=True):
     """Share of the store's memory in use above which the master evicts blocks."""
     lease_seconds: Annotated[int, Meta(ge=1, le=3600)] = 10
     """Seconds after a read during which the master does not evict the block."""
+    client_seconds: Annotated[int, Meta(ge=1, le=3600)] = 2
+    """Seconds without a sign of life after which the master forgets an engine's blocks (--client_ttl). A
+    request that needs blocks of an engine that has died waits about that long before they are computed."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
     """Resources that the master's container requests."""
     pod_template: Raw = msgspec.field(default_factory=dict)
@@ -67,8 +71,9 @@ class Mooncake(Struct, frozen=True):
     """KV offloading, KV transfer between engines, and the shared KV store."""
 
     transfer: Transfer = Transfer.NONE
-    """What happens to KV that no longer fits on the GPU. offload: the engine keeps it in host memory and
-    loads it from there (vLLM's OffloadingConnector). none: it is evicted."""
+    """Where an engine's KV goes besides its GPU. handoff: to other engines, so that a session that moves
+    takes its KV along (vLLM's MooncakeConnector; endpoints of one node). offload: to host memory, from where
+    the engine loads what no longer fits on the GPU (vLLM's OffloadingConnector). none: nowhere."""
     protocol: Literal["rdma", "tcp"] = "tcp"
     """Network protocol of KV transfers. rdma needs RDMA devices; tcp works everywhere."""
     devices: str = ""

@@ -27,6 +27,11 @@ class Rollout(Struct, frozen=True):
     sessions. It gets no new sessions, and is removed earlier once all have left."""
     drain_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 120
     """Maximum seconds for which an engine that is being stopped may finish its running requests."""
+    revision: Annotated[str, Meta(max_length=128)] = ""
+    """Revision of the operator (its version and default images) that the pool's pods should be made by.
+    Empty: pods stay as they are when the operator is upgraded, until a change of the spec replaces them
+    anyway. latest: they follow the operator, a few pools at a time. A revision, as status.availableRevision
+    names it: they follow an operator of this revision only."""
 
 
 class Scaling(Struct, frozen=True):
@@ -57,3 +62,6 @@ class InferencePoolSpec(Struct, frozen=True):
     gateway: GatewaySpec = GatewaySpec()
     rollout: Rollout = Rollout()
     scaling: Scaling | None = None
+    image_pull_secrets: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Secrets of the pool's namespace with which all of its pods pull their images, besides those that the
+    operator names for all pools."""

@@ -55,6 +55,11 @@ class InferencePoolStatus(Struct, frozen=True):
     """Number of sessions bound to an endpoint, summed over the gateways."""
     hit_ratio: str | None = None
     """Share of prompt tokens of about the last minute that were cached, as the gateways report it."""
+    revision: str = ""
+    """Revision of the operator (its version and default images) that the engines' pods are made by."""
+    available_revision: str | None = None
+    """Revision of the running operator, if some pods of the pool are made by another. They stay as they are
+    until rollout.revision asks for it, or a change of the spec replaces them."""
     fabric: FabricStatus = FabricStatus()
     conditions: Annotated[tuple[StatusCondition, ...], Meta(max_length=16)] = ()
     """Aspects of the pool's state. Ready summarises those that requests depend on."""

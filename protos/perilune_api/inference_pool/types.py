@@ -15,6 +15,7 @@ Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|T
 """A Kubernetes quantity."""
 Memory = Annotated[str, Meta(pattern=r"^([0-9]+|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti))$")]
 """A Kubernetes quantity of bytes, so without the suffix m (thousandths)."""
+OptionalMemory = Annotated[str, Meta(pattern=r"^([0-9]+|[0-9]+(\.[0-9]+)?(k|Ki|M|Mi|G|Gi|T|Ti))?$")]
 Share = Annotated[int | str, Meta(extra_json_schema={"pattern": r"^[0-9]+%?$"})]
 """A number or a percentage."""
 Arguments = Annotated[tuple[str, ...], Meta(max_length=64)]
@@ -33,6 +34,8 @@ LogLevels = Annotated[str, Meta(pattern=rf"^{_LEVEL}(,{_LEVEL})*$")]
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 GatewayName = Annotated[str, Meta(max_length=244, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
 """Name of a Gateway. The limit leaves room for the suffix of the policy objects named after it."""
+OptionalObject = Annotated[str, Meta(max_length=253, pattern=rf"^({_LABEL}(\.{_LABEL})*)?$")]
+"""Name of an object in the pool's namespace, or empty."""
 OptionalNamespace = Annotated[str, Meta(max_length=63, pattern=rf"^({_LABEL})?$")]
 OptionalSection = Annotated[str, Meta(max_length=253, pattern=rf"^({_LABEL}(\.{_LABEL})*)?$")]
 Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=rf"^(\*\.)?{_LABEL}(\.{_LABEL})*$")]

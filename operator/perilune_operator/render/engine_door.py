@@ -1,0 +1,88 @@
+"""A middleware for vLLM (`--middleware perilune_door.Door`): clients' transfer parameters do not pass.
+
+The operator mounts this file into engine pods, so it needs nothing but the standard library. vLLM obeys
+`kv_transfer_params` and `ec_transfer_params` in a request's body or its `vllm_xargs`: they name hosts to
+connect to, and an engine of the wrong role ends by an assertion. The gateway refuses them where it sees the
+body; here they are removed from all other requests, also while no gateway runs. They pass only with the
+pool's secret in HEADER. Bodies without a trace of them are passed on as they are.
+"""
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+FIELDS = ("kv_transfer_params", "ec_transfer_params")
+HEADER = b"x-perilune-engine-secret"
+SECRET = "PERILUNE_ENGINE_SECRET"
+"""Environment variable with the pool's secret; without it nothing passes."""
+TRACES = (b"_transfer_params", b"\\u", b"\0")
+"""One of these is in every JSON text with a key of FIELDS: written out, with escapes, or in UTF-16 or 32."""
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Door:
+    """An ASGI middleware."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.secret = os.environ.get(SECRET, "").encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        given = dict(scope["headers"]).get(HEADER, b"")
+        kinds = [value.lower() for name, value in scope["headers"] if name == b"content-type"]
+        form = kinds and all(kind.startswith(b"multipart/form-data") for kind in kinds)
+        if form or (self.secret and hmac.compare_digest(given, self.secret)):
+            return await self.app(scope, receive, send)
+        parts, more = [], True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None  # the client has left
+            parts.append(message.get("body", b""))
+            more = message.get("more_body", False)
+        body = b"".join(parts)
+        try:
+            cleaned = clean(body)
+        except (ValueError, RecursionError):
+            return await _refuse(send)
+        if cleaned is not body:
+            length = str(len(cleaned)).encode()
+            kept = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+            scope = {**scope, "headers": [*kept, (b"content-length", length)]}
+        left: list[Message] = [{"type": "http.request", "body": cleaned, "more_body": False}]
+        return await self.app(scope, lambda: _next(left, receive), send)
+
+
+async def _next(left: list[Message], receive: Receive) -> Message:
+    return left.pop() if left else await receive()
+
+
+async def _refuse(send: Send) -> None:
+    error = {"message": "The body is not valid JSON", "type": "BadRequestError", "param": None, "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def clean(body: bytes) -> bytes:
+    """Return the body without FIELDS; the same object if it has none. Raises ValueError, RecursionError."""
+    if not any(trace in body for trace in TRACES):
+        return body
+    value = json.loads(body)
+    top = value if isinstance(value, dict) else {}
+    extra = top.get("vllm_xargs")
+    places = [top, extra] if isinstance(extra, dict) else [top]
+    found = [(place, field) for place in places for field in FIELDS if field in place]
+    for place, field in found:
+        del place[field]
+    return json.dumps(value).encode() if found else body

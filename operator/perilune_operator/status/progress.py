@@ -1,0 +1,91 @@
+"""The conditions of changes: Reconciling, whether something is on its way to what the spec says, and Stalled,
+whether it cannot get there until somebody acts.
+"""
+
+from collections.abc import Iterator
+
+from perilune_api import names
+from perilune_api.conditions import Condition, Reason
+from perilune_operator.observe.facts import Key, Object, Observed
+from perilune_operator.render import endpoints
+from perilune_operator.render.objects import Context
+from perilune_operator.revision import Revised
+from perilune_operator.rollout import Replaced
+from perilune_operator.status.fact import Fact, listed
+from perilune_operator.status.workloads import condition, refusal_of_pods
+
+
+def stalled(pool: Context, observed: Observed) -> Fact | None:
+    """What keeps the pool from becoming what the spec says; None while nothing does. A pod that finds no node
+    is not among it, because an autoscaler may add one, until the rollout's deadline."""
+    kind = Condition.STALLED
+    if not endpoints.can_run(pool):
+        words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
+        return Fact(kind, "True", Reason.NO_WORKLOAD_API, words)
+    stuck = sorted(f"{p.name}: {p.trouble}" for p in observed.pods if p.stuck and not p.terminating)
+    if stuck:
+        return Fact(kind, "True", Reason.POD_CANNOT_START, listed(stuck))
+    for workload in _workloads(pool):
+        if refused := refusal_of_pods(observed, workload):
+            return Fact(kind, "True", Reason.PODS_REFUSED, f"{workload.name}: {refused}")
+    for workload in _workloads(pool):
+        if condition(observed, workload, "Progressing", "False").get("reason") == "ProgressDeadlineExceeded":
+            return Fact(kind, "True", Reason.DEADLINE_EXCEEDED, _late(workload, observed))
+    return None
+
+
+def _late(workload: Key, observed: Observed) -> str:
+    said = condition(observed, workload, "Progressing", "False").get("message", "")
+    troubles = sorted(f"{p.name}: {p.trouble}" for p in observed.pods if p.trouble and not p.terminating)
+    return f"{said} {listed(troubles)}".strip()[:400]
+
+
+def reconciling(
+    pool: Context, observed: Observed, replaced: Replaced, made: Revised, blocked: Fact | None
+) -> Fact:
+    """Whether anything still differs from the spec and is on its way to it."""
+    if blocked is not None:
+        return Fact(Condition.RECONCILING, "False", blocked.reason, blocked.message)
+    kind = Condition.RECONCILING
+    if replaced.workloads:
+        words = f"{listed([k.name for k in replaced.workloads])} of an earlier spec is removed once "
+        if not replaced.needed:
+            words += "its sessions have left."
+            return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
+        words += (
+            "another endpoint serves. "
+            "Without GPUs to spare, set rollout.maxSurge to 0: it then makes room at once."
+        )
+        return Fact(kind, "True", Reason.ROLLING_OUT, words)
+    if pool.replicas_now != pool.spec.replicas:
+        words = f"{endpoints.workload_name(pool.name)} will shrink."
+        return Fact(kind, "True", Reason.SESSIONS_LEAVING, words)
+    rolling = [key.name for key in _workloads(pool) if _is_rolling(observed.children.get(key))]
+    if rolling:
+        return Fact(kind, "True", Reason.ROLLING_OUT, f"Rolling out {listed(rolling)}.")
+    if made.waits:
+        words = f"Other pools follow revision {made.available} of the operator first."
+        return Fact(kind, "True", Reason.WAITING_FOR_TURN, words)
+    words = "Everything is as the spec says."
+    if made.available:
+        words += f" Revision {made.available} of the operator is available: see rollout.revision."
+    return Fact(kind, "False", Reason.UP_TO_DATE, words)
+
+
+def _workloads(pool: Context) -> Iterator[Key]:
+    yield endpoints.workload(pool)
+    yield Key("Deployment", pool.namespace, names.gateway_name(pool.name))
+    if pool.spec.mooncake.store.enabled:
+        yield Key("Deployment", pool.namespace, names.master_name(pool.name))
+
+
+def _is_rolling(child: Object | None) -> bool:
+    """A workload that does not exist yet counts as rolling out."""
+    if child is None:
+        return True
+    status, replicas = child.get("status") or {}, child.get("spec", {}).get("replicas", 1)
+    if status.get("observedGeneration", 0) < child["metadata"].get("generation", 0):
+        return True
+    if child["kind"] == "LeaderWorkerSet":
+        return bool(status.get("updatedReplicas", 0) < replicas)
+    return bool(status.get("updatedReplicas", 0) < replicas or status.get("replicas", 0) > replicas)
