@@ -41,8 +41,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=_address,
         default="127.0.0.1:9003",
         metavar="IP:PORT",
-        help="address of the HTTP pages with metrics and explained decisions. They show session ids, so"
-        " keep it private (default %(default)s)",
+        help="address of the HTTP pages with metrics and explained decisions (default %(default)s)",
+    )
+    parser.add_argument(
+        "--admin-pages",
+        choices=("here", "anyone"),
+        default="here",
+        help="who may read pages that show session ids and decisions: here, only clients on this machine or"
+        " in this pod; anyone who can connect. Metrics and probes answer anyone (default %(default)s)",
     )
     parser.add_argument(
         "--transport",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -17,19 +18,28 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from importlib.metadata import version
+from math import inf
 from random import Random
 from typing import Protocol
 
+import aiohttp
 import uvloop
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from perilune_api import kube
+from perilune_api import kube, names
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
-from perilune_gateway.feeds import drained, engine_metrics
+from perilune_gateway.feeds import (
+    bootstrap_pages,
+    drained,
+    engine_metrics,
+    handoff_legs,
+    store_segments,
+    zmq_sockets,
+)
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
@@ -50,6 +60,8 @@ from perilune_gateway.state.pool_state import PoolState, index_blocks
 
 log = logging.getLogger(__name__)
 
+ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
+"""Environment variable with the secret without which engines drop the parameters of hand-offs."""
 TOKENS_SHARE = 0.9
 """Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
 The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
@@ -78,11 +90,12 @@ class Gateway:
         conformance: bool = False,
         seed: int | None = None,
         log_file: RotatedFile | None = None,
+        pages_to_anyone: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `tls`, ext_proc is served in plain text. Every decision is written to `log_file`, if
-        given."""
+        """Without `tls`, ext_proc is served in plain text. Every decision is written to `log_file`, if given.
+        `pages_to_anyone`: whether admin pages with session ids answer clients on other machines."""
         spec = pool.spec
-        clock = time.monotonic
         self._clock, self._rng = clock, Random(seed)
         self.draining = False
         self.source = source
@@ -110,8 +123,9 @@ class Gateway:
             store=spec.engine.store,
             max_names=2 * index_blocks(pool),
         )
-        sink = EventSink(self.blocks, self.state.parity, self.router.lifecycle, clock)
-        self.events = EventFeeds(sink, time.time)
+        state = self.state
+        sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
+        self.events = EventFeeds(sink, time.time, self._rng)
         self.service = Service(
             self.router,
             self.tokenizer,
@@ -136,7 +150,10 @@ class Gateway:
                 snapshots.moves,
                 lambda: snapshots.health(self.source.last_error),
                 lambda: not self.draining and snapshots.serves(),
-            )
+                snapshots.about,
+                time.time,
+            ),
+            to_anyone=pages_to_anyone,
         )
 
     async def run(
@@ -188,7 +205,24 @@ class Gateway:
             self._rng,
             block_size=lambda: self.router.pool.spec.engine.block_size,
         )
+        if master := self.router.pool.spec.engine.store_master:
+            yield store_segments.run(master, self.blocks.segments)
         yield self._plan_moves()
+        yield self._hand_over()
+
+    async def _hand_over(self) -> None:
+        """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
+        connectors = self.state.connectors
+        secret = os.environ.get(ENGINE_SECRET)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(),
+            headers={names.ENGINE_SECRET_HEADER: secret} if secret else {},
+        ) as http:
+            await asyncio.gather(
+                bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
+                handoff_legs.run(self.router.handing_over, connectors, http),
+            )
 
     async def _plan_moves(self) -> None:
         """Runs the migration planner at the interval of the pool document."""
@@ -207,6 +241,7 @@ class Gateway:
                 raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
         for address in self.router.configure(pool):
             self.metrics.forget(address)
+            self.blocks.forget(address)
         if self.decision_log:
             self.decision_log.configure(pool)
         self.state.index.widen(index_blocks(pool))
@@ -219,7 +254,14 @@ class Gateway:
         self.events.follow(self.state.fleet.endpoints())
 
     def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """Records the result of a scrape; None when it failed."""
+        """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
+        good scrape, so what its old process cached is forgotten before."""
+        before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
+        restarted = bool(before and metrics and metrics.restarted_since(before))
+        if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
+            log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
+            self.state.parity.forget(address)
+            self.router.lifecycle.on_applied(self.blocks.reset(address, now))
         self.state.fleet.metrics(address, metrics, now)
         if metrics is None and self.state.fleet.get(address):  # unless it has just left
             self.metrics.scrape_failed(address)
@@ -228,7 +270,7 @@ class Gateway:
         """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
         ready."""
         ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
-        return min(ready, key=lambda v: v.load.in_flight).endpoint.address if ready else ""
+        return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
 
 
 async def serve(args: argparse.Namespace) -> None:
@@ -265,7 +307,12 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
         conformance=args.conformance,
         seed=args.seed,
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
+        pages_to_anyone=args.admin_pages == "anyone",
     )
+    # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
+    # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.
+    gc.collect()
+    gc.freeze()
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
 
 
@@ -275,6 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     try:
         logs.configure(args.log_level, args.log_format)
+        zmq_sockets.allow_files()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the _created series
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))

@@ -32,6 +32,8 @@ in any case when the stream ends.
 
 `python -m perilune_gateway.extproc.exchange` prints the table below as a Mermaid state diagram.
 
+Where Envoy sends the response's body, the engine's count of cached prompt tokens is read from it.
+
 Costs a few µs per message and, in full duplex, one copy of the body. Does not parse bodies, does not use
 protobuf, has no clock.
 """
@@ -71,7 +73,8 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.request.openai import error_body, with_priority
+from perilune_gateway.request.openai import error_body, with_full_report, with_priority
+from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
@@ -87,6 +90,7 @@ class Router(Protocol):
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode: ...
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
+    def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
     def refused(self, head: RequestHead, refusal: Refusal) -> None: ...
 
@@ -179,9 +183,9 @@ class Exchange:
     end."""
 
     __slots__ = (
-        "_body_bytes", "_conformance", "_duplex", "_encode", "_head", "_max_body_bytes", "_parts",
-        "_response_body_seen", "_response_ended", "_response_mode", "_response_status", "_routed", "_router",
-        "_trailers", "state",
+        "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head", "_max_body_bytes",
+        "_parts", "_response_body_seen", "_response_ended", "_response_mode", "_response_status", "_routed",
+        "_router", "_trailers", "state",
     )  # fmt: skip
 
     def __init__(self, router: Router, *, max_body_bytes: int, conformance: bool = False) -> None:
@@ -199,6 +203,7 @@ class Exchange:
         self._routed: Routed | None = None
         self._response_status = 0
         self._response_body_seen = False
+        self._cached_tokens = CachedTokens()
         self._response_ended = False
 
     # Called by the stream.
@@ -233,6 +238,8 @@ class Exchange:
         self.state = State.CLOSED
         routed, self._routed = self._routed, None
         if routed is not None:
+            if (cached := self._cached_tokens.value) is not None:
+                self._router.on_usage(routed.ticket, cached)
             self._router.finished(routed.ticket, self._outcome())
 
     # The handlers: event in, next state and effects out.
@@ -286,6 +293,8 @@ class Exchange:
     def _pass_response(self, event: Body | Trailers) -> _Next:
         self._response_body_seen = True
         self._response_ended = isinstance(event, Trailers) or event.end_of_stream
+        if isinstance(event, Body):
+            self._cached_tokens.read(event.chunk)
         return self.state, self._pass(event, self._response_mode is BodyMode.FULL_DUPLEX_STREAMED)
 
     def _answered(self, event: ResponseHeaders) -> _Next:
@@ -319,7 +328,9 @@ class Exchange:
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
                 changed = None if verdict.priority is None else with_priority(body, verdict.priority)
-                return State.ROUTED, self._pick(verdict.destinations, body, changed)
+                if verdict.full_report:
+                    changed = with_full_report(body if changed is None else changed)
+                return State.ROUTED, self._pick(verdict, body, changed)
             case Refusal():
                 self._parts = []
                 return State.REFUSED, self._refuse(verdict)
@@ -327,14 +338,15 @@ class Exchange:
                 self._encode = verdict
                 return State.TOKENS, [Wait(verdict)]
 
-    def _pick(self, destinations: tuple[str, ...], body: bytes, changed: bytes | None) -> list[Effect]:
+    def _pick(self, routed: Routed, body: bytes, changed: bytes | None) -> list[Effect]:
         """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
         replaces the body."""
+        to, rank = routed.destinations, routed.rank
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
-                return [Send(Pick(Kind.REQUEST_HEADERS, destinations, KEEP_BODY))]
-            return [Send(Pick(Kind.REQUEST_BODY, destinations, body=changed))]
-        effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, destinations))]
+                return [Send(Pick(Kind.REQUEST_HEADERS, to, KEEP_BODY, rank=rank))]
+            return [Send(Pick(Kind.REQUEST_BODY, to, body=changed, rank=rank))]
+        effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, to, rank=rank))]
         if self.state is not State.START and self._head.has_body:
             whole = body if changed is None else changed
             effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)

@@ -63,7 +63,7 @@ class GrpcServer:
 
     async def start(self, listen: str) -> int:
         server = grpc.aio.server(options=OPTIONS)
-        method: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._process)
+        method: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self.process)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": method}),)
         )
@@ -101,8 +101,8 @@ class GrpcServer:
                 connection.transport.abort()
         await stopping
 
-    async def _process(self, _requests: Any, context: Context) -> None:
-        """Serves one stream."""
+    async def process(self, _requests: Any, context: Context) -> None:
+        """Serves one stream; gRPC calls this."""
         stream = self._service.open()
         try:
             while await _take(stream, context):

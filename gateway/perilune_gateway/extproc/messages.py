@@ -94,6 +94,8 @@ class Pick(Struct, frozen=True, gc=False):
     override: Override | None = None
     body: bytes | None = None
     """Replaces the buffered body; None keeps it."""
+    rank: int | None = None
+    """The data-parallel rank of which the engine is told."""
 
 
 class Echo(Struct, frozen=True, gc=False):

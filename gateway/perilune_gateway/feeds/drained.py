@@ -31,11 +31,12 @@ SILENT_S = 60.0
 44 s."""
 
 
-def is_idle(fleet: Fleet, sessions: Sessions, address: str, now: float) -> bool:
+def is_idle(fleet: Fleet, sessions: Sessions, server: str, now: float) -> bool:
     """Whether this gateway has no request in flight there, and no session bound there that was used
     lately."""
-    running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.address == address)
-    latest = sessions.at(address, 1, now)
+    running = (v.load.in_flight for v in fleet.view(now) if v.endpoint.server == server)
+    ranks = (e.address for e in fleet.endpoints() if e.server == server)
+    latest = (session for address in ranks for session in sessions.at(address, 1, now))
     return not any(running) and all(now - session.seen_at > SILENT_S for session in latest)
 
 

@@ -6,8 +6,9 @@
 Both are watched, so a change takes effect as soon as the API server reports it; a mounted ConfigMap would lag
 by up to a minute. A pod leaves the pool as soon as its deletion is requested, because Envoy would send
 requests to a terminating pod that we pick. A pod that is not ready keeps its KV cache, so it stays in the
-pool and is not chosen. While the API server cannot be reached, the last pool stays in force. A document that
-is invalid, or that changes what a running gateway cannot change, leaves the old document in force, with the
+pool and is not chosen. While the API server cannot be reached, the last pool stays in force. Fields of the
+document that this gateway does not know, because the operator is newer, are ignored. A document that is
+invalid, or that changes what a running gateway cannot change, leaves the old document in force, with the
 current pods.
 
 Two rules keep the pool from becoming empty by mistake:
@@ -29,13 +30,21 @@ from typing import Any
 import msgspec
 
 from perilune_api import kube, names
-from perilune_api.pool import EndpointSpec, NodePlace, Pool, SpecError, check, parse
+from perilune_api.pool import EndpointSpec, NodePlace, Pool, SpecError, check, parse_known
 
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 FIRST_S = 0.5
 """Seconds between requests for the ConfigMap while it does not exist yet."""
+
+
+def _read(text: str) -> Pool:
+    """The operator's document, without what a newer operator wrote for newer gateways. Raises SpecError."""
+    pool, unknown = parse_known(text)
+    if unknown:
+        log.warning("pool document of a newer version, fields ignored fields=%s", ",".join(unknown))
+    return pool
 
 
 def endpoint(pod: Object) -> EndpointSpec | None:
@@ -50,6 +59,7 @@ def endpoint(pod: Object) -> EndpointSpec | None:
     host = f"[{ip}]" if ":" in ip else ip
     annotations = meta.get("annotations") or {}
     port = _port(annotations.get(names.EVENTS_PORT, ""))
+    bootstrap = _port(annotations.get(names.BOOTSTRAP_PORT, ""))
     return EndpointSpec(
         f"{host}:{names.ENGINE_PORT}",
         pod.get("spec", {}).get("nodeName", ""),
@@ -57,6 +67,7 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         (f"tcp://{host}:{port + 1}",) if port else (),
         names.DRAINING in annotations,
         ready,
+        f"{host}:{bootstrap}" if bootstrap else "",
     )
 
 
@@ -122,7 +133,7 @@ class KubernetesPool:
             else:
                 for item in found.get("items") or ():
                     self._text = item.get("data", {}).get(names.POOL_DOCUMENT, "")
-                    self._document = self._accepted = parse(self._text)
+                    self._document = self._accepted = _read(self._text)
                     self.pods = pods.get("items") or []
                     self.current = with_pods(self._document, self.pods)
                     return self.current
@@ -150,7 +161,7 @@ class KubernetesPool:
             return
         self._text = text
         try:
-            self._document = parse(text)
+            self._document = _read(text)
         except SpecError as error:
             self._refuse(str(error))
 

@@ -16,6 +16,8 @@ messages, kv_feed.py reads sockets, and state/engine_blocks.py decides what a bl
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -47,6 +49,8 @@ class _StoredArray(msgspec.Struct, array_like=True, tag="BlockStored"):
     lora_name: str | None = None
     extra_keys: tuple[Any, ...] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class _RemovedArray(msgspec.Struct, array_like=True, tag="BlockRemoved"):
@@ -69,6 +73,13 @@ class _Payload(msgspec.Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
+class _Maps(msgspec.Struct, array_like=True):
+    ts: float
+    events: tuple[Event, ...]
+    data_parallel_rank: int | None = None
+
+
+_maps = msgspec.msgpack.Decoder(_Maps)
 _payload = msgspec.msgpack.Decoder(_Payload)
 _map_event = msgspec.msgpack.Decoder(Event)
 _map_type = msgspec.msgpack.Decoder(_Type)
@@ -81,8 +92,12 @@ def decode(payload: bytes) -> Batch:
     """Decodes one message's payload, in either encoding. Unknown event types are counted, unknown fields
     ignored. Raises ProtocolError for anything else."""
     try:
-        raw = _payload.decode(payload)
-        decoded = [_event(event) for event in raw.events]
+        try:
+            raw: _Maps | _Payload = _maps.decode(payload)  # in half the time, where all is known
+            decoded: Sequence[Event | None] = raw.events  # type: ignore[assignment]
+        except msgspec.ValidationError:
+            raw = _payload.decode(payload)
+            decoded = [_event(event) for event in raw.events]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from None
     if not isfinite(raw.ts):  # no message could be recognised as published later
@@ -127,10 +142,76 @@ def _from_array(old: _StoredArray | _RemovedArray | _ClearedArray) -> Event:
             old.lora_name,
             old.extra_keys,
             old.group_idx,
+            old.kv_cache_spec_kind,
+            old.kv_cache_spec_sliding_window,
         )
     if isinstance(old, _RemovedArray):
         return BlockRemoved(old.block_hashes, old.medium, old.group_idx)
     return AllBlocksCleared()
+
+
+def pieces(batch: Batch, blocks: int) -> Iterator[Batch]:
+    """The batch in parts of at most so many blocks, in order, for readers that must not take long. A long
+    BlockStored becomes several, which name the last block before them as their parent. A row of BlockRemoved,
+    as engines send them, becomes one, which costs its reader half the time."""
+    events = _joined(batch.events)
+    if sum(len(e.block_hashes) for e in events if not isinstance(e, AllBlocksCleared)) <= blocks:
+        yield replace(batch, events=events) if len(events) < len(batch.events) else batch
+        return
+    for event in events:
+        for part in _parts(event, blocks):
+            yield replace(batch, events=(part,))
+
+
+def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The events, with each row of removals from the same place as one."""
+    joined: list[Event] = []
+    row: list[BlockRemoved] = []
+    for event in events:
+        if row and (type(event) is not BlockRemoved or _place(event) != _place(row[0])):
+            joined.append(_one(row))
+            row = []
+        if type(event) is BlockRemoved:
+            row.append(event)
+        else:
+            joined.append(event)
+    if row:
+        joined.append(_one(row))
+    return tuple(joined)
+
+
+def _place(event: BlockRemoved) -> tuple[str | None, int | None]:
+    return event.medium, event.group_idx
+
+
+def _one(row: Sequence[BlockRemoved]) -> BlockRemoved:
+    if len(row) == 1:
+        return row[0]
+    hashes = tuple([name for event in row for name in event.block_hashes])
+    return msgspec.structs.replace(row[0], block_hashes=hashes)
+
+
+def _parts(event: Event, blocks: int) -> Iterator[Event]:
+    if isinstance(event, AllBlocksCleared) or len(event.block_hashes) <= blocks:
+        yield event
+        return
+    hashes = event.block_hashes
+    tokens = event.block_size if isinstance(event, BlockStored) else 0
+    if isinstance(event, BlockStored) and len(event.token_ids) not in (0, len(hashes) * tokens):
+        yield event  # it is malformed, which only its reader may say
+        return
+    for at in range(0, len(hashes), blocks):
+        end = at + blocks
+        if isinstance(event, BlockRemoved):
+            yield msgspec.structs.replace(event, block_hashes=hashes[at:end])
+            continue
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=hashes[at:end],
+            parent_block_hash=hashes[at - 1] if at else event.parent_block_hash,
+            token_ids=event.token_ids[at * tokens : end * tokens],
+            extra_keys=event.extra_keys[at:end] if event.extra_keys else event.extra_keys,
+        )
 
 
 def live_frames(frames: list[bytes]) -> tuple[int, bytes]:

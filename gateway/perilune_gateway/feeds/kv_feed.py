@@ -2,52 +2,84 @@
 
 `run` is a task for each `Publisher`:
 
-1. Subscribe, then request a replay of everything from message 0 on, to catch up with earlier messages.
+1. Subscribe. Once connected, request a replay of everything from message 0 on, to catch up with earlier
+   messages. Messages that are published meanwhile wait in the socket, and then in the engine's.
 2. Each message is the next one, old, or shows a gap or a restart (kv_sequence.py). The next one is applied,
    an old one skipped. After a restart the engine's cache is empty, so its blocks are reset.
-3. For a gap, request a replay of the missing messages and apply them. When that fails (no replay address, no
-   answer, or the engine keeps fewer messages), the rank's blocks are reset and later messages applied.
+3. For a gap, request a replay of the missing messages. When that fails (no replay address, no answer, or the
+   engine keeps fewer messages), the rank's blocks are reset and later messages applied.
 4. After each reconnection request the same replay, so that an engine that restarted and then idles is not
    credited with the blocks of its old process.
-5. A message that cannot be read may have removed any block, so the rank's blocks are reset.
+5. A message that cannot be read may have removed any block, so the rank's blocks are reset. One that is too
+   long ends the feed, see zmq_sockets.py; pool_events.py starts it again.
 
-Costs about 3 µs per event, within a budget for each turn of the event loop (turn_budget.py). A replay is kept
-in memory until it is known to continue what was applied. The length of a message is not limited, because ZMQ
-disconnects a peer for good that sends a longer one. An engine publishes events with its next scheduler step,
-so those of an idle engine arrive late. state/engine_blocks.py decides what a block means for routing.
+A replay is applied message by message while it is read; REPLAY_BYTES of it may wait, and what the engine
+sends faster than that waits in TCP's buffers. vLLM drops the rest without a word, also the end of the replay,
+so a hole or a missing end is asked for again from the next number. A request names the first message only,
+and vLLM's publisher sends all later ones before it publishes again. So requests are few: at most MOST_REPLAYS
+at once in one gateway, at random moments, and with growing pauses where nothing new comes.
+
+Costs about 9 µs per message and 7 µs per block, in slices (turns.py). An engine publishes events with its
+next scheduler step, so those of an idle engine arrive late. state/engine_blocks.py decides what a block means
+for routing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
-from math import nan
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from math import inf, nan
+from random import Random
 from typing import NamedTuple, Protocol
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from perilune_api.pool import SpecError
-from perilune_gateway.feeds.kv_events import decode, live_frames, replay_frames
+from perilune_gateway.feeds import zmq_sockets
+from perilune_gateway.feeds.kv_events import decode, live_frames, pieces, replay_frames
 from perilune_gateway.feeds.kv_sequence import Order, Replayed, SequenceTracker, judge
-from perilune_gateway.feeds.turn_budget import TurnBudget
+from perilune_gateway.feeds.turns import Turns, Work
+from perilune_gateway.feeds.zmq_sockets import Socket, readable, take
 from perilune_gateway.model import ProtocolError
-from perilune_gateway.model.kv_events import Batch
+from perilune_gateway.model.kv_events import AllBlocksCleared, Batch
 
 log = logging.getLogger(__name__)
 
-RECEIVE_HWM = 100_000
-"""Number of messages that ZMQ queues; it drops further ones, which shows as a gap."""
+RECEIVE_QUEUE = 1_000
+"""Number of live messages that ZMQ queues here. More wait in the engine, which drops some after 100,000."""
+REPLAY_QUEUE = 64
+"""Number of replayed messages that ZMQ queues here."""
+REPLAY_BYTES = 32 * 1024 * 1024
+"""Bytes of one replay that were read and wait to be applied. vLLM sends a replay at once and drops what its
+reader does not take, which is about 1,000 messages after the reader stops."""
+MOST_REPLAYS = 8
+"""Number of replays that one gateway reads at once. Together they hold MOST_REPLAYS × REPLAY_BYTES = 256 MiB
+at most, besides the messages in ZMQ's queues."""
 REPLAY_TIMEOUT_S = 2.0
-"""Seconds to wait for each message of a replay. Publishers answer within 0.1 s."""
-REPLAYED_MESSAGES = 100_000
+"""Seconds to wait for a connection, and for each further message of a replay."""
+ANSWER_TIMEOUT_S = 30.0
+"""Seconds to wait for the first message once connected. vLLM's publisher serves one request after the other,
+at about 0.5 s for 10,000 messages, also those of readers that have gone: who asks again early makes it
+later."""
+SPREAD_S = 0.2
+"""Largest random pause in seconds before a replay, so that gateways that start together ask one after the
+other."""
+PAUSE_S = 0.2
+"""Mean pause in seconds before the next request of the same replay. It doubles while nothing new comes."""
+TRIES = 3
+"""Number of requests in a row that bring nothing new before a replay has failed."""
+REPLAYED_MESSAGES = 1_000_000
 """Maximum number of messages in one replay; vLLM keeps 10,000 by default."""
-_YIELD_EVERY = 32
-"""Number of replayed messages that are applied before other tasks may run."""
+GONE_S = 1.0
+"""Seconds within which ZMQ says that it tries again to connect; usually at once."""
+_BLOCKS = 128
+"""Number of blocks that are applied in one step: below 1 ms."""
+_MESSAGES = 64
+"""Number of live messages after which a feed looks at its connection."""
 
 
 class Publisher(NamedTuple):
@@ -69,16 +101,18 @@ class ResetCause(StrEnum):
     """Messages are missing and could not be replayed."""
     MALFORMED = "malformed"
     """A message could not be read."""
+    FAILED = "failed"
+    """The feed has failed and begins anew."""
     UNFOLLOWED = "unfollowed"
-    """The feed has ended, because the pool no longer lists the publisher or because the feed failed."""
+    """The pool no longer lists the publisher."""
 
 
 class Sink(Protocol):
     """Receives what a feed reads."""
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
-        """Applies a batch. `lag_s` is the seconds from its publication to its receipt; NaN for a replayed
-        one."""
+        """Applies a batch. A long one comes in several parts. `lag_s` is the seconds from its publication to
+        its receipt; NaN for a replayed one."""
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
         """Forgets all blocks of this rank."""
@@ -92,7 +126,15 @@ class Counters:
     """Whether the ZMQ connection to the publisher is up."""
     lag_s: float = nan
     """Seconds from publication to receipt of the last live batch."""
+    behind_s: float = 0.0
+    """Seconds that the last live batch took longer than the fastest one; 0 when no message waits."""
+    failure: str = ""
+    """Why the feed does not run; empty when it does."""
+    catching_up: int = 0
+    """1 while a replay is read or waited for."""
     batches: int = 0
+    blocks: int = 0
+    """Number of blocks that were stored or removed."""
     gaps: int = 0
     replayed: int = 0
     rebuilds: int = 0
@@ -104,141 +146,163 @@ class Counters:
     """Number of events of unknown types."""
 
 
-async def run(
-    publisher: Publisher,
-    sink: Sink,
-    clock: Callable[[], float],
-    context: zmq.asyncio.Context,
-    counters: Counters | None = None,
-    replay_timeout_s: float = REPLAY_TIMEOUT_S,
-    budget: TurnBudget | None = None,
-) -> None:
-    """Feeds `sink` until cancelled. `clock` is wall-clock time, for the lag. Raises SpecError for an invalid
-    address."""
-    feed = _Feed(publisher, sink, clock, context, counters or Counters(), replay_timeout_s)
-    socket = _socket(context, zmq.SUB)
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all feeds of one gateway share."""
+
+    context: zmq.Context[Socket]
+    clock: Callable[[], float]
+    """Wall-clock time in seconds, for the lag."""
+    rng: Random
+    turns: Turns = field(default_factory=Turns)
+    replays: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_REPLAYS))
+    replay_timeout_s: float = REPLAY_TIMEOUT_S
+    answer_timeout_s: float = ANSWER_TIMEOUT_S
+    spread_s: float = SPREAD_S
+    pause_s: float = PAUSE_S
+
+
+async def run(publisher: Publisher, sink: Sink, shared: Shared, counters: Counters) -> None:
+    """Feeds `sink` until cancelled. Raises SpecError for an invalid address, zmq.ZMQError when no more
+    sockets can be opened, and ProtocolError when the engine sends a message that is too long."""
+    socket = zmq_sockets.new_socket(shared.context, zmq.SUB, RECEIVE_QUEUE)
     socket.set(zmq.RECONNECT_IVL, 100)
     socket.set(zmq.RECONNECT_IVL_MAX, 5_000)
-    socket.set(zmq.HEARTBEAT_IVL, 10_000)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, 30_000)
+    # The kernel finds dead engines. ZMQ's heartbeats would wait behind messages that this gateway is too busy
+    # to read, and end the connection with all that waits in the engine.
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
     socket.subscribe(b"")
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    monitor = None
     try:
-        _connect(socket, publisher.events, publisher.endpoint)
-        answered = await feed.catch_up()
-        await feed.follow(socket, monitor, budget or TurnBudget(), behind=not answered)
+        monitor = socket.get_monitor_socket(_WATCHED)
+        zmq_sockets.connect(socket, publisher.events)
+        await _Feed(publisher, sink, shared, counters).follow(socket, monitor)
     finally:
-        socket.disable_monitor()
-        monitor.close(linger=0)
+        if monitor is not None:
+            socket.disable_monitor()
+            monitor.close(linger=0)
         socket.close(linger=0)
 
 
-def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.RCVHWM, RECEIVE_HWM)
-    return socket
+_WATCHED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
-def _connect(socket: zmq.asyncio.Socket, url: str, endpoint: str) -> None:
-    """Raises SpecError."""
-    try:
-        socket.connect(url)
-    except zmq.ZMQError as error:
-        raise SpecError(f"{url!r} of {endpoint} is not a ZMQ address: {error}") from None
+class _Held(NamedTuple):
+    """The message at which a feed has stopped reading."""
+
+    gap: int
+    """Its number when messages before it are missing; else 0."""
+    frames: list[bytes]
+    received_s: float
+
+
+class _Answer(StrEnum):
+    """What one message of a replay shows."""
+
+    GOES_ON = auto()
+    ENDED = auto()
+    BROKEN = auto()
+    """Messages before it were dropped on their way."""
+    RESTARTED = auto()
 
 
 class _Feed:
     """The feed of one rank, by the steps of the module's header."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        sink: Sink,
-        clock: Callable[[], float],
-        context: zmq.asyncio.Context,
-        counters: Counters,
-        replay_timeout_s: float,
-    ) -> None:
+    def __init__(self, publisher: Publisher, sink: Sink, shared: Shared, counters: Counters) -> None:
         self._publisher = publisher
         self._endpoint, self._rank = publisher.endpoint, publisher.rank
         self._sink = sink
-        self._clock = clock
-        self._context = context
+        self._shared = shared
         self._counters = counters
-        self._replay_timeout_s = replay_timeout_s
         self._tracker = SequenceTracker()
+        self._least_lag_s = inf
+        self._behind = True
+        """Whether messages may be missing that a replay would bring."""
+        self._gone = False
+        """Whether the connection has ended and ZMQ has not said yet that it tries again."""
         self._has_blocks = False
         """Whether a batch was applied since the last reset."""
         self._logged_unreadable = False
         """Whether the log already says that messages cannot be read. Cleared by the next readable one."""
 
-    async def follow(
-        self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket, budget: TurnBudget, *, behind: bool
-    ) -> None:
-        """Applies live messages until cancelled. `behind`: catch up when the publisher connects."""
-        poller = zmq.asyncio.Poller()
-        poller.register(monitor, zmq.POLLIN)
-        poller.register(socket, zmq.POLLIN)
+    async def follow(self, socket: Socket, monitor: Socket) -> None:
+        """Applies live messages until cancelled. Raises ProtocolError when the connection ended for good."""
         while True:
-            for ready, _ in await poller.poll():
-                if ready is monitor:
-                    event = parse_monitor_message(await monitor.recv_multipart())["event"]
-                    self._counters.connected = event != zmq.EVENT_DISCONNECTED
-                    if not self._counters.connected:
-                        behind = True
-                    elif behind:
-                        behind = False
-                        await self.catch_up()
-                else:
-                    frames = await socket.recv_multipart()
-                    await budget.begin()
-                    await self._live(frames)
-                    budget.end()
-            await asyncio.sleep(0)
+            while frames := take(monitor):
+                self._connection(parse_monitor_message(frames)["event"])
+            if self._behind and self._counters.connected:
+                self._behind = False
+                await self.catch_up()
+            held = await self._shared.turns.run(self._arrived(socket))
+            if held is None:
+                self._counters.behind_s = 0.0
+                await self._wait(socket, monitor)
+            elif held.gap:
+                await self._gap(held.gap)
+                await self._shared.turns.run(self._live(held.frames, held.received_s, asked=True))
 
-    async def catch_up(self) -> bool:
-        """Requests a replay of what was missed and applies it. Returns False when there is no answer."""
-        if not self._publisher.replay:
-            return False
-        replayed = await self._replay(max(self._tracker.expected - 1, 0))
-        if replayed is None:
-            return False
-        verdict = judge(self._tracker, [(seq, batch.published_s) for seq, batch in replayed])
-        if verdict is Replayed.RESTARTED:
-            self._restarted()
-            replayed = await self._replay(0) or []
-        elif verdict is Replayed.LOST:
-            self._rebuild()
-        for count, (seq, batch) in enumerate(replayed):
-            if seq >= self._tracker.expected:
-                self._counters.replayed += 1
-                self._apply(seq, batch, nan)
-            if count % _YIELD_EVERY == 0:
-                await asyncio.sleep(0)
-        return True
+    def _connection(self, event: int) -> None:
+        self._counters.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event == zmq.EVENT_DISCONNECTED:
+            self._behind = self._gone = True
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self._gone = False
 
-    async def _live(self, frames: list[bytes]) -> None:
-        received_s = self._clock()
+    async def _wait(self, socket: Socket, monitor: Socket) -> None:
+        try:
+            # Not wait_for: that of Python 3.11 may lose a cancellation.
+            async with asyncio.timeout(GONE_S if self._gone else None):
+                await readable(socket, monitor)
+        except TimeoutError:
+            self._counters.malformed += 1
+            raise ProtocolError(
+                f"a message of more than {zmq_sockets.MAX_MESSAGE_BYTES} bytes, or none of ZMQ"
+            ) from None
+
+    # -- live messages -----------------------------------------------------------------------------
+
+    def _arrived(self, socket: Socket) -> Work[_Held | None]:
+        """Applies the messages that have arrived, until one shows a gap. Returns None when none is left."""
+        held = None
+        for _ in range(_MESSAGES):
+            frames = take(socket)
+            if frames is None:
+                return None
+            received_s = self._shared.clock()
+            gap = yield from self._live(frames, received_s)
+            held = _Held(gap, frames, received_s)
+            if gap:
+                break
+        return held
+
+    def _live(self, frames: list[bytes], received_s: float, *, asked: bool = False) -> Work[int]:
+        """Applies one message. When messages before it are missing and were not asked for yet, it applies
+        nothing and returns its number; else 0."""
         seq = None
         try:
             seq, payload = live_frames(frames)
             batch = decode(payload)
         except ProtocolError as error:
             self._unreadable(seq, error)
-            return
+            return 0
         order = self._tracker.order(seq, batch.published_s)
         if order is Order.RESTART:
             self._restarted()
             order = self._tracker.order(seq, batch.published_s)
-        if order is Order.GAP:
-            await self._gap(seq)
-            order = self._tracker.order(seq, batch.published_s)
+        if order is Order.GAP and not asked:
+            return seq
         if order is Order.OLD:
             self._counters.old += 1
-            return
-        self._counters.lag_s = received_s - batch.published_s
-        self._apply(seq, batch, self._counters.lag_s)
+            return 0
+        lag_s = received_s - batch.published_s
+        self._least_lag_s = min(self._least_lag_s, lag_s)
+        self._counters.lag_s, self._counters.behind_s = lag_s, lag_s - self._least_lag_s
+        yield from self._apply(seq, batch, lag_s)
+        return 0
 
     async def _gap(self, seq: int) -> None:
         """Requests the messages missing before `seq`. When they are lost the rank is reset, unless nothing
@@ -253,48 +317,114 @@ class _Feed:
                 first,
                 seq - first,
             )
-        answered = await self.catch_up()
-        if not answered and not fresh:
+        if not await self.catch_up() and not fresh:
             self._rebuild()
 
-    async def _replay(self, first: int) -> list[tuple[int, Batch]] | None:
-        """Everything from `first` on that the publisher still has; None when it does not answer."""
-        socket = _socket(self._context, zmq.DEALER)
-        replayed: list[tuple[int, Batch]] = []
+    # -- replays -----------------------------------------------------------------------------------
+
+    async def catch_up(self) -> bool:
+        """Requests a replay of what was missed and applies it, in as many requests as it takes. Returns False
+        when it fails, with a part of it applied."""
+        if not self._publisher.replay:
+            return False
+        shared, counters, tries, before = self._shared, self._counters, 0, self._counters.replayed
+        counters.catching_up = 1
         try:
-            _connect(socket, self._publisher.replay, self._endpoint)
-            await socket.send_multipart([b"", first.to_bytes(8, "big")])
-            while True:
-                # Not wait_for: that of Python 3.11 may lose a cancellation.
-                async with asyncio.timeout(self._replay_timeout_s):
-                    frames = await socket.recv_multipart()
-                seq, payload = replay_frames(frames)
-                if payload is None:
-                    return replayed
-                if len(replayed) == REPLAYED_MESSAGES or (replayed and seq <= replayed[-1][0]):
-                    raise ProtocolError(f"a replay that does not end, at message {seq}")
-                replayed.append((seq, decode(payload)))
-        except TimeoutError:
+            while tries < TRIES:
+                had, restarts = counters.replayed, counters.restarts
+                await asyncio.sleep(shared.rng.uniform(0.0, shared.spread_s))
+                async with shared.replays:
+                    if await self._replay(before + REPLAYED_MESSAGES):
+                        return True
+                tries = 0 if (counters.replayed, counters.restarts) != (had, restarts) else tries + 1
+                await asyncio.sleep(shared.rng.uniform(0.5, 1.5) * shared.pause_s * 2**tries)
             log.warning("KV event replay not answered endpoint=%s rank=%d", self._endpoint, self._rank)
-            return None
         except ProtocolError as error:
-            self._counters.malformed += 1
+            counters.malformed += 1
             log.warning(
                 "KV event replay cannot be read endpoint=%s rank=%d error=%s",
                 self._endpoint,
                 self._rank,
                 error,
             )
-            return None
         finally:
-            socket.close(linger=0)
+            counters.catching_up = 0
+        return False
 
-    def _apply(self, seq: int, batch: Batch, lag_s: float) -> None:
+    async def _replay(self, most: int) -> bool:
+        """Makes one request and applies the answers up to the first hole. Returns whether the replay ended;
+        if not, the next number is to be asked for. Raises ProtocolError, also when more than `most` messages
+        have been replayed."""
+        shared, answer, first = self._shared, _Answer.GOES_ON, True
+        waiting: deque[list[bytes]] = deque()
+        held_bytes = 0
+        socket = zmq_sockets.new_socket(shared.context, zmq.DEALER, REPLAY_QUEUE)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            zmq_sockets.connect(socket, self._publisher.replay)
+            asked = max(self._tracker.expected - 1, 0)
+            socket.send_multipart([b"", asked.to_bytes(8, "big")], zmq.NOBLOCK)
+            patience_s = shared.replay_timeout_s
+            while answer is _Answer.GOES_ON:
+                while held_bytes < REPLAY_BYTES and (frames := take(socket)):
+                    waiting.append(frames)
+                    held_bytes += len(frames[-1])
+                if waiting:
+                    frames = waiting.popleft()
+                    held_bytes -= len(frames[-1])
+                    answer = await shared.turns.run(self._replayed(frames, first, most))
+                    first, patience_s = False, shared.replay_timeout_s
+                elif take(monitor):
+                    patience_s = shared.answer_timeout_s
+                else:
+                    async with asyncio.timeout(patience_s):
+                        await readable(socket, monitor)
+        except TimeoutError:
+            return False
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+        return answer is _Answer.ENDED
+
+    def _replayed(self, frames: list[bytes], first: bool, most: int) -> Work[_Answer]:
+        """Applies one answer, by rules 4 and 5 of kv_sequence.py."""
+        seq, payload = replay_frames(frames)
+        batch = decode(payload) if payload is not None else None
+        tracker = self._tracker
+        if first:
+            shown = judge(tracker, seq, batch.published_s) if batch else judge(tracker, None)
+            if shown is Replayed.RESTARTED:
+                self._restarted()
+                return _Answer.RESTARTED
+            if shown is Replayed.LOST:
+                self._rebuild()
+        if batch is None:
+            return _Answer.ENDED
+        if first and seq == tracker.expected - 1:
+            return _Answer.GOES_ON  # it shows that the rest continues what was applied
+        if seq < tracker.expected or self._counters.replayed >= most:
+            raise ProtocolError(f"a replay that does not end, at message {seq}")
+        if seq > tracker.expected and not tracker.fresh:
+            return _Answer.BROKEN
+        self._counters.replayed += 1
+        yield from self._apply(seq, batch, nan)
+        return _Answer.GOES_ON
+
+    # -- what was read -----------------------------------------------------------------------------
+
+    def _apply(self, seq: int, batch: Batch, lag_s: float) -> Work[None]:
         self._has_blocks, self._logged_unreadable = True, False
+        self._counters.failure = ""
         self._counters.batches += 1
         self._counters.unknown += batch.unknown
         self._tracker.applied(seq, batch.published_s)
-        self._sink.batch(self._endpoint, self._rank, batch, lag_s)
+        for part in pieces(batch, _BLOCKS):
+            yield
+            self._counters.blocks += sum(
+                len(event.block_hashes) for event in part.events if not isinstance(event, AllBlocksCleared)
+            )
+            self._sink.batch(self._endpoint, self._rank, part, lag_s)
 
     def _restarted(self) -> None:
         self._counters.restarts += 1

@@ -5,6 +5,7 @@
 3. A lower number is a repetition or, if it was published later than the last one, from a restarted engine.
 4. A replay is requested from one message before the missing ones. If that message is not the one that was
    applied, the engine has restarted; if the replay begins later, the missing messages are lost.
+5. A number left out within a replay was dropped on its way, so it is asked for again.
 
 Publication times are those of the engine's clock. After that clock was set back, messages of a restarted
 engine look old until a replay is requested. Pure, except `applied` and `forget`. kv_feed.py reads messages
@@ -13,7 +14,6 @@ and requests replays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from math import nan
 
@@ -65,7 +65,7 @@ class SequenceTracker:
 
 
 class Replayed(StrEnum):
-    """What a replay that begins with the last applied message shows."""
+    """What the first answer to a request for a replay shows."""
 
     CONTINUES = "continues"
     LOST = "lost"
@@ -74,14 +74,13 @@ class Replayed(StrEnum):
     """It comes from another process: it lacks the message that was applied."""
 
 
-def judge(tracker: SequenceTracker, replayed: Sequence[tuple[int, float]]) -> Replayed:
-    """Applies rule 4. `replayed` has the (sequence number, publication time) of each message of a replay that
-    was requested from `max(tracker.expected - 1, 0)` on."""
+def judge(tracker: SequenceTracker, seq: int | None, published_s: float = nan) -> Replayed:
+    """Applies rule 4 to the first message of a replay that was requested from `max(tracker.expected - 1, 0)`
+    on; None: the replay has no message."""
     if tracker.fresh:
         return Replayed.CONTINUES
-    if not replayed:
+    if seq is None or seq < tracker.expected - 1:
         return Replayed.RESTARTED
-    seq, published_s = replayed[0]
     if seq == tracker.expected - 1:
         return Replayed.CONTINUES if published_s == tracker.published_s else Replayed.RESTARTED
     return Replayed.CONTINUES if seq == tracker.expected else Replayed.LOST

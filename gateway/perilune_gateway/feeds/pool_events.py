@@ -4,9 +4,12 @@
                          └▶ EngineBlocks ─▶ prefix index ─▶ router.on_applied (load, sessions)
 
 `EventFeeds.follow(endpoints)` starts and stops feeds so that they match the pool; `EventSink` applies the
-batches of all. A feed that fails does not end the others. When a feed ends, because the pool no longer lists
-its publisher or because it failed, the rank's announced blocks are forgotten; from then on its blocks are
-inferred from the requests routed there.
+batches of all. A feed that fails does not end the others: the rank's announced blocks are forgotten, and it
+begins anew after a pause that grows from FIRST_PAUSE_S to LAST_PAUSE_S. Meanwhile, and once the pool no
+longer lists its publisher, a rank's blocks are inferred from the requests routed there.
+
+A feed takes FILES open files. Feeds for which the process's limit leaves no room are not started, and say so:
+libzmq ends the process when it cannot open one.
 """
 
 from __future__ import annotations
@@ -15,25 +18,33 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from math import isnan
+from math import isnan, nan
+from random import Random
 from typing import Protocol
 
-import zmq.asyncio
+import zmq
 
 from perilune_api.pool import SpecError
-from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
-from perilune_gateway.feeds.turn_budget import TurnBudget
-from perilune_gateway.model import Endpoint
-from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats
+from perilune_gateway.feeds import kv_feed, zmq_sockets
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
+from perilune_gateway.model import Endpoint, ProtocolError
+from perilune_gateway.model.kv_events import Batch, BlockStored, EventStats, IngestStats
+from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.state.parity import Parity, ParityCheck, Report
 
 log = logging.getLogger(__name__)
 
-_SUMMED = tuple(field.name for field in fields(EventStats))[2:]
-"""Names of the counters, the same in `kv_feed.Counters`; the fields `connected` and `lag_s` come before
-them."""
+FILES = 4
+"""Open files of one feed: three sockets, of which two are the ends of its monitor, and a connection."""
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 60.0
+MANY_BATCHES = 1_000
+"""Number of batches after which a feed that fails counts as one that worked before."""
+_MORE_FILES = "raise the limit with `ulimit -n`, LimitNOFILE or the container runtime"
+_SUMMED = tuple(field.name for field in fields(EventStats))[3:]
+"""Names of the counters, the same in `kv_feed.Counters`; the fields `connected`, `lag_s` and `failure` come
+before them."""
 
 
 class OnApplied(Protocol):
@@ -41,31 +52,44 @@ class OnApplied(Protocol):
 
     def on_applied(self, applied: Applied) -> None: ...
 
+    def on_learning(self, endpoint: str, learning: bool) -> None: ...
+
 
 class EventSink:
     """Applies each event of a batch. `clock` is the router's monotonic clock."""
 
     def __init__(
-        self, blocks: EngineBlocks, parity: ParityCheck, router: OnApplied, clock: Callable[[], float]
+        self,
+        blocks: EngineBlocks,
+        parity: ParityCheck,
+        router: OnApplied,
+        clock: Callable[[], float],
+        tokens: BlockTokens,
     ) -> None:
         self._blocks = blocks
         self._parity = parity
+        self._tokens = tokens
         self._router = router
         self._clock = clock
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
         now = self._clock()
-        self._parity.heard(endpoint, lag_s)
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
                 _log_parity(endpoint, self._parity.news(endpoint))
-            self._router.on_applied(self._blocks.apply(endpoint, event, now, rank))
+            applied = self._blocks.apply(endpoint, event, now)
+            if isinstance(event, BlockStored):
+                self._tokens.stored(event, applied)
+            self._router.on_applied(applied)
+        waiting = self._blocks.waiting[endpoint] > 0  # blocks of its prompts may be among those
+        self._parity.heard(endpoint, nan if waiting else lag_s)
+        self._router.on_learning(endpoint, self._blocks.learns(endpoint))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:
         log.warning("kv blocks forgotten endpoint=%s rank=%d cause=%s", endpoint, rank, cause)
         if cause is ResetCause.RESTARTED:
             self._parity.forget(endpoint)
-        self._router.on_applied(self._blocks.reset(endpoint, rank))
+        self._router.on_applied(self._blocks.reset(endpoint, self._clock()))
 
 
 def _log_parity(endpoint: str, news: Report | None) -> None:
@@ -87,15 +111,27 @@ def _log_parity(endpoint: str, news: Report | None) -> None:
 class EventFeeds:
     """The running feeds."""
 
-    def __init__(self, sink: kv_feed.Sink, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        sink: kv_feed.Sink,
+        wall_clock: Callable[[], float],
+        rng: Random,
+        replay_timeout_s: float = kv_feed.REPLAY_TIMEOUT_S,
+    ) -> None:
         self._sink = sink
-        self._wall_clock = wall_clock
-        self._context = zmq.asyncio.Context()
-        self._budget = TurnBudget()
-        self._feeds: dict[Publisher, tuple[asyncio.Task[None], Counters]] = {}
+        self._rng = rng
+        self._context = zmq_sockets.new_context()
+        self._shared = Shared(self._context, wall_clock, rng, replay_timeout_s=replay_timeout_s)
+        self._feeds: dict[Publisher, tuple[asyncio.Task[None] | None, Counters]] = {}
+        """Without a task for publishers that the limit of open files leaves out."""
+        self._ranks: dict[str, list[Counters]] = {}
+        """The counters of each endpoint's feeds."""
+        self._blocks = 0
+        """Number of blocks of feeds that have ended."""
 
     def follow(self, endpoints: Iterable[Endpoint]) -> None:
-        """Starts and stops feeds so that there is one for each publisher of these endpoints."""
+        """Starts and stops feeds so that there is one for each publisher of these endpoints, as far as the
+        process may open files."""
         pool = {e.address: e for e in endpoints}
         wanted = {
             Publisher(e.address, rank, url, e.replay[rank] if e.replay else "")
@@ -103,42 +139,83 @@ class EventFeeds:
             for rank, url in enumerate(e.events)
         }
         for publisher in self._feeds.keys() - wanted:
-            self._feeds.pop(publisher)[0].cancel()
+            self._stop(publisher)
             if publisher.endpoint in pool:
                 self._sink.reset(publisher.endpoint, publisher.rank, ResetCause.UNFOLLOWED)
-        for publisher in wanted - self._feeds.keys():
+        for publisher in [p for p, (task, _) in self._feeds.items() if task is None]:
+            self._stop(publisher)
+        new = sorted(wanted - self._feeds.keys())
+        self._rng.shuffle(new)  # gateways that start together ask different engines first
+        allowed = zmq_sockets.files_allowed()
+        room = max(0, (allowed - zmq_sockets.RESERVED_FILES - len(pool)) // FILES - len(self._feeds))
+        for publisher in new[:room]:
             counters = Counters()
             self._feeds[publisher] = (asyncio.create_task(self._run(publisher, counters)), counters)
+        if left_out := new[room:]:
+            need = FILES * len(wanted) + len(pool) + zmq_sockets.RESERVED_FILES
+            cause = f"the pool needs {need} open files and the process may open {allowed}; {_MORE_FILES}"
+            log.error("kv events off for %d of %d publishers cause=%s", len(left_out), len(wanted), cause)
+            self._feeds.update((publisher, (None, Counters(failure=cause))) for publisher in left_out)
+        self._ranks = {}
+        for publisher, (_, counters) in self._feeds.items():
+            self._ranks.setdefault(publisher.endpoint, []).append(counters)
+
+    def _stop(self, publisher: Publisher) -> None:
+        task, counters = self._feeds.pop(publisher)
+        self._blocks += counters.blocks
+        if task:
+            task.cancel()
 
     async def _run(self, publisher: Publisher, counters: Counters) -> None:
-        try:
-            await kv_feed.run(
-                publisher, self._sink, self._wall_clock, self._context, counters, budget=self._budget
-            )
-        except SpecError as error:
-            log.error("kv events off endpoint=%s rank=%d cause=%s", publisher.endpoint, publisher.rank, error)
-        except Exception:  # a bug, or too many open sockets; requests are served without this feed
-            log.exception("kv events off endpoint=%s rank=%d", publisher.endpoint, publisher.rank)
-            self._sink.reset(publisher.endpoint, publisher.rank, ResetCause.UNFOLLOWED)
-        finally:
-            counters.connected = False
+        """Runs one feed, and again after each failure with growing pauses."""
+        endpoint, rank, pause_s = publisher.endpoint, publisher.rank, FIRST_PAUSE_S
+        while True:
+            batches = counters.batches
+            try:
+                await kv_feed.run(publisher, self._sink, self._shared, counters)
+            except SpecError as error:  # only another pool document can help
+                counters.failure = str(error)
+                log.error("kv events off endpoint=%s rank=%d cause=%s", endpoint, rank, error)
+                return
+            except (ProtocolError, zmq.ZMQError) as error:
+                counters.failure = str(error)
+            except Exception as error:  # a bug; requests are served without this feed
+                counters.failure = f"{type(error).__name__}: {error}"
+                log.exception("kv feed failed endpoint=%s rank=%d", endpoint, rank)
+            finally:
+                counters.connected = False
+            if counters.batches - batches > MANY_BATCHES:
+                pause_s = FIRST_PAUSE_S
+            log.error("kv feed begins anew endpoint=%s rank=%d cause=%s", endpoint, rank, counters.failure)
+            self._sink.reset(endpoint, rank, ResetCause.FAILED)
+            await asyncio.sleep(self._rng.uniform(0.5, 1.0) * pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def stats(self, endpoint: str) -> EventStats | None:
         """All ranks of one endpoint together; None when the endpoint publishes no events."""
-        ranks = [
-            counters for publisher, (_, counters) in self._feeds.items() if publisher.endpoint == endpoint
-        ]
+        ranks = self._ranks.get(endpoint)
         if not ranks:
             return None
         lags = [c.lag_s for c in ranks if not isnan(c.lag_s)]
         return EventStats(
             all(c.connected for c in ranks),
             max(lags, default=float("nan")),
+            next((c.failure for c in ranks if c.failure), ""),
             *(sum(getattr(c, name) for c in ranks) for name in _SUMMED),
         )
 
+    def ingest(self) -> IngestStats:
+        """How much of the event loop all feeds take, and how far they are behind."""
+        feeds = [counters for _, counters in self._feeds.values()]
+        return IngestStats(
+            self._shared.turns.busy(),
+            max((c.behind_s for c in feeds if c.connected), default=0.0),
+            self._blocks + sum(c.blocks for c in feeds),
+            sum(c.catching_up for c in feeds),
+        )
+
     async def close(self) -> None:
-        tasks = [task for task, _ in self._feeds.values()]
+        tasks = [task for task, _ in self._feeds.values() if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,11 +5,16 @@ row agree, so that a half-written file is not taken for a shorter pool. Polling 
 platform, and follows the symbolic links that a mounted ConfigMap swaps. It costs one read of about 10 KB
 every 0.4 s.
 
-While the file is invalid or missing, the old pool stays in force and `last_error` says why.
+A thread reads it, because a file on a hanging mount, or a FIFO that nobody writes, may never be read. There
+is one read at a time; a longer one than STALLED_S is an error until it ends, and does not keep the process
+from ending.
+
+While the file is invalid, missing or not readable, the old pool stays in force and `last_error` says why.
 """
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +24,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.4
 """Seconds between two reads. An edit takes effect after at most two."""
+STALLED_S = 5.0
+"""Seconds after which a read that does not end is reported."""
 
 
 class PoolFile:
@@ -35,11 +42,12 @@ class PoolFile:
 
     def poll(self) -> Pool | None:
         """Reads the file once. Returns a valid pool that differs from the one in force, else None."""
-        try:
-            text = self.path.read_bytes()
-        except OSError as error:
+        return self._read(_content(self.path))
+
+    def _read(self, text: bytes | OSError) -> Pool | None:
+        if isinstance(text, OSError):
             self._seen = self._settled = None
-            self.refuse(f"cannot read {self.path}: {error.strerror}")
+            self.refuse(f"cannot read {self.path}: {text.strerror}")
             return None
         settled = text == self._seen
         self._seen = text
@@ -68,13 +76,15 @@ class PoolFile:
             log.error("pool file refused, the old pool stays path=%s error=%s", self.path, error)
         self.last_error = error
 
-    async def run(self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S) -> None:
+    async def run(
+        self, on_pool: Callable[[Pool], None], poll_s: float = POLL_S, stalled_s: float = STALLED_S
+    ) -> None:
         """Passes every new pool to `on_pool` until cancelled.
 
         `on_pool` raises SpecError to refuse a change that a running gateway cannot make.
         """
         while True:
-            pool = self.poll()
+            pool = self._read(await self._content(stalled_s))
             if pool is not None:
                 try:
                     on_pool(pool)
@@ -84,6 +94,36 @@ class PoolFile:
                     self.accept(pool)
             await asyncio.sleep(poll_s)
 
+    async def _content(self, stalled_s: float) -> bytes | OSError:
+        """What the file contains, read by a thread."""
+        loop = asyncio.get_running_loop()
+        read: asyncio.Future[bytes | OSError] = loop.create_future()
+
+        def take(content: bytes | OSError) -> None:
+            if not read.done():
+                read.set_result(content)
+
+        def work() -> None:
+            content = _content(self.path)
+            try:
+                loop.call_soon_threadsafe(take, content)
+            except RuntimeError:  # the loop was closed meanwhile
+                pass
+
+        threading.Thread(target=work, name="pool file", daemon=True).start()
+        done, _ = await asyncio.wait((read,), timeout=stalled_s)
+        if not done:
+            hint = "is it a FIFO, or on a mount that hangs?"
+            self.refuse(f"cannot read {self.path}: no answer for {stalled_s:g} s; {hint}")
+        return await read
+
     def _accept(self, message: str) -> None:
         log.info("%s path=%s", message, self.path)
         self.last_error = ""
+
+
+def _content(path: Path) -> bytes | OSError:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        return error

@@ -27,7 +27,16 @@ from perilune_gateway.model.decision import (
     Step,
     Verdict,
 )
-from perilune_gateway.model.endpoint import Candidate, Endpoint, EngineMetrics, Load, Overlap, Tier
+from perilune_gateway.model.endpoint import (
+    Candidate,
+    Endpoint,
+    EngineMetrics,
+    Load,
+    Overlap,
+    Tier,
+    rank_of,
+    server_of,
+)
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
 from perilune_gateway.model.errors import ProtocolError
 from perilune_gateway.model.moves import APPROVED, Move, MoveReason, Subject
@@ -86,5 +95,7 @@ __all__ = [
     "TokenSource",
     "Tokens",
     "Verdict",
+    "rank_of",
+    "server_of",
     "tenant_hash",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -67,6 +68,7 @@ class RefuseReason(StrEnum):
     NO_MODEL = "no_model"
     BAD_REQUEST = "bad_request"
     UNKNOWN_MODEL = "unknown_model"
+    NOT_FOUND = "not_found"
     TOO_LONG = "context_length_exceeded"
     BODY_TOO_LARGE = "body_too_large"
     NO_ENDPOINT = "no_endpoint"
@@ -80,6 +82,7 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.NO_MODEL: 400,
     RefuseReason.BAD_REQUEST: 400,
     RefuseReason.UNKNOWN_MODEL: 404,
+    RefuseReason.NOT_FOUND: 404,
     RefuseReason.TOO_LONG: 400,
     RefuseReason.BODY_TOO_LARGE: 413,
     RefuseReason.NO_ENDPOINT: 503,
@@ -112,11 +115,12 @@ class Step(StrEnum):
 
 
 class Cost(NamedTuple):
-    """One candidate's cost; lower is better. `terms` are the named numbers behind it."""
+    """One candidate's cost; lower is better."""
 
     address: str
     total: float
-    terms: Mapping[str, float]
+    terms: Mapping[str, float] = MappingProxyType({})
+    """The named numbers that make up the total; none if it is a single fact of the candidate."""
 
 
 class Decision(Struct, frozen=True, gc=False):
@@ -176,9 +180,13 @@ class Routed(Struct, frozen=True, gc=False):
     ticket: int
     """Identifies the request until `router.finished(ticket)`, which must be called exactly once."""
     destinations: tuple[str, ...]
-    """Address of the chosen endpoint, followed by the fallbacks."""
+    """`ip:port` of the chosen endpoint, followed by the fallbacks."""
     request_id: str
     decision_header: str = ""
     """Value of the response header x-perilune-decision; empty if the client did not ask for it."""
     priority: int | None = None
     """Value of `priority` to write into the body for the engine; None: the body stays unchanged."""
+    full_report: bool = False
+    """Whether to ask the engine, in the body, to announce the prompt's cached blocks again."""
+    rank: int | None = None
+    """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""

@@ -1,7 +1,8 @@
 """An endpoint, its load, its overlap with a prompt, and all of these together as a candidate.
 
-An endpoint is identified by its address, `ip:port`. Names that end in `_s` are seconds; `kv_usage` is between
-0 and 1.
+An endpoint is identified by its address: `ip:port` of its server. A server with data-parallel ranks has a
+cache and a queue for each, so each rank is an endpoint, with the address `ip:port#rank`. Names that end in
+`_s` are seconds; `kv_usage` is between 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One vLLM server, as configured or observed."""
+    """One vLLM server, or one data-parallel rank of it, as configured or observed."""
 
     address: str
     place: Place = Place()
@@ -35,6 +36,23 @@ class Endpoint:
     replay: tuple[str, ...] = ()
     ready: bool = True
     draining: bool = False
+    bootstrap: str = ""
+    """Address of its KV connector's bootstrap page, `ip:port`; empty: it hands no KV over."""
+
+    @property
+    def server(self) -> str:
+        return server_of(self.address)
+
+
+def server_of(address: str) -> str:
+    """The `ip:port` of an endpoint's address."""
+    return address.partition("#")[0]
+
+
+def rank_of(address: str) -> int | None:
+    """The data-parallel rank in an endpoint's address; None: its server has no ranks."""
+    rank = address.partition("#")[2]
+    return int(rank) if rank else None
 
 
 class Load(NamedTuple):
@@ -76,7 +94,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Metrics of one server, summed over its data-parallel ranks (`kv_usage` is their mean)."""
+    """Metrics of one endpoint."""
 
     running: int = 0
     waiting: int = 0
@@ -90,6 +108,13 @@ class EngineMetrics:
     """Tokens per KV block; 0: not reported."""
     gpu_blocks: int = 0
     """Number of KV blocks on the device; 0: not reported."""
+    started_s: float = 0.0
+    """When the process started, in Unix seconds; 0: not reported."""
+
+    def restarted_since(self, before: EngineMetrics) -> bool:
+        """Whether the process that reports this is another one than before, so that its cache was empty."""
+        later = before.started_s and self.started_s > before.started_s
+        return bool(later) or self.prefix_queries_tokens < before.prefix_queries_tokens
 
     @property
     def kv_tokens(self) -> int:

@@ -30,6 +30,11 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStore
     """For each block None, or the other values that its hash covers: LoRA name, multimodal keys, and for the
     first block the cache salt."""
     group_idx: int | None = None
+    """Number of the KV cache group; models with one kind of layers have only group 0."""
+    kv_cache_spec_kind: str | None = None
+    """Kind of the group's layers: `full_attention`, `sliding_window`, `mamba`, …; None: an old engine."""
+    kv_cache_spec_sliding_window: int | None = None
+    """Tokens of the group's sliding window."""
     session_id: str | None = None
 
 
@@ -70,6 +75,10 @@ class EventStats:
     lag_s: float = nan
     """Seconds between publication and arrival of the last batch, of the slowest rank; NaN before the
     first."""
+    failure: str = ""
+    """Why the feed of a rank does not run; empty when all do."""
+    catching_up: int = 0
+    """Number of ranks that read a replay or wait for one."""
     batches: int = 0
     """Number of batches received."""
     gaps: int = 0
@@ -86,3 +95,17 @@ class EventStats:
     """Number of batches that were received twice."""
     unknown: int = 0
     """Number of events whose type this version does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class IngestStats:
+    """How well one gateway keeps up with the KV events of its pool."""
+
+    busy: float = 0.0
+    """Share of the event loop's time that KV events take, 0 to 1."""
+    behind_s: float = 0.0
+    """Seconds by which the slowest feed is late, compared with its own best; 0 when nothing waits."""
+    blocks: int = 0
+    """Number of blocks stored or removed by the events applied so far."""
+    catching_up: int = 0
+    """Number of feeds that read a replay or wait for one."""

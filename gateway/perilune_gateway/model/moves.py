@@ -20,6 +20,8 @@ class MoveReason(StrEnum):
     """No endpoint has KV room and a shorter queue."""
     NOT_WORTH = "not_worth"
     """The benefit is not above worth × cost."""
+    CHAINED = "chained"
+    """The session's requests name earlier responses, which only the host's process has."""
     RELIEVED = "relieved"
     """Other moves of the same plan relieve the host enough."""
     NOT_HOT = "not_hot"

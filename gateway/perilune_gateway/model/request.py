@@ -74,9 +74,13 @@ class Tokens(Struct, frozen=True, gc=False):
     """A tokenized prompt."""
 
     count: int
+    """Of all prompts together, where a request has several."""
     source: TokenSource
     ids: Sequence[int] | None = None
-    """Token ids; None with TokenSource.ESTIMATE."""
+    """Token ids of the first prompt; None with TokenSource.ESTIMATE."""
+    longest: int = 0
+    """Number of tokens of the longest prompt whose tokens are known, where a request has several, since an
+    engine serves each for itself; 0: it has one."""
 
 
 class Phase(StrEnum):
@@ -100,6 +104,8 @@ class SessionView(Struct, frozen=True, gc=False):
     parent_host: str = ""
     """Host of the parent session, or else of the last request with the same `prompt_cache_key`. It probably
     caches this session's prefix."""
+    came_from: str = ""
+    """The endpoint that handed the session's KV over to the host; empty: it did not come so."""
 
 
 class Location(NamedTuple):

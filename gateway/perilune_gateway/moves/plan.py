@@ -53,6 +53,8 @@ class SessionFacts:
     seconds_since_move: float = float("inf")
     idle_s: float = 0.0
     """Seconds since its last request."""
+    chained: bool = False
+    """Whether its requests name earlier responses, which only the host's process has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,13 @@ def plan_migration(
     prefixes: Sequence[PrefixFacts] = (),
     *,
     pullable: bool = True,
+    ahead: bool = False,
     triggers: Collection[MoveTrigger] = ALL_TRIGGERS,
 ) -> Plan:
     """Return a plan. `endpoints` are all endpoints of the pool, with links to the sessions' hosts and the
-    prefixes' locations. `pullable`: whether engines can pull KV from each other."""
-    draft = _Draft(endpoints, budget, params, pullable, triggers)
+    prefixes' locations that they can pull KV from. `pullable`: whether engines can pull KV from each other.
+    `ahead`: whether that happens before a session moves, so that no request waits for it."""
+    draft = _Draft(endpoints, budget, params, pullable, triggers, ahead)
     offers = [(draft.offer(session), session) for session in sessions if draft.trigger(session.host)]
     offers.sort(key=lambda offer: (offer[0].reason is not MoveReason.DRAIN, -offer[0].value_s))
     verdicts = [draft.settle(session) for _, session in offers]
@@ -130,7 +134,9 @@ class _Draft:
         params: Migration,
         pullable: bool,
         triggers: Collection[MoveTrigger],
+        ahead: bool = False,
     ) -> None:
+        self._ahead = ahead
         self._endpoints = {c.address: c for c in endpoints}
         self._budget, self._params, self._pullable = budget, params, pullable
         self._triggers = frozenset(triggers)
@@ -178,6 +184,8 @@ class _Draft:
         trigger = self.trigger(session.host)
         if trigger is None:  # enough other sessions have left
             return Move(session.session, MoveReason.RELIEVED, session.host)
+        if session.chained:
+            return Move(session.session, MoveReason.CHAINED, session.host)
         if trigger is not MoveReason.DRAIN and session.seconds_since_move <= self._params.cooldown_seconds:
             return Move(session.session, MoveReason.COOLDOWN, session.host)
         targets = self._targets(session, trigger)
@@ -264,7 +272,8 @@ class _Draft:
     def _bring(
         self, target: Candidate, source: str, tokens: int, cached_tokens: int, stored_tokens: int
     ) -> tuple[float, int]:
-        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source."""
+        """Return the seconds until the target has `tokens`, and how many of them it pulls from the source. A
+        pull ahead of the move costs no request anything, so it is preferred."""
         engine = target.engine
 
         def with_rest(seconds: float, there: int) -> float:
@@ -276,7 +285,10 @@ class _Draft:
         link = target.links.get(source)
         if self._pullable and cached_tokens and link is not None:
             pull_s = engine.transfer_s(cached_tokens, link.bandwidth_bytes_per_s) * link.slowdown
-            ways.append((with_rest(pull_s, cached_tokens), cached_tokens))
+            pull = with_rest(pull_s, cached_tokens), cached_tokens
+            if self._ahead:
+                return pull
+            ways.append(pull)
         return min(ways)
 
     def _afford(self, move: Move) -> Move:

@@ -8,9 +8,10 @@
 the budget, and calls `plan.plan_migration`. Each plan replaces the offers of the plan before. 2. `apply` runs
 after the policy has decided. An offer for the request's session, or for the prefix of a new session, replaces
 the decision if the target may still be chosen, is no busier than the host, has KV room, and the budget allows
-it. If the policy itself moves the session, the offer lapses. 3. A move lasts from `started`, the request's
-decision, to `finished`, when its prefill ends, its answer begins or it ends. In between, its bytes count as
-on their way.
+it. If the policy itself moves the session, the offer lapses. Where engines hand KV over to each other, no
+request carries an offer out that needs it: handoff.py copies the KV first. 3. A move lasts from `started`,
+the request's decision, to `finished`, when its prefill ends, its answer begins or it ends. In between, its
+bytes count as on their way.
 
 The gateway and the simulator use the same class with different `Facts`. Time is an argument. A request costs
 one dict look-up; plan.py states the cost of a plan.
@@ -31,6 +32,7 @@ from msgspec import structs
 
 from perilune_api.pool import Migration, MoveTrigger
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Reason, RequestView, Subject
+from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.moves.budget import LINK_BYTES, Moves
 from perilune_gateway.moves.plan import Plan, PrefixFacts, SessionFacts, plan_migration, pressed
 from perilune_gateway.policy import MOVES_SESSIONS
@@ -82,6 +84,11 @@ class Facts(Protocol):
     def pullable(self) -> bool:
         """Whether engines can pull KV from each other."""
 
+    @property
+    def ahead(self) -> bool:
+        """Whether they pull it before a session moves, see `handoff`. If not, the session's next request
+        waits for it."""
+
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
         """Return all endpoints of the pool, each with its links to the addresses `near`."""
 
@@ -101,7 +108,9 @@ class Ended:
     at: float
     lapse: Lapse | None = None
     seconds: float = 0.0
-    """Seconds from the request's decision to the end of the move."""
+    """Seconds from the request's decision, or from the first give leg, to the end of the move."""
+    handoff: HandoffRecord | None = None
+    """How the KV was handed over; None if a request carried the move out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +173,7 @@ class Planner:
                 params,
                 prefixes,
                 pullable=facts.pullable,
+                ahead=facts.ahead,
                 triggers=on,
             )
         else:
@@ -215,6 +225,11 @@ class Planner:
     def offers(self) -> Sequence[Move]:
         return (*self._sessions.values(), *self._copies.values())
 
+    @property
+    def ahead(self) -> Sequence[Move]:
+        """The offers whose KV is copied before the switch; no request carries them out."""
+        return tuple(move for move in self.offers if self._is_ahead(move))
+
     def saw(self, prefix: Subject, tokens: int) -> None:
         """Record that a new session began with a cached prefix of `tokens` tokens."""
         if MoveTrigger.REPLICATE not in self.triggers:
@@ -225,8 +240,10 @@ class Planner:
             self._prefixes.popitem(last=False)
 
     def offer(self, session: Subject | None, prefix: Subject | None) -> Move | None:
-        """Return the offer for a bound session, or for a new session whose prompt begins with `prefix`."""
-        return self._sessions.get(session) if session is not None else self._copies.get(prefix)
+        """Return the offer that a request carries out: of a bound session, or of a new session whose prompt
+        begins with `prefix`."""
+        offer = self._sessions.get(session) if session is not None else self._copies.get(prefix)
+        return None if offer is None or self._is_ahead(offer) else offer
 
     def apply(
         self,
@@ -237,13 +254,10 @@ class Planner:
         now: float,
     ) -> Decision:
         """Return the decision with the offer carried out, or the unchanged decision if the offer lapses."""
-        budget = self._moves.budget(now, self._params)
         moved = redirect(offer, decision, request, candidates, self._params)
         if isinstance(moved, Decision):
             assert moved.move is not None
-            link = (moved.move.source, moved.move.target)
-            size = moved.move.transfer_bytes
-            if budget.moves > 0 and (not size or budget.in_flight.get(link, 0) + size <= budget.link_bytes):
+            if self.affords(moved.move, moved.move.transfer_bytes, now):
                 return moved
             moved = Lapse.BUDGET
         self._drop(offer)
@@ -258,25 +272,43 @@ class Planner:
         self._begun[ticket] = now
         return ticket
 
-    def finished(self, ticket: int, now: float, *, arrived: bool = True) -> Move:
+    def finished(
+        self, ticket: int, now: float, *, arrived: bool = True, handoff: HandoffRecord | None = None
+    ) -> Move:
         """Record the end of a move. `arrived`: whether the target has the KV. Raises KeyError if the move has
         already ended."""
         move = self._moves.finished(ticket)
         begun = self._begun.pop(ticket)
-        self._over(move, State.COMPLETED if arrived else State.FAILED, now, seconds=now - begun)
+        state = State.COMPLETED if arrived else State.FAILED
+        self._over(move, state, now, seconds=now - begun, handoff=handoff)
         return move
+
+    def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
+        """Whether the budget allows a move with so many bytes."""
+        budget = self._moves.budget(now, self._params)
+        on_link = budget.in_flight.get((move.source, move.target), 0)
+        return budget.moves > 0 and (not transfer_bytes or on_link + transfer_bytes <= budget.link_bytes)
+
+    def _is_ahead(self, move: Move) -> bool:
+        return self._facts.ahead and move.transfer_bytes > 0
 
     def _drop(self, move: Move) -> None:
         offers = self._copies if move.reason is MoveReason.REPLICATE else self._sessions
         offers.pop(move.subject, None)
 
     def _over(
-        self, move: Move, state: State, now: float, lapse: Lapse | None = None, seconds: float = 0.0
+        self,
+        move: Move,
+        state: State,
+        now: float,
+        lapse: Lapse | None = None,
+        seconds: float = 0.0,
+        handoff: HandoffRecord | None = None,
     ) -> None:
         self._counts[move.reason, state] += 1
         if lapse:
             self._lapses[lapse] += 1
-        self.ended.append(Ended(move, state, now, lapse, seconds))
+        self.ended.append(Ended(move, state, now, lapse, seconds, handoff))
 
     # -- questions ---------------------------------------------------------------------------------
 

@@ -7,15 +7,18 @@ requested; this module keeps no state, and requests for the model do not pass th
 The pages share the event loop that routes, so none may occupy it for long. A list has at most 1,000 records,
 and other tasks may run after every few records, each policy and each metric family (prometheus_client renders
 2,000 samples in 10 ms). Pages with a row for each endpoint or candidate take 15 µs for each without a break:
-1 ms for 64, 15 ms for 1,000. The pages show prompts' lengths and session ids to anyone who can connect, so
-listen on loopback or restrict access.
+1 ms for 64, 15 ms for 1,000. The pages show prompts' lengths and session ids, so all but OPEN answer only
+clients on this machine, unless told otherwise; `kubectl port-forward` is such a client.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+from ipaddress import ip_address
 from random import Random
 from typing import Any
 
@@ -25,12 +28,19 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import Metric
 
 from perilune_api.policies import PolicyParams
-from perilune_gateway.observe import explain
+from perilune_gateway.observe import console, explain
+from perilune_gateway.observe.console import STREAM, Stream
 from perilune_gateway.observe.health import Health, Status
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import Policy
 
 MAX_N = 1000
+_CONSOLE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+"""The console loads nothing from elsewhere, runs no inline script, and is shown in no other page."""
 YIELD_EVERY = 32
 """Number of records rendered before other tasks may run: about 0.5 ms."""
 DEFAULT_N = 50
@@ -53,9 +63,14 @@ class AdminData:
     """Returns the same kind of value."""
     health: Callable[[], Health]
     ready: Callable[[], bool]
+    about: Callable[[], Mapping[str, str]]
+    """Pool, policy and version, for the console."""
+    wall: Callable[[], float]
+    """Unix seconds."""
 
 
 PAGES: Mapping[str, str] = {
+    "/console": "the pool at work, in the browser",
     "/metrics": "Prometheus metrics",
     "/healthz": "alive",
     "/readyz": "ready for requests",
@@ -66,20 +81,33 @@ PAGES: Mapping[str, str] = {
     "/api/moves": "the migration planner: offers, rejected moves with reasons, results, budget",
     "/api/index/stats": "sizes and recent matches of the prefix index",
     "/api/health": "problems, their likely causes and cures",
+    STREAM: "what the console shows, as server-sent events",
 }
+
+
+OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+"""Pages for kubelets, Prometheus and the operator, without anything of a single request."""
+PRIVATE = (
+    "Only clients on the gateway's own machine may read this page. On Kubernetes: kubectl port-forward "
+    "service/POOL-gateway 9003. Elsewhere: start the gateway with --admin-pages=anyone"
+)
 
 
 class Admin:
     """The HTTP server of the pages."""
 
-    def __init__(self, data: AdminData) -> None:
+    def __init__(self, data: AdminData, *, to_anyone: bool = False) -> None:
+        """`to_anyone`: whether all pages answer anyone who can connect."""
         self._data = data
+        self._to_anyone = to_anyone
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listens and returns the port; port 0 takes a free one. Raises OSError with the address on
         failure."""
-        runner = web.AppRunner(application(self._data), access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            application(self._data, to_anyone=self._to_anyone), access_log=None, shutdown_timeout=1.0
+        )
         await runner.setup()
         site = web.TCPSite(runner, host.strip("[]"), port)
         try:
@@ -99,10 +127,13 @@ class Admin:
             self._runner = None
 
 
-def application(data: AdminData) -> web.Application:
-    """The pages as an aiohttp application."""
+def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
+    """The pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
-    app = web.Application(middlewares=[_errors_as_json])
+    stream = Stream(data.endpoints, data.decisions, data.about, data.wall)
+    app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
+    app.cleanup_ctx.append(partial(_running, stream))
+    app.on_shutdown.append(lambda _: _closed(stream))
     app.add_routes(
         [
             web.get("/", pages.index),
@@ -116,9 +147,34 @@ def application(data: AdminData) -> web.Application:
             web.get("/api/moves", pages.moves),
             web.get("/api/index/stats", pages.index_stats),
             web.get("/api/health", pages.health),
+            web.get(STREAM, stream.watch),
+            web.get("/console", _file("index.html", "text/html")),
+            web.get("/console/console.css", _file("console.css", "text/css")),
+            web.get("/console/console.js", _file("console.js", "text/javascript")),
         ]
     )
     return app
+
+
+async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
+    """Runs the console's stream while the pages are served."""
+    task = asyncio.create_task(stream.run())
+    yield
+    task.cancel()
+
+
+async def _closed(stream: Stream) -> None:
+    stream.close()
+
+
+def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """A page that answers one of the console's files."""
+    body = (files(console) / "page" / name).read_bytes()
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=_CONSOLE_HEADERS)
+
+    return answer
 
 
 class _Pages:
@@ -251,6 +307,23 @@ def _count(request: web.Request, name: str, default: int, most: int) -> int:
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@web.middleware
+async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
+    if request.path not in OPEN and not _is_here(request.remote or ""):
+        raise PageError(403, PRIVATE, "")
+    response: web.StreamResponse = await handler(request)
+    return response
+
+
+def _is_here(peer: str) -> bool:
+    """Whether a client is on this machine, or in this pod."""
+    try:
+        address = ip_address(peer)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 @web.middleware

@@ -12,27 +12,42 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
+from statistics import median
 
+from perilune_gateway.model.kv_events import IngestStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.routing.handing_over import HandoffStats
+from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.parity import Parity
 
 STALE_METRICS_S = 15.0
 """Age in seconds above which metrics are reported."""
 LATE_EVENTS_S = 2.0
 """Lag in seconds above which KV events are reported."""
+BUSY_INGEST = 0.5
+"""Share of the event loop's time that KV events may take; above it too little is left for requests."""
+BEHIND_S = 2.0
+"""Delay of KV events in this gateway above which it is reported."""
 
 
 class ProblemKind(StrEnum):
     NO_ENDPOINT = "no_endpoint"
     NOT_READY = "not_ready"
+    EJECTED = "ejected"
     STALE_METRICS = "stale_metrics"
     NO_EVENTS = "no_events"
     LATE_EVENTS = "late_events"
     LOST_EVENTS = "lost_events"
+    FEED_FAILED = "feed_failed"
+    INGEST_BEHIND = "ingest_behind"
     PARITY = "parity"
     BLOCK_SIZE = "block_size"
+    LEARNING = "learning"
+    KV_GROUP = "kv_group"
     POOL_FILE = "pool_file"
     DECISION_LOG = "decision_log"
+    TOKEN_MEMORY = "token_memory"
+    BOOTSTRAP = "bootstrap"
 
 
 class Status(StrEnum):
@@ -57,6 +72,18 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
+class CostModel:
+    """What predictions of time start from, and how far that is from what was observed."""
+
+    source: str
+    error: float | None = None
+    """Seconds of prefill observed / predicted − 1, the median over endpoints; the calibration corrects it.
+    None: no prefill was observed."""
+    observations: int = 0
+    """Number of prefills that were observed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """The answer of /api/health."""
 
@@ -69,6 +96,11 @@ class Health:
     endpoints: int
     endpoints_ready: int
     problems: tuple[Problem, ...]
+    cost_model: CostModel
+    token_memory_bytes: int = 0
+    """Memory in use for the token ids of blocks, which hand-offs of KV need."""
+    token_memory_max_bytes: int = 0
+    """Its limit; 0: no endpoint hands KV over."""
 
 
 def report(
@@ -79,16 +111,31 @@ def report(
     policy: str,
     version: str,
     uptime_s: float,
+    prefill_scale: float = 1.0,
     pool_error: str = "",
     decision_log: LogStats | None = None,
+    ingest: IngestStats | None = None,
+    handoffs: HandoffStats | None = None,
 ) -> Health:
-    """`block_size` is the pool's; `pool_error` says why the newest pool document is not in force, if it is
-    not."""
-    problems = diagnose(endpoints, block_size, pool_error) + _decision_log(decision_log)
+    """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
+    in force, if it is not."""
+    own = _decision_log(decision_log) + _ingest(ingest or IngestStats()) + _handoffs(endpoints, handoffs)
+    problems = diagnose(endpoints, block_size, pool_error) + own
     ready = sum(stats.endpoint.ready for stats in endpoints)
-    usable = ready or any(stats.silent for stats in endpoints)
+    usable = ready or any(stats.silent or stats.ejection for stats in endpoints)
     status = Status.UNREADY if not usable else Status.DEGRADED if problems else Status.OK
-    return Health(status, pool, policy, version, uptime_s, len(endpoints), ready, problems)
+    cost = cost_model(endpoints, prefill_scale)
+    memory = (handoffs.token_bytes, handoffs.token_max_bytes) if handoffs else (0, 0)
+    return Health(status, pool, policy, version, uptime_s, len(endpoints), ready, problems, cost, *memory)
+
+
+def cost_model(endpoints: Sequence[EndpointStats], prefill_scale: float) -> CostModel:
+    source = f"one H20 with a 30B-A3B model, its times × {prefill_scale:g} (spec.engine.prefillScale)"
+    seen = [stats.calibration.prefill for stats in endpoints if stats.calibration.prefill.observations]
+    if not seen:
+        return CostModel(source)
+    error = median(prefill.ratio for prefill in seen) - 1.0
+    return CostModel(source, round(error, 3), sum(prefill.observations for prefill in seen))
 
 
 def diagnose(
@@ -113,15 +160,15 @@ def diagnose(
                 ProblemKind.NO_ENDPOINT,
                 "",
                 f"none of {len(endpoints)} endpoints is ready" if endpoints else "the pool has no endpoints",
-                "requests go to the endpoints of which only the metrics cannot be read"
-                if any(stats.silent for stats in endpoints)
+                "requests go to the endpoints that are ejected, or of which only the metrics cannot be read"
+                if any(stats.silent or stats.ejection for stats in endpoints)
                 else "every request is refused with 503",
                 "the engines are down or still loading" if endpoints else "`spec.endpoints` is empty",
                 "see each endpoint below" if endpoints else "list the engines in the pool document",
             )
         )
     for stats in endpoints:
-        checks = CHECKS if stats.endpoint.ready else (_not_ready,)
+        checks = CHECKS if stats.endpoint.ready else (_ejected,) if stats.ejection else (_not_ready,)
         found.extend(problem for check in checks for problem in check(stats, block_size))
     return tuple(found)
 
@@ -141,6 +188,53 @@ def _decision_log(log: LogStats | None) -> tuple[Problem, ...]:
     )
 
 
+def _ingest(ingest: IngestStats) -> tuple[Problem, ...]:
+    if ingest.busy <= BUSY_INGEST and ingest.behind_s <= BEHIND_S:
+        return ()
+    return (
+        Problem(
+            ProblemKind.INGEST_BEHIND,
+            "",
+            f"KV events take {ingest.busy:.0%} of this gateway's core and are {ingest.behind_s:.1f} s behind"
+            + (f"; {ingest.catching_up} feeds are catching up" if ingest.catching_up else ""),
+            "requests are decided in time, by caches as they were then",
+            "the pool announces more blocks than one gateway can take in, or the gateway gets too little CPU",
+            "wait while feeds catch up; else give the gateway a core of its own, or split the pool",
+        ),
+    )
+
+
+def _handoffs(endpoints: Sequence[EndpointStats], handoffs: HandoffStats | None) -> tuple[Problem, ...]:
+    if handoffs is None:
+        return ()
+    found = [
+        Problem(
+            ProblemKind.BOOTSTRAP,
+            stats.endpoint.address,
+            f"its bootstrap page http://{stats.endpoint.bootstrap}/query does not answer",
+            "no KV is handed over to or from it; its sessions move without their KV",
+            "vLLM runs without MooncakeConnector, or the gateway may not reach the port",
+            "start vLLM with kv_role kv_both and check `bootstrap` in the pool document",
+        )
+        for stats in endpoints
+        if stats.endpoint.bootstrap
+        and stats.endpoint.ready
+        and stats.endpoint.address not in handoffs.connectors
+    ]
+    if handoffs.tokens_forgotten:
+        found.append(
+            Problem(
+                ProblemKind.TOKEN_MEMORY,
+                "",
+                f"token ids of {handoffs.tokens_forgotten} blocks were forgotten",
+                "sessions whose blocks are older move without their KV",
+                "the memory for token ids is smaller than what the endpoints cache",
+                "raise `spec.routing.migration.tokenMemoryBytes`",
+            )
+        )
+    return tuple(found)
+
+
 Check = Callable[[EndpointStats, int], Iterator[Problem]]
 
 
@@ -155,6 +249,24 @@ def _not_ready(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         if stats.silent
         else "it is down, still loading, or answered with errors",
         f"see its log and curl http://{address}/metrics; it is used again once that succeeds",
+    )
+
+
+def _ejected(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    found, address = stats.ejection, stats.endpoint.address
+    assert found is not None
+    late = found.cause is Cause.LATE
+    what = "gave no first token in time" if late else "failed"
+    yield Problem(
+        ProblemKind.EJECTED,
+        address,
+        f"ejected {found.since_s:.0f} s ago: {found.bad} of its last {found.of} requests {what}",
+        "it gets one request at a time as a trial, and its sessions go elsewhere",
+        "it hangs, or is far slower than the other endpoints"
+        if late
+        else "it answers with status 401, 403, or 500 and above, although its /metrics answers",
+        f"see its log and send it a request (http://{address}/v1/completions); it is used again once a trial"
+        " succeeds",
     )
 
 
@@ -175,7 +287,16 @@ def _events(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
     events, address = stats.events, stats.endpoint.address
     if events is None:
         return
-    if not events.connected and stats.prefix_queries_tokens:  # an engine without requests sends no events
+    if events.failure:
+        yield Problem(
+            ProblemKind.FEED_FAILED,
+            address,
+            f"its KV events are not followed: {events.failure}",
+            "its cache is inferred from the requests routed there",
+            "its address, the limit of open files, the engine's messages, or a bug, as the message says",
+            "correct what the message names; a feed that can come back is tried again within a minute",
+        )
+    elif not events.connected and stats.prefix_queries_tokens:  # an engine without requests sends no events
         yield Problem(
             ProblemKind.NO_EVENTS,
             address,
@@ -230,6 +351,30 @@ def _block_size(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
         )
 
 
-CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size)
-"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY, which explains the
-rest."""
+def _learning(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    if stats.waiting_blocks:
+        yield Problem(
+            ProblemKind.LEARNING,
+            stats.endpoint.address,
+            f"learning, {stats.waiting_blocks} blocks of unknown parents",
+            "prompts that it caches may count as uncached there",
+            "the engine had stored the parents before the gateway listened, and replay did not reach them",
+            "none is needed: requests ask it to tell (vLLM 0.32); a larger replay buffer_steps avoids it",
+        )
+
+
+def _kv_group(stats: EndpointStats, block_size: int) -> Iterator[Problem]:
+    if stats.strange_group:
+        yield Problem(
+            ProblemKind.KV_GROUP,
+            stats.endpoint.address,
+            f"KV cache groups of the kind {stats.strange_group} are not understood",
+            "their blocks are ignored, so more may count as cached than is",
+            "the model has layers that this version does not know",
+            "update the gateway; until then compare predicted and real cached tokens",
+        )
+
+
+CHECKS: tuple[Check, ...] = (_stale_metrics, _events, _parity, _block_size, _learning, _kv_group)
+"""Checks of a ready endpoint. One that is not ready has only the problem NOT_READY or EJECTED, which explains
+the rest."""

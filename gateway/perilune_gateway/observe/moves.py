@@ -1,23 +1,27 @@
 """Shows the migration planner as plain values for /api/moves and as metric families."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from perilune_gateway.model import APPROVED, Move, MoveReason, SessionKey, Subject, tenant_hash
+from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, HandoffRecord, Immovable
+from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.moves.planner import Ended, Lapse, Planner, PlannerStats, State
+from perilune_gateway.routing.handing_over import HandoffStats, Leg
 from perilune_gateway.state.calibration import Calibration
 
 RECENT = 50
 """Number of ended moves that the page shows."""
 
 
-def page(planner: Planner, calibration: Calibration, now: float) -> Mapping[str, Any]:
-    """Offered moves, rejected moves with their reasons, ended moves, the budget, and the measured slowdown of
-    links."""
+def page(planner: Planner, handoffs: HandoffStats, calibration: Calibration, now: float) -> Mapping[str, Any]:
+    """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, the budget, what
+    the endpoints' connectors can, and the measured slowdown of links."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -31,6 +35,12 @@ def page(planner: Planner, calibration: Calibration, now: float) -> Mapping[str,
             ],
         },
         "offers": [_row(move) for move in planner.offers],
+        "handoffs": [_open(handoff, now) for handoff in handoffs.open],
+        "connectors": {
+            address: {"engine_ids": list(can.engine_ids), "tensor_parallel": can.tensor_parallel}
+            for address, can in handoffs.connectors.items()
+        },
+        "immovable": dict(handoffs.immovable),
         "stays": [_row(move) for move in planner.last.stays],
         "links": [
             {"source": source, "target": target, **asdict(ratio)}
@@ -60,12 +70,34 @@ def _subject(subject: Subject) -> dict[str, Any]:
     return {"prefix": f"{subject:016x}" if isinstance(subject, int) else str(subject)}
 
 
+def _open(handoff: Handoff, now: float) -> dict[str, Any]:
+    return _row(handoff.move) | {
+        "stage": handoff.stage,
+        "seconds_in_stage": now - handoff.since,
+        "round": handoff.rounds,
+        "tokens": handoff.content.tokens if handoff.content else 0,
+        "transfer_bytes": handoff.transfer_bytes or handoff.move.transfer_bytes,
+    }
+
+
+def _handed_over(record: HandoffRecord) -> dict[str, Any]:
+    return {
+        "outcome": record.outcome,
+        "cause": record.cause,
+        "tokens": record.tokens,
+        "pulled_tokens": record.pulled_tokens,
+        "transfer_bytes": record.transfer_bytes,
+        "rounds": record.rounds,
+    }
+
+
 def _ended(one: Ended, now: float) -> dict[str, Any]:
     return _row(one.move) | {
         "state": one.state,
         "lapse": one.lapse,
         "seconds": one.seconds,
         "seconds_ago": now - one.at,
+        "handoff": _handed_over(one.handoff) if one.handoff else None,
     }
 
 
@@ -100,3 +132,60 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
         "KV bytes that are being transferred between endpoints.",
         sum(stats.in_flight.values()),
     )
+
+
+def handoff_families(stats: HandoffStats) -> Iterator[Metric]:
+    """Metric families of hand-offs. The series of all labels exist from the start."""
+    ended = CounterMetricFamily(
+        "perilune_handoffs", "Ended hand-offs of KV between endpoints.", labels=("reason", "outcome")
+    )
+    for reason in sorted(APPROVED):
+        for outcome in HandoffOutcome:
+            ended.add_metric((reason, outcome), stats.outcomes.get((reason, outcome), 0))
+    yield ended
+    yield _by(
+        CounterMetricFamily("perilune_handoffs_given_up", "Hand-offs given up, by cause.", labels=("cause",)),
+        GivenUp,
+        stats.given_up,
+    )
+    yield _by(
+        CounterMetricFamily(
+            "perilune_handoffs_immovable",
+            "Sessions and prefixes whose KV cannot be handed over, by cause.",
+            labels=("cause",),
+        ),
+        Immovable,
+        stats.immovable,
+    )
+    legs = CounterMetricFamily("perilune_handoff_legs", "Requests to engines for hand-offs.", labels=("leg",))
+    yield _by(legs, Leg, stats.legs)
+    seconds = CounterMetricFamily(
+        "perilune_handoff_leg_seconds", "Seconds that these requests took.", labels=("leg",)
+    )
+    yield _by(seconds, Leg, stats.leg_seconds)
+    yield CounterMetricFamily(
+        "perilune_handoff_bytes", "KV bytes that ended hand-offs asked for.", stats.transfer_bytes
+    )
+    now_open = GaugeMetricFamily(
+        "perilune_handoffs_open", "Hand-offs that have not ended, by stage.", labels=("stage",)
+    )
+    yield _by(now_open, (Stage.OFFERED, Stage.COPYING, Stage.COPIED), Counter(h.stage for h in stats.open))
+    yield GaugeMetricFamily(
+        "perilune_token_memory_bytes", "Memory in use for blocks' token ids.", stats.token_bytes
+    )
+    yield CounterMetricFamily(
+        "perilune_token_memory_forgotten_blocks",
+        "Blocks whose token ids were forgotten because the memory was used up.",
+        stats.tokens_forgotten,
+    )
+    yield GaugeMetricFamily("perilune_connectors", "Endpoints that can hand KV over.", len(stats.connectors))
+
+
+_Family = TypeVar("_Family", CounterMetricFamily, GaugeMetricFamily)
+
+
+def _by(family: _Family, labels: Iterable[str], values: Mapping[Any, float]) -> _Family:
+    """The family with one series for each label."""
+    for label in labels:
+        family.add_metric((label,), values.get(label, 0))
+    return family

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from perilune_gateway.model import DecisionRecord, Ending
+from perilune_gateway.model import DecisionRecord, Ending, SessionKey
+from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import sentence
@@ -43,3 +44,22 @@ class Recorder:
         self._decisions.finish(number, ending)
         if self._decision_log:
             self._decision_log.ended(number, ending)
+
+    def handed_over(self, record: HandoffRecord) -> None:
+        """Records the end of a hand-off."""
+        move = record.move
+        log.info(
+            "hand-off outcome=%s%s reason=%s %s source=%s target=%s tokens=%d bytes=%d rounds=%d s=%.3f",
+            record.outcome,
+            f" cause={record.cause}" if record.cause else "",
+            move.reason,
+            f"session={move.subject.session_id}" if isinstance(move.subject, SessionKey) else "prefix",
+            move.source,
+            move.target,
+            record.tokens,
+            record.transfer_bytes,
+            record.rounds,
+            record.seconds,
+        )
+        if self._decision_log:
+            self._decision_log.handed_over(record)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, Protocol
 
-from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.observe import health, moves
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
 from perilune_gateway.routing.router import Router
+from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
@@ -19,6 +20,8 @@ class Feeds(Protocol):
     """The part of feeds.pool_events.EventFeeds that stats need."""
 
     def stats(self, address: str) -> EventStats | None: ...
+
+    def ingest(self) -> IngestStats: ...
 
 
 class Snapshots:
@@ -51,22 +54,36 @@ class Snapshots:
             {why.value: n for why, n in self._blocks.unused.items()},
             self._log_stats(),
             self._router.planner.stats(self._clock()),
+            self._events.ingest(),
+            self._router.handing_over.stats(),
         )
 
     def serves(self) -> bool:
         """Whether some endpoint may be chosen, so that `health` is not UNREADY. Cheap enough for probes."""
         now, fleet = self._clock(), self._state.fleet
-        return any(view.endpoint.ready for view in fleet.view(now)) or bool(fleet.silent(now))
+        return any(view.endpoint.ready for view in fleet.as_last_resort(fleet.view(now), now))
+
+    def about(self) -> Mapping[str, str]:
+        """What the console calls this gateway's pool."""
+        pool = self._router.pool
+        return {
+            "pool": f"{pool.metadata.namespace}/{pool.metadata.name}",
+            "model": pool.spec.model.name,
+            "policy": pool.spec.routing.policy.name,
+            "version": version("perilune"),
+        }
 
     def moves(self) -> Mapping[str, Any]:
         """The values of /api/moves."""
-        return moves.page(self._router.planner, self._state.calibration, self._clock())
+        router, calibration = self._router, self._state.calibration
+        return moves.page(router.planner, router.handing_over.stats(), calibration, self._clock())
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return self._rows(self._state.index.stats(self._clock()))
 
     def _rows(self, index: IndexStats) -> tuple[EndpointStats, ...]:
         now, state = self._clock(), self._state
+        state.judge(now)
         silent, rows = state.fleet.silent(now), []
         for view in state.fleet.view(now, state.sessions.bound):
             address = view.endpoint.address
@@ -87,6 +104,10 @@ class Snapshots:
                     view.seconds_since_move,
                     state.calibration.of(address, now),
                     address in silent,
+                    state.ejection.of(address, now),
+                    {cause: state.ejection.ejections[address, cause] for cause in Cause},
+                    self._blocks.waiting.get(address, 0),
+                    self._blocks.strange_groups.get(address, ""),
                 )
             )
         return tuple(rows)
@@ -117,10 +138,13 @@ class Snapshots:
         return health.report(
             self.endpoints(),
             block_size=pool.spec.engine.block_size,
+            prefill_scale=pool.spec.engine.prefill_scale,
             pool=f"{pool.metadata.namespace}/{pool.metadata.name}",
             policy=pool.spec.routing.policy.name,
             version=version("perilune"),
             uptime_s=self._clock() - self._started_at,
             pool_error=pool_error,
             decision_log=self._log_stats(),
+            ingest=self._events.ingest(),
+            handoffs=self._router.handing_over.stats(),
         )

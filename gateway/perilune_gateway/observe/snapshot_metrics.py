@@ -29,6 +29,7 @@ LOAD_GAUGES: tuple[Row, ...] = (
     ("metrics_age_seconds", "Seconds since its metrics were read.", lambda e: e.load.metrics_age_s),
     ("ready", "1 when it may be chosen.", lambda e: e.endpoint.ready),
     ("draining", "1 when it serves only sessions that it already has.", lambda e: e.endpoint.draining),
+    ("ejected", "1 while it gets no requests because its answers failed.", lambda e: e.ejection is not None),
     ("prefill_time_ratio", "Prefill time, observed / predicted.", lambda e: e.calibration.prefill.ratio),
     ("ttft_ratio", "Seconds to the first token, observed / predicted.", lambda e: e.calibration.ttft.ratio),
     ("store_time_ratio", "Time of store reads, observed / predicted.", lambda e: e.calibration.store.ratio),
@@ -64,8 +65,15 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     in_part = "Bodies of which only the new part was parsed."
     yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
     yield _unused(snapshot.unused_blocks)
+    ingest = snapshot.ingest
+    yield _gauge("ingest_busy_ratio", "Share of the event loop's time that KV events take.", ingest.busy)
+    yield _gauge("ingest_behind_seconds", "Delay of the slowest KV event feed.", ingest.behind_s)
+    yield _gauge("ingest_catching_up", "Feeds that read or await a replay.", ingest.catching_up)
+    yield _counter("ingest_blocks", "Blocks stored or removed by KV events.", ingest.blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)
+    if snapshot.handoffs:
+        yield from moves.handoff_families(snapshot.handoffs)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 
@@ -84,10 +92,18 @@ def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
         "Blocks expected from routed requests and not yet announced.",
         labels=("endpoint",),
     )
+    waiting = GaugeMetricFamily(
+        "perilune_index_waiting_blocks",
+        "Announced blocks that are not used yet, because their parents are not known.",
+        labels=("endpoint",),
+    )
     parity = GaugeMetricFamily(
         "perilune_parity", "1 for the state of the comparison of our block hashes with the engine's.",
         labels=("endpoint", "state"),
     )  # fmt: skip
+    ejections = CounterMetricFamily(
+        "perilune_ejections", "Times that the endpoint was ejected.", labels=("endpoint", "cause")
+    )
     lag = GaugeMetricFamily(
         "perilune_events_lag_seconds",
         "Seconds from publication to receipt of the last batch.",
@@ -102,13 +118,16 @@ def _endpoints(endpoints: tuple[EndpointStats, ...]) -> Iterator[Metric]:
         blocks.add_metric((address, Tier.DEVICE.value), stats.index.device)
         blocks.add_metric((address, Tier.HOST.value), stats.index.host)
         speculative.add_metric((address,), stats.index.speculative)
+        waiting.add_metric((address,), stats.waiting_blocks)
+        for cause, count in stats.ejections.items():
+            ejections.add_metric((address, cause.value), count)
         if stats.parity:
             parity.add_metric((address, stats.parity), 1)
         if stats.events is not None:
             lag.add_metric((address,), stats.events.lag_s)
             for field, family in counters:
                 family.add_metric((address,), getattr(stats.events, field))
-    yield from (blocks, speculative, parity, lag, *(family for _, family in counters))
+    yield from (blocks, speculative, waiting, parity, ejections, lag, *(family for _, family in counters))
 
 
 def _recent(index: IndexStats) -> GaugeMetricFamily:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from math import inf, nan
 
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.moves.planner import PlannerStats
+from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.state.calibration import EndpointCalibration
+from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
@@ -40,6 +42,14 @@ class EndpointStats:
     calibration: EndpointCalibration = EndpointCalibration()
     silent: bool = False
     """Whether it is not ready only because its metrics cannot be read."""
+    ejection: EjectionStats | None = None
+    """Why it is ejected; None if it is not."""
+    ejections: Mapping[Cause, int] = field(default_factory=dict)
+    """Number of its ejections by cause."""
+    waiting_blocks: int = 0
+    """Number of its blocks that are not used yet, because their parents are not known."""
+    strange_group: str = ""
+    """A kind of KV cache group in its events that this version does not know; else empty."""
 
     @property
     def engine_hit_ratio(self) -> float:
@@ -90,3 +100,5 @@ class Snapshot:
     decision_log: LogStats | None = None
     """None when no decision log is written."""
     moves: PlannerStats | None = None
+    ingest: IngestStats = IngestStats()
+    handoffs: HandoffStats | None = None

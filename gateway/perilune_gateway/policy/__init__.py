@@ -23,6 +23,7 @@ from perilune_gateway.policy.others.dynamo import dynamo
 from perilune_gateway.policy.others.dynamo_product import dynamo_product
 from perilune_gateway.policy.others.dynamo_v1 import dynamo_v1
 from perilune_gateway.policy.others.kv_linear import kv_linear
+from perilune_gateway.policy.others.llm_d import llm_d
 from perilune_gateway.policy.others.lmetric import lmetric
 from perilune_gateway.policy.others.lmetric_plus_one import lmetric_plus_one
 from perilune_gateway.policy.others.mooncake import mooncake
@@ -72,6 +73,7 @@ POLICIES: Mapping[str, Policy] = {
     PolicyName.EAR: with_block(ear, lambda params: params.ear),
     PolicyName.KV_LINEAR: with_block(kv_linear, lambda params: params.kv_linear),
     PolicyName.LEAST_LOADED: without_block(least_loaded),
+    PolicyName.LLM_D: with_block(llm_d, lambda params: params.llm_d),
     PolicyName.LMETRIC: without_block(lmetric),
     PolicyName.LMETRIC_PLUS_ONE: without_block(lmetric_plus_one),
     PolicyName.MOONCAKE: without_block(mooncake),

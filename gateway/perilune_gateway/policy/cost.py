@@ -126,19 +126,9 @@ def blocks(tokens: float, request: RequestView) -> float:
 
 
 def pending_costs(candidates: Sequence[Candidate]) -> list[Cost]:
-    """Return each candidate's pending prefill tokens as its cost, with the facts that explain a choice."""
-    costs = []
-    for endpoint, load, overlap, prefill_s, *_ in candidates:
-        pending = float(load.pending_prefill_tokens)
-        terms = {
-            "pending_prefill_tokens": pending,
-            "pending_prefill_s": load.pending_prefill_s,
-            "in_flight": float(load.in_flight),
-            "cached_tokens": float(overlap.device_tokens),
-            "prefill_s": prefill_s,
-        }
-        costs.append(Cost(endpoint.address, pending, terms))
-    return costs
+    """Return each candidate's pending prefill tokens as its cost. This is one fact of the candidate, so it
+    has no terms of its own."""
+    return [Cost(c.endpoint.address, float(c.load.pending_prefill_tokens)) for c in candidates]
 
 
 # -- costs in seconds --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Computes block hashes from token ids: our own, vLLM's, and Dynamo's.
+"""Computes block hashes from token ids: our own and vLLM's.
 
 A prompt is cut into full blocks of `block_size` tokens; the incomplete tail is dropped. A *chained* hash
 covers its block and every block before it, so equal hashes mean equal prefixes, and an index of hashes needs
@@ -7,7 +7,6 @@ no tree.
     ours     h_i = low 60 bits of xxh3-64(tokens_i as little-endian uint32, seed h_{i-1}),
              h_{-1} = prefix_root(lora, salt)
     vLLM     h_i = H((h_{i-1}, tokens_i, extra keys)),  h_{-1} = H(seed): see `vllm_hashes`
-    Dynamo   local hash: xxh3-64, seed 1337, each block alone; sequence hash: chained local hashes
 
 Our hash takes about 0.4 µs for a block of 16 tokens, vLLM's about 3 µs. Routing uses ours, to which engines'
 hashes are mapped (`state.engine_blocks`). vLLM's are for the self-check (`state.parity`) and for store keys.
@@ -34,8 +33,6 @@ from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 
 NONE_HASH_SEED = "vllm-none-hash"
 """The text that vLLM >= 0.29 hashes for the root of the sha256 algorithms when PYTHONHASHSEED is unset."""
-
-DYNAMO_SEED = 1337
 
 MmKeys = Sequence[tuple[str, int]]
 """Multimodal inputs in one block: (identifier, offset relative to the block)."""
@@ -166,23 +163,6 @@ class Chains:
         if len(self._rows) >= self._max_rows:
             self._rows, self._older = {}, self._rows
         self._rows[name] = row
-
-
-def dynamo_local_hashes(token_ids: Sequence[int], block_size: int) -> list[int]:
-    """Dynamo's `compute_block_hash_for_seq`: the hash of each full block alone."""
-    return [_xxh3(block, DYNAMO_SEED) for (block,) in _cut(_little_endian(token_ids), 4 * block_size)]
-
-
-def dynamo_sequence_hashes(local: Sequence[int], parent: int | None = None) -> list[int]:
-    """Chains local hashes: the first is itself, each later one covers (parent, local)."""
-    hashes: list[int] = []
-    for block in local:
-        if parent is None:
-            parent = block
-        else:
-            parent = _xxh3(parent.to_bytes(8, "little") + block.to_bytes(8, "little"), DYNAMO_SEED)
-        hashes.append(parent)
-    return hashes
 
 
 def _cut(data: bytes | memoryview, size: int) -> Iterator[tuple[bytes]]:

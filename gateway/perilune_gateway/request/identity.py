@@ -9,13 +9,14 @@ without the body:
 3. otherwise the router infers the session, see state/sessions.py.
 
 Clients choose session ids, so the id alone grants nothing: a session is looked up by (tenant, id), where the
-tenant is a configured header or a hash of the Authorization value. Ids over 256 characters are replaced by a
-hash.
+tenant is a configured header or a hash of what the client authenticates with. Ids over 256 characters, and
+those that look like an inferred one, are replaced by a hash.
 """
 
 from collections.abc import Mapping
 from functools import lru_cache
 from http.cookies import CookieError, SimpleCookie
+from secrets import token_hex
 
 from xxhash import xxh3_128_hexdigest
 
@@ -24,6 +25,10 @@ from perilune_api.pool import SessionKeys
 from perilune_gateway.model import Identity
 
 MAX_ID = 256
+INFERRED = "inferred-"
+"""Beginning of the ids of inferred sessions; clients cannot name one."""
+CREDENTIALS = ("authorization", "x-api-key", "api-key")
+"""Headers with which clients authenticate: OpenAI's, Anthropic's, Azure's."""
 _SPECIAL = frozenset({names.SUB_AGENT_HEADER, *names.PARENT_SESSION_HEADERS, *names.FINAL_TURN_HEADERS})
 """Headers that most requests do not have."""
 
@@ -34,14 +39,14 @@ def from_headers(headers: Mapping[str, str], keys: SessionKeys) -> Identity:
     if keys.cookie and not session_id:
         session_id = _cookie(headers, keys.cookie)
     if _SPECIAL.isdisjoint(headers):
-        return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id))
+        return Identity(_tenant(headers, keys.tenant_header), bounded(session_id))
     parent_id = _first(headers, names.PARENT_SESSION_HEADERS)
     agent = headers.get(names.SUB_AGENT_HEADER, "")
     if agent and session_id:
         parent_id = f"{session_id}/{parent_id}" if parent_id else session_id
         session_id = f"{session_id}/{agent}"
     final = any(headers.get(name, "").lower() == "true" for name in names.FINAL_TURN_HEADERS)
-    return Identity(_tenant(headers, keys.tenant_header), _bounded(session_id), _bounded(parent_id), final)
+    return Identity(_tenant(headers, keys.tenant_header), bounded(session_id), bounded(parent_id), final)
 
 
 def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys) -> Identity:
@@ -49,7 +54,12 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
     found = session_id or (user if keys.body_user else "")
     if identity.session_id or not found:
         return identity
-    return named(identity, _bounded(found))
+    return named(identity, bounded(found))
+
+
+def inferred(identity: Identity, session_id: str) -> Identity:
+    """The identity with a session that the gateway inferred: this one, or a new one if it is empty."""
+    return named(identity, session_id or INFERRED + token_hex(16), inferred=True)
 
 
 def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:
@@ -77,13 +87,14 @@ def _cookie(headers: Mapping[str, str], name: str) -> str:
 
 def _tenant(headers: Mapping[str, str], tenant_header: str) -> str:
     if tenant_header:
-        return _bounded(headers.get(tenant_header.lower(), ""))
-    authorization = headers.get("authorization", "")
-    return _digest(authorization) if authorization else ""
+        return bounded(headers.get(tenant_header.lower(), ""))
+    given = "\0".join(filter(None, map(headers.get, CREDENTIALS)))
+    return _digest(given) if given else ""
 
 
-def _bounded(value: str) -> str:
-    return value if len(value) <= MAX_ID else _digest(value)
+def bounded(value: str) -> str:
+    """The value, or a hash of it if it is long or looks like the id of an inferred session."""
+    return _digest(value) if len(value) > MAX_ID or value.startswith(INFERRED) else value
 
 
 def _digest(value: str) -> str:

@@ -18,6 +18,7 @@ number). Roles, tools and limits are not checked, since only the engine can judg
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -42,9 +43,18 @@ PATHS: Mapping[str, Api] = {
 }
 
 
+ENGINE_PAGES = frozenset({"/metrics", "/load", "/kv_event_sources", "/server_info", "/is_sleeping"})
+"""Pages on which an engine describes itself; from a pool the answer would be any engine's."""
+
+
 BILLING_MARK = "x-anthropic-billing-header"
 """The beginning of a system block that one client writes anew for every request. vLLM drops that block,
 because it would defeat every prefix cache."""
+
+
+ENGINE_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields by which engines pass KV and encoder caches to each other. From a client they name hosts to connect
+to, or end an engine of the wrong role (vLLM 0.32), so they are refused, also within `vllm_xargs`."""
 
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -130,12 +140,23 @@ def _is_marked(system: Raw) -> bool:
 
 def is_model_path(path: str) -> bool:
     """Whether a POST to this path is a request for the model. The query string is ignored."""
-    return path.partition("?")[0] in PATHS
+    return api_of(path) is not None
+
+
+def is_engine_page(path: str) -> bool:
+    """Whether the page describes one engine."""
+    return _bare(path) in ENGINE_PAGES
 
 
 def api_of(path: str) -> Api | None:
-    """The API of a path, or None when it is no model path. The query string is ignored."""
-    return PATHS.get(path.partition("?")[0])
+    """The API of a path, or None when it is no model path. The query string is ignored, and escapes such as
+    `%73` are decoded, as engines decode them."""
+    return PATHS.get(_bare(path))
+
+
+def _bare(path: str) -> str:
+    bare = path.partition("?")[0]
+    return unquote(bare) if "%" in bare else bare
 
 
 def with_priority(body: bytes, priority: int) -> bytes:
@@ -145,28 +166,38 @@ def with_priority(body: bytes, priority: int) -> bytes:
     return b'%b,"priority":%d%b' % (body[:end], priority, body[end:])
 
 
+class _OwnXargs(Struct, frozen=True):
+    vllm_xargs: dict[str, Any] | None = None
+
+
+def with_full_report(body: bytes) -> bytes:
+    """Asks the engine (vLLM >= 0.32; older ones ignore it) to announce the prompt's cached blocks again. The
+    client's own `vllm_xargs` are kept. The field is written at the end, see `with_priority`."""
+    end = body.rindex(b"}")
+    try:
+        own = msgspec.json.decode(body, type=_OwnXargs).vllm_xargs or {}
+    except msgspec.ValidationError:
+        return body  # the engine will refuse them
+    xargs = msgspec.json.encode({"kv_cache_report_mode": "full", **own})
+    return b'%b,"vllm_xargs":%b%b' % (body[:end], xargs, body[end:])
+
+
 # The fields of the bodies. All are optional, since clients send null for "not set".
-
-
-class _Metadata(Struct, frozen=True):
-    session_id: Any = None
-    user_id: Any = None
-
-
-class _Xargs(Struct, frozen=True):
-    session_id: Any = None
 
 
 class _Body(Struct, frozen=True):
     model: str | None = None
     stream: bool | None = None
-    session_id: str | None = None
-    prompt_cache_key: str | None = None
-    user: str | None = None
-    cache_salt: str | None = None
     priority: int | None = None
-    vllm_xargs: _Xargs | None = None
-    metadata: _Metadata | None = None
+    # Any: vLLM ignores some of these in some APIs, and so takes any value.
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    user: Any = None
+    cache_salt: Any = None
+    vllm_xargs: Any = None
+    metadata: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
 
 
 class _Chat(_Body, frozen=True):
@@ -186,15 +217,24 @@ class _Chat(_Body, frozen=True):
 class _Completions(_Body, frozen=True):
     prompt: Raw = Raw()
     prompt_embeds: Raw = Raw()
-    max_tokens: int | None = 16
-    """16 is the API's default."""
+    max_tokens: int | None = None
     add_special_tokens: bool = True
+
+
+class _Effort(Struct, frozen=True):
+    effort: str | None = None
+
+
+class _Thinking(Struct, frozen=True):
+    type: str | None = None
 
 
 class _Responses(_Body, frozen=True):
     input: Raw = Raw()
     instructions: Raw = Raw()
     tools: Raw = Raw()
+    chat_template_kwargs: Raw = Raw()
+    reasoning: _Effort | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
 
@@ -205,6 +245,15 @@ class _Messages(_Body, frozen=True):
     tools: Raw = Raw()
     chat_template_kwargs: Raw = Raw()
     max_tokens: int | None = None
+    thinking: _Thinking | None = None
+    output_config: _Effort | None = None
+
+
+class _Item(Struct, frozen=True):
+    """An item of a Responses input."""
+
+    type: str = "message"
+    status: str | None = None
 
 
 _CHAT = msgspec.json.Decoder(_Chat, strict=False)
@@ -216,6 +265,12 @@ _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(tuple[str, ...])
 _IDS = msgspec.json.Decoder(list[TokenId])
 _ID_LISTS = msgspec.json.Decoder(tuple[list[TokenId], ...])
+_ITEMS = msgspec.json.Decoder(list[Raw])
+_ITEM = msgspec.json.Decoder(_Item)
+
+COMPLETION_TOKENS = 16
+"""The limit of a completion whose body has none."""
+_UNFINISHED = ("in_progress", "incomplete")
 
 
 class _RefusedError(Exception):
@@ -275,7 +330,8 @@ def _completions(body: bytes) -> ParsedRequest:
         prompt = TextPrompt(())
     else:
         raise _RefusedError("Object missing required field `prompt` - at `$`")
-    return _request(Api.COMPLETIONS, fields, model, prompt, fields.max_tokens)
+    limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+    return _request(Api.COMPLETIONS, fields, model, prompt, limit)
 
 
 def _responses(body: bytes) -> ParsedRequest:
@@ -283,10 +339,16 @@ def _responses(body: bytes) -> ParsedRequest:
     model = _model(fields)
     if _first(fields.input) not in (b"[", b'"'):
         raise _mismatch(fields.input, "input", "`str | array`")
+    unfinished = _ends_unfinished(fields.input)
     prompt = ChatPrompt(
         messages=fields.input,
         system=_given(fields.instructions),
         tools=_optional_array(fields.tools, "tools"),
+        template_kwargs=_given(fields.chat_template_kwargs),
+        reasoning_effort=(fields.reasoning and fields.reasoning.effort) or "",
+        add_generation_prompt=not unfinished,
+        continue_final_message=unfinished,
+        add_special_tokens=True,  # vLLM adds none to the prompts of the other chat APIs
     )
     return _request(
         Api.RESPONSES, fields, model, prompt, fields.max_output_tokens, fields.previous_response_id
@@ -303,6 +365,7 @@ def _messages(body: bytes) -> ParsedRequest:
         system=system,
         tools=_optional_array(fields.tools, "tools"),
         template_kwargs=_given(fields.chat_template_kwargs),
+        reasoning_effort=_anthropic_effort(fields),
     )
     return _request(Api.MESSAGES, fields, model, prompt, fields.max_tokens)
 
@@ -313,6 +376,23 @@ _PARSERS = {
     Api.RESPONSES: _responses,
     Api.MESSAGES: _messages,
 }
+
+
+def _ends_unfinished(items: Raw) -> bool:
+    """Whether a Responses input ends with a message or a reasoning that the engine is to continue."""
+    if _first(items) != b"[" or not any(status.encode() in bytes(items) for status in _UNFINISHED):
+        return False
+    try:
+        last = _ITEM.decode(_ITEMS.decode(items)[-1])
+    except (msgspec.ValidationError, IndexError):
+        return False  # the engine refuses it
+    return last.type in ("message", "reasoning") and last.status in _UNFINISHED
+
+
+def _anthropic_effort(fields: _Messages) -> str:
+    if fields.output_config and fields.output_config.effort:
+        return fields.output_config.effort
+    return "none" if fields.thinking and fields.thinking.type == "disabled" else ""
 
 
 def _model(fields: _Body) -> str:
@@ -329,19 +409,25 @@ def _request(
     max_tokens: int | None,
     previous: str | None = None,
 ) -> ParsedRequest:
-    metadata = fields.metadata or _Metadata()
-    xargs = fields.vllm_xargs or _Xargs()
+    metadata = fields.metadata if isinstance(fields.metadata, dict) else {}
+    xargs = fields.vllm_xargs if isinstance(fields.vllm_xargs, dict) else {}
+    for name in ENGINE_FIELDS:
+        if getattr(fields, name) is not None or xargs.get(name) is not None:
+            where = "$" if xargs.get(name) is None else "$.vllm_xargs"
+            raise _RefusedError(f"Field `{name}` is not accepted from clients - at `{where}.{name}`")
     return ParsedRequest(
         api=api,
         model=model,
         prompt=prompt,
         stream=bool(fields.stream),
         max_output_tokens=max(max_tokens or 0, 0),
-        session_id=fields.session_id or _text(xargs.session_id) or _text(metadata.session_id),
-        prompt_cache_key=fields.prompt_cache_key or "",
-        user=fields.user or (_text(metadata.user_id) if api is Api.MESSAGES else ""),
+        session_id=_text(fields.session_id)
+        or _text(xargs.get("session_id"))
+        or _text(metadata.get("session_id")),
+        prompt_cache_key=_text(fields.prompt_cache_key),
+        user=_name(fields.user) or (_text(metadata.get("user_id")) if api is Api.MESSAGES else ""),
         previous_response_id=previous or "",
-        cache_salt=fields.cache_salt or "",
+        cache_salt=_text(fields.cache_salt),
         priority=fields.priority or 0,
     )
 
@@ -395,6 +481,11 @@ def _mismatch(raw: Raw, name: str, expected: str) -> _RefusedError:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+def _name(value: object) -> str:
+    """A text, or the digits of a number; else an empty string."""
+    return str(value) if type(value) is int and abs(value) < 2**64 else _text(value)
 
 
 # The bodies of refusals.

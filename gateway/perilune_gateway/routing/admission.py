@@ -35,17 +35,29 @@ class Wanted:
     """Addresses in the proxy's subset hint; None: there is no hint."""
     host: str = ""
     """Address of its session's host, which it may use even while that endpoint drains."""
+    failing: str = ""
+    """Address of its session's host, if the session's latest requests all failed there."""
+    trial: str = ""
+    """Address of an ejected endpoint for which this request is the trial."""
 
 
 def exclusion(view: EndpointView, wanted: Wanted) -> str:
     """Return why the endpoint may not be chosen; empty if it may.
 
-    `subset`: the proxy's subset hint does not name it. `not_ready`: it is listed as not ready, or is
-    suspected dead. `draining`: it drains and is not the session's host.
+    `subset`: the proxy's subset hint does not name it. `trial`: the request is the trial of an ejected
+    endpoint. `failures` and `late`: it is ejected for that. `not_ready`: it is listed as not ready, or is
+    suspected dead. `draining`: it drains and is not the session's host. `failing`: the session's latest
+    requests all failed there.
     """
     endpoint = view.endpoint
-    if wanted.subset is not None and endpoint.address not in wanted.subset:
+    if wanted.subset is not None and endpoint.server not in wanted.subset:
         return "subset"
+    if wanted.trial:
+        return "" if endpoint.address == wanted.trial else "trial"
+    if view.ejected:
+        return view.ejected
+    if endpoint.address == wanted.failing:
+        return "failing"
     if not endpoint.ready:
         return "not_ready"
     if endpoint.draining and endpoint.address != wanted.host:
@@ -79,12 +91,14 @@ def no_endpoint(wanted: Wanted, excluded: Mapping[str, str]) -> Refusal:
 
 
 def fits_context(tokens: Tokens, context_tokens: int) -> Refusal | None:
-    """Refuse an exactly counted prompt that leaves no room for an answer (400). Estimates pass."""
-    if tokens.source is TokenSource.ESTIMATE or tokens.count < context_tokens:
+    """Refuse an exactly counted prompt that leaves no room for an answer (400). Estimates pass, and all
+    prompts do where the engines decide (`context_tokens` 0)."""
+    longest = tokens.longest or tokens.count
+    if not context_tokens or tokens.source is TokenSource.ESTIMATE or longest < context_tokens:
         return None
     return Refusal(
         RefuseReason.TOO_LONG,
-        f"The prompt has {tokens.count} tokens, and this model allows {context_tokens} for prompt and answer"
+        f"The prompt has {longest} tokens, and this model allows {context_tokens} for prompt and answer"
         " together. Shorten the prompt",
     )
 

@@ -57,6 +57,8 @@ class Prompt(Struct, frozen=True, gc=False):
     body_bytes: int = 0
     cache_key: str = ""
     """OpenAI's `prompt_cache_key`."""
+    chained: bool = False
+    """Whether it names an earlier response, which only one engine's process has."""
 
 
 NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)

@@ -1,6 +1,6 @@
 """Applies verdicts and follows every routed request to its end.
 
-    routed / unprompted ──▶ on_response (0 or 1 times) ──▶ finished (exactly once)
+    routed / unprompted ──▶ on_response ──▶ on_usage (each 0 or 1 times) ──▶ finished (exactly once)
                               └─ on_applied, whenever an engine announces blocks
     refused
 
@@ -10,7 +10,8 @@
    the calibration learns how long the prefill took. An event that continues a session's blocks moves the
    session's known context forward.
 3. `on_response`: the answer's head says which endpoint really serves. A fallback takes over load and session.
-4. `finished`: the load is given back. A moment later the parity check is told whether the prompt's blocks
+4. `on_usage`: the answer said how much of the prompt was cached; the record's ending keeps it.
+5. `finished`: the load is given back. A moment later the parity check is told whether the prompt's blocks
    were announced.
 
 A planned move that a request carries out is over with the first of: its prefill's end, the head of a whole
@@ -20,7 +21,8 @@ answer, its end. Does not decide.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from msgspec import Struct
@@ -44,11 +46,16 @@ from perilune_gateway.model import (
     Routed,
     Tier,
     TokenSource,
+    rank_of,
+    server_of,
 )
+from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext, StepTimer
+from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.pool_state import PoolState
@@ -57,9 +64,13 @@ from perilune_gateway.state.sessions import Session
 EVENTS_LATE_S = 1.0
 """After a request's end, its prompt's KV events may take this long before they count as missing."""
 APPROXIMATE_TTL_S = 600.0
-"""A prompt counts as cached for this long on an endpoint that publishes no KV events."""
-TELLING_PREFILL_S = 0.25
-"""Shorter prefills say more about overheads and delayed events than about the engine's speed."""
+"""A prompt counts as cached for this long if its blocks are not announced: by an endpoint without KV events,
+or because its tokens are only estimated, as those of pictures are."""
+MAX_ASKING = 256
+"""The most requests that ask an endpoint to announce cached blocks again, before it has told all. The answer
+has all blocks of one prompt."""
+REFUSED = 400
+"""Least status of an answer without a prefill."""
 UNREACHABLE = (0, 502, 503, 504)
 """Statuses by which Envoy reports an endpoint that it could not reach; 0: no answer came."""
 NO_DECISION_HEADER = ("", "0", "false")
@@ -67,12 +78,14 @@ NO_DECISION_HEADER = ("", "0", "false")
 
 
 class Observer(Protocol):
-    """Is told of every verdict and of every end: metrics, kept decisions, logs."""
+    """Is told of every verdict, every end and every hand-off: metrics, kept decisions, logs."""
 
     def decided(self, record: DecisionRecord) -> int:
         """Returns the record's number, for `ended`."""
 
     def ended(self, number: int, target: str, ending: Ending) -> None: ...
+
+    def handed_over(self, record: HandoffRecord) -> None: ...
 
 
 class Running(Struct, gc=False):
@@ -84,6 +97,8 @@ class Running(Struct, gc=False):
     session: Session | None
     final: bool
     blocks: Sequence[int]
+    claimed: Sequence[int]
+    """Those of its blocks that nobody had announced or claimed before."""
     awaited: int
     """The block whose KV event ends the prefill; 0 if none is known."""
     prefill_s: float = 0.0
@@ -93,14 +108,18 @@ class Running(Struct, gc=False):
     peer: str = ""
     """The endpoint that KV is pulled from; empty: it comes from the shared store, if from anywhere."""
     overhead_s: float = 0.0
-    """Predicted seconds beside prefill and decode; set where something is fetched."""
+    """Predicted seconds beside prefill and decode, without calibration."""
     ttft_s: float = 0.0
     """Predicted seconds of queue, fetching and prefill."""
     prefilled_at: float = 0.0
+    claim_s: float | None = None
+    """Seconds for which its blocks count as cached if they are not announced; None: as the pool says."""
     record: int = -1
     """The observer's number for the decision's record."""
     served: str = ""
     status: int = 0
+    cached_tokens: int | None = None
+    """As the engine reports it."""
     move: int = -1
     """The planner's ticket of the move that this request carries out; -1: none, or it is over."""
 
@@ -113,6 +132,7 @@ class Lifecycle:
         state: PoolState,
         candidates: CandidateBuilder,
         planner: Planner,
+        handing_over: HandingOver,
         observer: Observer,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -120,6 +140,7 @@ class Lifecycle:
         self._state = state
         self._candidates = candidates
         self._planner = planner
+        self._handing_over = handing_over
         self._observer = observer
         self._clock = clock
         self._wall_clock = wall_clock
@@ -128,6 +149,8 @@ class Lifecycle:
         self._running: dict[int, Running] = {}
         self._ended: deque[tuple[float, str, int]] = deque()
         """(when to look, endpoint, last block) of prompts whose KV events may still come."""
+        self._to_ask: dict[str, int] = {}
+        """Endpoint of whose cache a part is not known → how many more requests may ask it to tell."""
         self._prefilled_at: dict[str, float] = {}
         """By address: when the last prefill there ended."""
 
@@ -136,10 +159,14 @@ class Lifecycle:
         self._block_size = pool.spec.engine.block_size
         self._fallbacks = pool.spec.routing.fallbacks
         self._ageing_weight = pool.spec.routing.engine_priority.ageing_weight
+        self._decision_header = pool.spec.routing.decision_header
+        self._session_failures = pool.spec.routing.ejection.session_failures
+        self._state.ejection.rules = pool.spec.routing.ejection
 
     def forget(self, address: str) -> None:
         """The endpoint left the pool. Its requests go on."""
         self._prefilled_at.pop(address, None)
+        self._to_ask.pop(address, None)
 
     def request_id(self, head: RequestHead) -> str:
         """The client's request id, or one of ours."""
@@ -157,6 +184,7 @@ class Lifecycle:
         believed = self._state.calibration.engine
         session = self._bind(context, chosen.endpoint)
         announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
+        claim_s = None if announces else APPROXIMATE_TTL_S
         covers_new = len(prompt.blocks) * self._block_size > cached
         awaited = prompt.blocks[-1] if announces and covers_new else 0
         ticket = self._start(
@@ -167,12 +195,14 @@ class Lifecycle:
                 session,
                 context.identity.final,
                 prompt.blocks,
+                prompt.blocks[chosen.overlap.device_tokens // self._block_size :],
                 awaited,
                 believed.prefill_s(uncached, cached),
                 fetch_s,
                 decision.replicate_from,
-                believed.request_overhead_s(prompt.tokens) if fetch_s else 0.0,
+                believed.request_overhead_s(prompt.tokens),
                 chosen.load.pending_prefill_s + fetch_s + prefill_s,
+                claim_s=claim_s,
             ),
             decision.move,
         )
@@ -184,48 +214,64 @@ class Lifecycle:
             context_tokens=prompt.tokens,
             last_block=awaited,
         )
-        if session:
-            session.ticket = ticket
-        if prompt.cache_key:
-            self._state.sessions.hint(context.identity.tenant, prompt.cache_key, target)
-        if decision.moved_from:
-            self._state.fleet.moved(decision.moved_from, target, now)
-        self._claim(chosen.endpoint, prompt.blocks, now)
-        record = DecisionRecord(
-            view,
-            decision,
-            policy,
-            context.candidates,
-            context.excluded,
-            self._destinations(decision),
-            cached,
-            context.timer.total(),
-            self._wall_clock(),
-            context.identity.tenant,
-            seed=context.seed,
-        )
-        routed = self._answer(context.head, ticket, record)
-        if self._ageing_weight:
-            priority = engine_priority(self._wall_clock(), prefill_s, self._ageing_weight)
-            routed = replace(routed, priority=priority)
-        return routed
+        with self._taken_back_on_error(ticket):
+            self._state.ejection.sent(
+                ticket,
+                target,
+                now,
+                source=session.key if session else ticket,
+                alone_s=believed.prefill_s(uncached, cached) + fetch_s,
+                by_event=bool(awaited),
+            )
+            if not awaited:
+                ratio = max(1.0, chosen.ttft_ratio)
+                self._state.fleet.expect_prefilled(ticket, now + ratio * self._running[ticket].ttft_s)
+            if session:
+                session.ticket = ticket
+            if prompt.cache_key:
+                self._state.sessions.hint(context.identity.tenant, prompt.cache_key, target)
+            if decision.moved_from:
+                self._state.fleet.moved(decision.moved_from, target, now)
+            self._claim(target, prompt.blocks, now, claim_s)
+            record = DecisionRecord(
+                view,
+                decision,
+                policy,
+                context.candidates,
+                context.excluded,
+                self._destinations(decision),
+                cached,
+                context.timer.total(),
+                self._wall_clock(),
+                context.identity.tenant,
+                seed=context.seed,
+            )
+            routed = self._answer(context.head, ticket, record)
+            if prompt.model and self.asks(target):
+                self._to_ask[target] -= 1
+                routed = replace(routed, full_report=True)
+            if self._ageing_weight:
+                priority = engine_priority(self._wall_clock(), prefill_s, self._ageing_weight)
+                routed = replace(routed, priority=priority)
+            return routed
 
     def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
         """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""
         target = order[0].endpoint.address
         request_id = self.request_id(context.head)
-        ticket = self._start(Running(request_id, target, context.now, None, False, (), 0))
+        ticket = self._start(Running(request_id, target, context.now, None, False, (), (), 0))
         self._state.fleet.start(ticket, target, uncached_tokens=0, prefill_s=0.0, context_tokens=0)
-        record = DecisionRecord(
-            RequestView(request_id, ticket, 0, Phase.HEADERS),
-            Decision(target, reason),
-            "",
-            excluded=context.excluded,
-            destinations=tuple(e.endpoint.address for e in order[: 1 + self._fallbacks]),
-            timings_us=context.timer.total(),
-            time=self._wall_clock(),
-        )
-        return self._answer(context.head, ticket, record)
+        with self._taken_back_on_error(ticket):
+            record = DecisionRecord(
+                RequestView(request_id, ticket, 0, Phase.HEADERS),
+                Decision(target, reason),
+                "",
+                excluded=context.excluded,
+                destinations=self._servers(target, [e.endpoint.address for e in order]),
+                timings_us=context.timer.total(),
+                time=self._wall_clock(),
+            )
+            return self._answer(context.head, ticket, record)
 
     def refused(
         self,
@@ -256,11 +302,18 @@ class Lifecycle:
     # -- what Envoy says ---------------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
-        """The answer's head has come. `served`: the endpoint that answers, empty if unknown."""
+        """The answer's head has come. `served`: the endpoint that answers, empty if unknown. One that refuses
+        a request caches nothing of it."""
         running, now, fleet = self._running[ticket], self._clock(), self._state.fleet
+        rank = rank_of(running.target)
+        if served and rank is not None:
+            served = f"{served}#{rank}"
         running.status, running.served = status, served
         if served and served != running.target and fleet.get(served):
             self._served_elsewhere(ticket, running, served, now)
+        if status >= REFUSED:
+            self._state.index.unclaim(running.target, running.claimed)
+        self._state.ejection.head(ticket, status, now)
         if not streamed:
             fleet.prefill_done(ticket)
             self._end_move(running, now, arrived=status < 400)
@@ -270,11 +323,19 @@ class Lifecycle:
         fleet.suspect(running.target, now)
         self._end_move(running, now, arrived=False)
         fleet.served_by(ticket, served)
+        self._state.ejection.served_by(ticket, served, now)
         if running.session and running.session.ticket == ticket:
             self._state.sessions.bind(running.session, served, now)
         if endpoint := fleet.get(served):
-            self._claim(endpoint, running.blocks, now)
+            self._claim(served, running.blocks, now, running.claim_s)
+            if running.awaited and not endpoint.events:
+                running.awaited = 0
+                fleet.expect_prefilled(ticket, now + running.ttft_s)
         running.target = served
+
+    def on_usage(self, ticket: int, cached_tokens: int) -> None:
+        """The engine served so many of the prompt's tokens from its prefix cache."""
+        self._running[ticket].cached_tokens = cached_tokens
 
     def finished(self, ticket: int, outcome: Outcome) -> None:
         """The request has ended. Raises KeyError if it had ended before."""
@@ -282,6 +343,7 @@ class Lifecycle:
         completed = outcome is Outcome.COMPLETED
         answered = completed and running.status < 400
         state.fleet.finish(ticket)
+        wrong = state.ejection.ended(ticket, now, well=answered)
         self._end_move(running, now, arrived=answered)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
@@ -291,10 +353,24 @@ class Lifecycle:
             self._ended.append((now + EVENTS_LATE_S, running.target, running.awaited))
         self._check_announcements(now)
         session = running.session
+        if session and session.host == running.target:
+            self._count_failures(session, running.status, wrong, answered=answered)
         if running.final and session and (session.ticket == ticket or not session.inferred):
             state.sessions.free(session.key)
-        ending = Ending(outcome, now - running.started_at, running.served, running.status)
+        ending = Ending(
+            outcome, now - running.started_at, running.served, running.status, running.cached_tokens
+        )
         self._observer.ended(running.record, running.target, ending)
+        self._handing_over.turn_ended()
+
+    def _count_failures(self, session: Session, status: int, wrong: Cause | None, *, answered: bool) -> None:
+        """Count the session's failures in a row. One that got no sign of life leaves its host at once."""
+        if wrong is Cause.LATE and not status:
+            session.failures = self._session_failures
+        elif wrong is Cause.FAILURES:
+            session.failures += 1
+        elif answered:
+            session.failures = 0
 
     def _end_move(self, running: Running, now: float, *, arrived: bool) -> None:
         """If the request carries out a move, the move is over. `arrived`: the target has the KV."""
@@ -309,6 +385,18 @@ class Lifecycle:
             _, target, block = self._ended.popleft()
             self._state.parity.request_blocks_seen(target, self._state.index.announced(target, block))
 
+    def asks(self, endpoint: str) -> bool:
+        """Whether a request to this endpoint should ask it to announce its prompt's cached blocks again."""
+        return self._to_ask.get(endpoint, 0) > 0
+
+    def on_learning(self, endpoint: str, learning: bool) -> None:
+        """Whether blocks of the endpoint wait for others that are not known, so that it should tell them. It
+        is asked by MAX_ASKING requests at most until it has told all; then the budget is full again."""
+        if learning:
+            self._to_ask.setdefault(endpoint, MAX_ASKING)
+        else:
+            self._to_ask.pop(endpoint, None)
+
     # -- what engines announce ---------------------------------------------------------------------
 
     def on_applied(self, applied: Applied) -> None:
@@ -316,10 +404,13 @@ class Lifecycle:
         state = self._state
         if applied.cleared:
             state.sessions.forget_host(applied.endpoint)
+        self._handing_over.on_applied(applied)
         if not applied.stored or applied.tier is not Tier.DEVICE:
             return
         now = self._clock()
+        state.ejection.heard(applied.endpoint)
         for ticket in state.fleet.blocks_stored(applied.endpoint, applied.stored):
+            state.ejection.prefilled(ticket, now)
             self._prefilled(self._running[ticket], now)
             self._end_move(self._running[ticket], now, arrived=True)
         grown = state.sessions.blocks_stored(
@@ -331,17 +422,22 @@ class Lifecycle:
 
     def _prefilled(self, running: Running, now: float) -> None:
         """The prefill has just ended: learn from how long it took. An engine prefills one prompt after the
-        other, so this one ran since the one before ended, or since its own start."""
+        other, so this one ran since the one before ended, or since its own start; then the request's overhead
+        came first."""
         target, calibration = running.target, self._state.calibration
         before = self._prefilled_at.get(target, 0.0)
         running.prefilled_at = self._prefilled_at[target] = now
         if running.fetch_s:
             if before < running.started_at:  # otherwise it may have fetched while others were prefilled
                 self._fetched(running, now)
-        elif running.prefill_s >= TELLING_PREFILL_S:
-            alone_s = now - max(running.started_at, before)
-            calibration.prefill(target, alone_s, running.prefill_s, now)
-            calibration.ttft(target, now - running.started_at, running.ttft_s, now)
+        elif running.prefill_s:
+            if before <= running.started_at:
+                alone_s, predicted_s = now - running.started_at, running.overhead_s + running.prefill_s
+            else:
+                alone_s, predicted_s = now - before, running.prefill_s
+            overhead_s = running.overhead_s * calibration.prefill_ratio(target, now)
+            calibration.prefill(target, alone_s, predicted_s, now)
+            calibration.ttft(target, now - running.started_at, running.ttft_s + overhead_s, now)
 
     def _fetched(self, running: Running, now: float) -> None:
         """Fetching took the time that prefill and overhead do not explain."""
@@ -382,23 +478,31 @@ class Lifecycle:
         if session.host != target.address:
             sessions.bind(session, target.address, now)
         session.turns += 1
+        session.chained = session.chained or prompt.chained
         if prompt.model:
             sessions.read(session, prompt.tokens, prompt.body_bytes, prompt.blocks)
         if prompt.blocks:
-            sessions.cached(session, prompt.blocks[-1], len(prompt.blocks) * self._block_size)
+            sessions.routed(session, prompt.blocks)
         elif not target.events:
-            sessions.cached(session, 0, self._candidates.cacheable(prompt.tokens))
+            sessions.routed(session, (), self._candidates.cacheable(prompt.tokens))
         return session
 
-    def _claim(self, endpoint: Endpoint, blocks: Sequence[int], now: float) -> None:
+    def _claim(self, address: str, blocks: Sequence[int], now: float, ttl_s: float | None) -> None:
         """Count the prompt's blocks as cached at the endpoint, before it announces them."""
-        if not blocks:
-            return
-        index = self._state.index
-        if endpoint.events:
-            index.speculate(endpoint.address, blocks, now)
-        else:
-            index.speculate(endpoint.address, blocks, now, ttl_s=APPROXIMATE_TTL_S)
+        if blocks:
+            self._state.index.speculate(address, blocks, now, ttl_s=ttl_s)
+
+    @contextmanager
+    def _taken_back_on_error(self, ticket: int) -> Iterator[None]:
+        """If applying the verdict fails, the request leaves no load behind."""
+        try:
+            yield
+        except BaseException:
+            running, now = self._running.pop(ticket), self._clock()
+            self._state.fleet.finish(ticket)
+            self._state.ejection.ended(ticket, now, well=False)
+            self._end_move(running, now, arrived=False)
+            raise
 
     def _start(self, running: Running, move: Move | None = None) -> int:
         """Returns the request's ticket. `move`: the planned move that it carries out."""
@@ -412,11 +516,19 @@ class Lifecycle:
     def _destinations(self, decision: Decision) -> tuple[str, ...]:
         """The target, then the cheapest other candidates as fallbacks."""
         by_cost = sorted(decision.costs, key=lambda cost: cost.total)
-        others = [cost.address for cost in by_cost if cost.address != decision.target]
-        return (decision.target, *others[: self._fallbacks])
+        return self._servers(decision.target, [cost.address for cost in by_cost])
+
+    def _servers(self, target: str, others: Sequence[str]) -> tuple[str, ...]:
+        """The `ip:port` of the target, then of its fallbacks. All get the same headers, so a fallback serves
+        with the rank that was chosen."""
+        alike = [a for a in others if a != target and rank_of(a) == rank_of(target)]
+        return tuple(server_of(address) for address in (target, *alike[: self._fallbacks]))
 
     def _answer(self, head: RequestHead, ticket: int, record: DecisionRecord) -> Routed:
         self._running[ticket].record = self._observer.decided(record)
         wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
-        header = f"{record.target}; {record.reason}; request={record.request_id}" if wants_header else ""
-        return Routed(ticket, record.destinations, record.request_id, header)
+        header = ""
+        if wants_header and self._decision_header != "off":
+            named = record.target if self._decision_header == "endpoint" else "-"
+            header = f"{named}; {record.reason}; request={record.request_id}"
+        return Routed(ticket, record.destinations, record.request_id, header, rank=rank_of(record.target))

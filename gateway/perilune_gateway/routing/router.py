@@ -26,7 +26,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from perilune_api import names
-from perilune_api.pool import Pool
+from perilune_api.pool import EndpointSpec, Pool, Topology
 from perilune_gateway.model import (
     NEED_BODY,
     Decision,
@@ -47,16 +47,18 @@ from perilune_gateway.model import (
     Verdict,
 )
 from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import openai
-from perilune_gateway.request.identity import from_headers, named, with_body
+from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.lifecycle import Lifecycle, Observer
 from perilune_gateway.state.pool_state import PoolState
 
@@ -90,6 +92,7 @@ class Router:
         candidates: CandidateBuilder,
         planner: Planner,
         lifecycle: Lifecycle,
+        handing_over: HandingOver,
         *,
         clock: Callable[[], float],
         stopwatch: Callable[[], float],
@@ -101,6 +104,7 @@ class Router:
         self.state = state
         self.planner = planner
         self.lifecycle = lifecycle
+        self.handing_over = handing_over
         self._tokenizer = tokenizer
         self._candidates = candidates
         self._clock = clock
@@ -122,10 +126,8 @@ class Router:
         self._candidates.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy.name)
         self.lifecycle.configure(pool)
-        endpoints = [
-            Endpoint(e.address, spec.topology.place(e.node), e.events, e.replay, e.ready, e.draining)
-            for e in spec.endpoints
-        ]
+        self.handing_over.configure(pool)
+        endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:
             self.state.forget(address)
@@ -142,11 +144,20 @@ class Router:
         forced = self._conformance and names.CONFORMANCE_SELECTION_HEADER in head.headers
         for_model = head.has_body and head.method == "POST" and openai.is_model_path(head.path)
         body_bytes = head.content_length
+        if openai.is_engine_page(head.path):
+            message = (
+                f"{head.path[:200]} tells of one engine only. Ask the engine that you mean, not the pool"
+            )
+            return self.lifecycle.refused(head, Refusal(RefuseReason.NOT_FOUND, message), timer)
         if for_model and not forced:
             if body_bytes > self._routing.limits.max_body_bytes:
                 return self.lifecycle.refused(head, self._too_large(body_bytes), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
+            if self.state.connectors.known and openai.api_of(head.path) is openai.Api.RESPONSES:
+                return NEED_BODY  # only the body tells whether the session may move, see MoveReason.CHAINED
+            if not self.state.knows(session, body_bytes) or self.lifecycle.asks(session.host):
+                return NEED_BODY
             if self._routing.engine_priority.ageing_weight:
                 return NEED_BODY  # the priority for the engine is written into every body
         context = RequestContext(head, now, timer, identity, session)
@@ -196,6 +207,10 @@ class Router:
         """The answer's head has come, see lifecycle."""
         self.lifecycle.on_response(ticket, status, served, streamed)
 
+    def on_usage(self, ticket: int, cached_tokens: int) -> None:
+        """The engine has reported how much of the prompt it had, see lifecycle."""
+        self.lifecycle.on_usage(ticket, cached_tokens)
+
     def finished(self, ticket: int, outcome: Outcome) -> None:
         """The request has ended, see lifecycle."""
         self.lifecycle.finished(ticket, outcome)
@@ -217,7 +232,8 @@ class Router:
             request.max_output_tokens,
             request.priority,
             body_bytes,
-            request.prompt_cache_key,
+            bounded(request.prompt_cache_key),
+            bool(request.previous_response_id),
         )
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer)
@@ -247,9 +263,8 @@ class Router:
             if session:
                 session_id = session.key.session_id
             else:
-                replaced = sessions.superseded(identity.tenant, prompt.blocks[-1])
-                session_id = replaced or f"inferred-{self.lifecycle.ordinal}"
-            identity = named(identity, session_id, inferred=True)
+                session_id = sessions.superseded(identity.tenant, prompt.blocks[-1])
+            identity = inferred(identity, session_id)
         return RequestContext(head, now, timer, identity, session, prompt=prompt)
 
     # -- decide ------------------------------------------------------------------------------------
@@ -258,7 +273,7 @@ class Router:
         head, policy = context.head, str(self._routing.policy.name)
         if self._routing.allow_policy_header and (wanted := head.headers.get(names.POLICY_HEADER)):
             if wanted not in POLICIES:
-                problem = f"Unknown policy {wanted!r}, known are {', '.join(POLICIES)}"
+                problem = f"Unknown policy {wanted[:100]!r}, known are {', '.join(POLICIES)}"
                 refusal = Refusal(RefuseReason.BAD_REQUEST, f"{problem} - in {names.POLICY_HEADER}")
                 return self.lifecycle.refused(head, refusal, context.timer, context)
             policy = wanted
@@ -365,10 +380,10 @@ class Router:
 
     def _forced(self, context: RequestContext) -> Routed | Refusal:
         wanted = [a.strip() for a in context.head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
-        by_address = {e.endpoint.address: e for e in context.eligible}
-        chosen = [by_address[address] for address in wanted if address in by_address]
+        by_server = {e.endpoint.server: e for e in context.eligible}
+        chosen = [by_server[server] for server in wanted if server in by_server]
         if not chosen:
-            message = f"None of {', '.join(wanted)} is a ready endpoint of the pool"
+            message = f"None of {', '.join(wanted)[:200]} is a ready endpoint of the pool"
             refusal = Refusal(RefuseReason.NO_ENDPOINT, message)
             return self.lifecycle.refused(context.head, refusal, context.timer, context)
         return self.lifecycle.unprompted(context, chosen, Reason.FORCED)
@@ -382,6 +397,7 @@ class Router:
     def plan_moves(self) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`."""
         self.planner.plan(self._clock())
+        self.handing_over.planned()
 
 
 def new_router(
@@ -397,20 +413,35 @@ def new_router(
     conformance: bool = False,
 ) -> Router:
     """A router with all its parts."""
-    candidates = CandidateBuilder(state)
-    planner = Planner(LiveFacts(state))
+    candidates, handoffs = CandidateBuilder(state), Handoffs()
+    facts = LiveFacts(state, handoffs)
+    planner = Planner(facts)
+    handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
     return Router(
         pool,
         state,
         tokenizer,
         candidates,
         planner,
-        Lifecycle(state, candidates, planner, observer, clock, wall_clock),
+        Lifecycle(state, candidates, planner, handing_over, observer, clock, wall_clock),
+        handing_over,
         clock=clock,
         stopwatch=stopwatch,
         rng=rng or Random(),
         conformance=conformance,
     )
+
+
+def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
+    """The endpoints of one server: itself, or its data-parallel ranks, which publish their own events."""
+    place = topology.place(spec.node)
+    rest = spec.ready, spec.draining, spec.bootstrap
+    if len(spec.events) < 2:
+        return [Endpoint(spec.address, place, spec.events, spec.replay, *rest)]
+    return [
+        Endpoint(f"{spec.address}#{rank}", place, (url,), spec.replay[rank : rank + 1], *rest)
+        for rank, url in enumerate(spec.events)
+    ]
 
 
 def _wrong_slo(headers: Mapping[str, str]) -> str:

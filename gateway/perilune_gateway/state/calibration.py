@@ -12,7 +12,10 @@ source, which queue at the source's network card, or else those of the pool. Eve
    one observation, so a single observation never decides.
 3. Without new observations, ratios of transfers and of the store return to their prior, by half every
    HALF_LIFE_S seconds. A link that was slow, and is therefore not used, gets another chance.
-4. Predictions below LEAST_S seconds are ignored, because they measure overheads and not speed.
+4. An observation weighs p² / (p² + NOISE_S²), where p is the predicted time: a short one measures delays more
+   than speed, but many short ones together tell as much as a long one, so fast engines are learnt too.
+5. An endpoint counts as fast as the pool until its own prefills weigh ENOUGH, so that one delayed event does
+   not make it look slower than the others.
 
 The calibration also averages the seconds that a request decodes on an endpoint, with the same gain. Time is
 an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
@@ -28,7 +31,9 @@ from perilune_gateway.model import H20_30B, EngineModel
 LOW, HIGH = 0.1, 30.0
 GAIN = 0.1
 HALF_LIFE_S = 600.0
-LEAST_S = 0.05
+NOISE_S = 0.01
+"""Typical error of an observed time: delayed events, scheduling, work that other requests share."""
+ENOUGH = 3.0
 SPEED_S = 10.0
 """Seconds for which a computed speed is reused. What was learned fades by about 1 % in this time."""
 
@@ -68,6 +73,8 @@ class Ratio:
     _weight: float = 0.0
     """Sum of the observations' weights; the prior has the rest, 1 − _weight."""
     _at: float = 0.0
+    _told: float = 0.0
+    """Sum of the observations' weights by point 4, each 1 at most."""
     count: int = 0
 
     def at(self, now: float, prior: float = 1.0) -> float:
@@ -77,11 +84,13 @@ class Ratio:
 
     def observe(self, observed_s: float, predicted_s: float, now: float) -> None:
         """Add an observation. `predicted_s` is the prediction without correction."""
-        if predicted_s < LEAST_S:
+        if predicted_s <= 0.0:
             return
         seen = min(HIGH, max(LOW, observed_s / predicted_s))
+        telling = predicted_s**2 / (predicted_s**2 + NOISE_S**2)
         self.count += 1
-        gain = max(GAIN, 1.0 / (self.count + 1))
+        self._told += telling
+        gain = telling * max(GAIN, 1.0 / (self._told + 1.0))
         kept = self._left(now) * (1.0 - gain)
         self._learned = self._learned * kept + seen * gain
         self._weight = self._weight * kept + gain
@@ -91,6 +100,10 @@ class Ratio:
         """Return the share of the learned value that has not faded."""
         left: float = 0.5 ** (max(0.0, now - self._at) / self.half_life_s)
         return left
+
+    def of_one(self, now: float, pool: float) -> float:
+        """Return the ratio of one endpoint of a pool that has the ratio `pool`."""
+        return self.at(now, pool) if self._told >= ENOUGH else pool
 
     def stats(self, now: float, prior: float = 1.0) -> RatioStats:
         return RatioStats(self.at(now, prior), self.count, now - self._at if self.count else 0.0)
@@ -183,10 +196,10 @@ class Calibration:
     # -- questions ---------------------------------------------------------------------------------
 
     def prefill_ratio(self, address: str, now: float) -> float:
-        return self._known(address).prefill.at(now, self._pool.prefill.at(now))
+        return self._known(address).prefill.of_one(now, self._pool.prefill.at(now))
 
     def ttft_ratio(self, address: str, now: float) -> float:
-        return self._known(address).ttft.at(now, self._pool.ttft.at(now))
+        return self._known(address).ttft.of_one(now, self._pool.ttft.at(now))
 
     def store_ratio(self, address: str, now: float) -> float:
         return self._known(address).store.at(now, self._pool.store.at(now))

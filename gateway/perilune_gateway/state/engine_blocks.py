@@ -3,29 +3,32 @@
 An engine's hash depends on its algorithm and seed, so the gateway uses it only as a name. It computes its own
 hashes from the token ids in the events:
 
-1. *Stored on the device*: look up our hash of the parent by its name (without a parent, take the root for the
-   LoRA adapter and the cache salt), compute the chain over the tokens and multimodal keys, add the blocks to
-   the index, and remember their names.
-2. *Stored elsewhere* (`CPU` is host memory, `cpu` is Mooncake's shared store): look the blocks up by name,
-   because these events may lack tokens, parent and extra keys. The device has announced the names before.
-   Such events have no parents; their blocks are assumed to follow each other.
+1. *Stored on the device, full attention*: look up our hash of the parent by its name (without a parent, take
+   the root for the LoRA adapter and the cache salt), compute the chain over the tokens and multimodal keys,
+   add the blocks to the index, and remember their names.
+2. *Stored elsewhere*, and in groups that keep only the last blocks of a prompt: look the blocks up by name,
+   because these events lack tokens or have those of other blocks too. The rows may come in any order.
 3. *Removed* and *cleared*: look the blocks up by name. A name outlives its block, because the engine may
    still announce children of the block, or a copy in the store.
+4. A block *waits* if its parent or its name is not known, for example because the gateway has started after
+   the engine. Once it is learnt, from any endpoint, the block and its descendants join the index. At most
+   `max_waiting` blocks wait; the oldest are dropped.
 
 A name means the same block in the whole pool. When there are more than `max_names`, names of blocks that no
-endpoint caches are forgotten (see `block_names`). Events that cannot be used are counted by `Unused` and
-dropped, so the index never claims more than an engine caches.
+endpoint caches are forgotten (see `block_names`). Blocks that cannot be used are counted by `Unused` and
+dropped, so the index never claims more than an engine caches. `_learn` is the one place that sees the tokens
+of every block that becomes known.
 
-Costs about 1.3 µs per stored block of 16 tokens and 1 µs per removed block. Raises no errors.
+Costs about 1.3 µs per stored block of 16 tokens and 1 µs per removed block.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -33,12 +36,20 @@ import msgspec
 from perilune_gateway.model import Tier
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from perilune_gateway.request import block_hashes as blocks
-from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
-from perilune_gateway.state.prefix_index.block_names import Names
+from perilune_gateway.state.block_names import Names
+from perilune_gateway.state.prefix_index import FULL, Group, PrefixIndex
+from perilune_gateway.state.store_claims import StoreClaims
 
 STORE_MEDIUM = "cpu"
-"""Medium that vLLM's MooncakeStoreConnector sends, in lower case. It never announces removals."""
-_TIERS = {"": Tier.DEVICE, "gpu": Tier.DEVICE, "CPU": Tier.HOST, STORE_MEDIUM: Tier.STORE}
+"""Medium that vLLM's MooncakeStoreConnector sends, in lower case. It never announces removals. vLLM's own
+offloading sends `CPU`."""
+_DEVICE, _HOST, _SHARED = {"", "gpu"}, {"cpu"}, {"disk", "storage"}
+"""Media in lower case. What is on disk is the store's, where the pool has one."""
+_FULL_ATTENTION = {None, "full_attention", "mla_attention", "sink_full_attention"}
+"""Kinds of KV cache groups whose prefixes need all of their blocks. Old engines name no kind."""
+_WINDOWS = {"sliding_window", "sliding_window_mla"}
+_STATES = {"mamba"}
+"""Kinds of groups whose prefixes need one state, of their last block."""
 _64_BITS = (1 << 64) - 1
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -47,45 +58,63 @@ class Unused(StrEnum):
     """Why an announced block or removal did not change the index."""
 
     UNKNOWN_PARENT = "unknown_parent"
+    """The parent stayed unknown for too long, see `EngineBlocks.waiting`."""
     UNKNOWN_BLOCK = "unknown_block"
-    """The block's name was not announced for any device before."""
+    """A removed block was not announced before, or a stored one's name stayed unknown for too long."""
     BLOCK_SIZE = "block_size"
-    """The block size is not the pool's."""
+    """The block size is neither the pool's nor a multiple of it."""
     MALFORMED = "malformed"
     """The token ids are invalid or do not match the number of blocks."""
     GROUP = "group"
-    """The block belongs to another KV cache group than the first (hybrid models)."""
+    """The kind of the KV cache group is not known, see `EngineBlocks.strange_groups`."""
     MEDIUM = "medium"
     """The medium is not a tier of this pool (disk, or a store that the pool does not have)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(msgspec.Struct, frozen=True, gc=False):
     """The changes that one event made."""
 
     endpoint: str
     tier: Tier = Tier.DEVICE
     parent: int = 0
     """Our hash of the block before the first stored one, or the root of the chain. Only for the device."""
-    stored: tuple[int, ...] = ()
-    """Our hashes of the stored blocks, in prompt order."""
+    stored: Sequence[int] = ()
+    """Our hashes of the stored blocks, on the device in prompt order."""
     removed: int = 0
     """Number of removed blocks."""
     cleared: bool = False
     """Whether the cache was emptied."""
     session_id: str = ""
     """Session id that the client sent to the engine; mostly empty."""
-    rank: int = 0
-    """Data-parallel rank of the engine."""
     unused: int = 0
-    """Number of blocks in the event that changed nothing, see `EngineBlocks.unused`."""
+    """Number of blocks in the event that changed nothing yet."""
+
+
+_Holding = tuple[str, Tier, Group]
+"""(endpoint, tier, KV cache group) of a block that waits."""
+
+
+class _Waiting(msgspec.Struct, gc=False):
+    """A block whose hash cannot be computed yet."""
+
+    holdings: dict[_Holding, None]
+    parent: int | None = None
+    """Name of the block before it; None: not known."""
+    tokens: array[int] = array("I")
+    extra: tuple[bytes | None, ...] = ()
 
 
 class EngineBlocks:
     """Applies one pool's KV events and keeps the names of its blocks."""
 
     def __init__(
-        self, index: PrefixIndex, block_size: int, *, store: bool, max_names: int = 2_000_000
+        self,
+        index: PrefixIndex,
+        block_size: int,
+        *,
+        store: bool,
+        max_names: int = 2_000_000,
+        max_waiting: int = 65_536,
     ) -> None:
         """`store`: whether the pool shares a KV store. `max_names` should be at least twice the index's
         `max_blocks`, so that the names of cached blocks are kept."""
@@ -93,7 +122,19 @@ class EngineBlocks:
         self._block_size = block_size
         self._store = store
         self._names = Names(max_names)
+        self._claims = StoreClaims(index.__contains__, max_names)
+        self._max_waiting = max_waiting
+        self._waits: dict[int, _Waiting] = {}
+        """Name → block that waits, in the order in which they came."""
+        self._children: dict[int, list[int]] = {}
+        """Name → names of the blocks that wait for it."""
+        self.waiting: Counter[str] = Counter()
+        """Endpoint → number of its blocks that wait."""
+        self.strange_groups: dict[str, str] = {}
+        """Endpoint → a kind of KV cache group that this version does not know."""
         self.unused: Counter[Unused] = Counter()
+        self.emptied_at: dict[str, float] = {}
+        """Endpoint → when all that was known of its cache was last forgotten."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -101,84 +142,223 @@ class EngineBlocks:
     def widen(self, max_names: int) -> None:
         """Raise the limit to at least `max_names`, because the pool has grown."""
         self._names.widen(max_names)
+        self._claims.max_blocks = max(self._claims.max_blocks, max_names)
 
-    def ours(self, name: BlockHash) -> int | None:
-        """Return our hash of an engine's block, or None if the name is unknown."""
-        return self._names.get(_key(name))
+    def segments(self, names: frozenset[str]) -> None:
+        """The store has these segments (`host:port`) now: forget the blocks that it has lost with others."""
+        self._index.lost(self._claims.seen(names))
 
-    def apply(self, endpoint: str, event: Event, now: float, rank: int = 0) -> Applied:
+    def apply(self, endpoint: str, event: Event, now: float) -> Applied:
         """Apply one event to the index."""
         if isinstance(event, AllBlocksCleared):
-            self._index.cleared(endpoint, rank)
-            return Applied(endpoint, cleared=True, rank=rank)
-        tier = _TIERS.get(_medium(event.medium))
-        if tier is None or (tier is Tier.STORE and not self._store):
-            return self._skip(endpoint, event, rank, Unused.MEDIUM)
-        if event.group_idx:
-            return self._skip(endpoint, event, rank, Unused.GROUP)
+            return self.reset(endpoint, now)
+        tier = _tier(event.medium or "", self._store)
+        if tier is None:
+            return self._skip(endpoint, event.block_hashes, Unused.MEDIUM)
         if isinstance(event, BlockRemoved):
-            return self._removed(endpoint, tier, event, rank)
-        if tier is Tier.DEVICE:
-            return self._on_device(endpoint, event, now, rank)
-        return self._elsewhere(endpoint, tier, event, now, rank)
+            return self._removed(endpoint, tier, event)
+        if tier is not Tier.DEVICE:
+            return self._by_name((endpoint, tier, FULL), event, now)
+        if not event.block_size or event.block_size % self._block_size:
+            return self._skip(endpoint, event.block_hashes, Unused.BLOCK_SIZE)
+        group = self._group(event)
+        if group is None:
+            self.strange_groups[endpoint] = (
+                event.kv_cache_spec_kind or f"group {event.group_idx} without a kind"
+            )
+            return self._skip(endpoint, event.block_hashes, Unused.GROUP)
+        if group.window and len(event.token_ids) != len(event.block_hashes) * event.block_size:
+            return self._by_name((endpoint, tier, group), event, now)
+        return self._on_device((endpoint, tier, group), event, now)
 
-    def reset(self, endpoint: str, rank: int) -> Applied:
-        """Forget what this rank caches, because its feed starts again."""
-        self._index.cleared(endpoint, rank)
-        return Applied(endpoint, cleared=True, rank=rank)
+    def reset(self, endpoint: str, now: float) -> Applied:
+        """Forget what this endpoint caches: its cache was emptied, or its feed starts again."""
+        self._index.forget(endpoint)
+        self.emptied_at[endpoint] = now
+        self.strange_groups.pop(endpoint, None)
+        if self.waiting.pop(endpoint, 0):
+            for name, waits in list(self._waits.items()):
+                waits.holdings = {of: None for of in waits.holdings if of[0] != endpoint}
+                if not waits.holdings:
+                    self._stop_waiting(name)
+        return Applied(endpoint, cleared=True)
 
-    # ----------------------------------------------------------------------------------------------
+    def learns(self, endpoint: str) -> bool:
+        """Whether blocks of the endpoint wait for what it has stored before and could tell again. Not for
+        hybrid models: what they tell again are also blocks of sliding windows that they no longer have."""
+        return self.waiting[endpoint] > 0 and not self._index.is_hybrid(endpoint)
 
-    def _on_device(self, endpoint: str, event: BlockStored, now: float, rank: int) -> Applied:
-        if event.block_size != self._block_size:
-            return self._skip(endpoint, event, rank, Unused.BLOCK_SIZE)
-        if len(event.token_ids) != len(event.block_hashes) * self._block_size:
-            return self._skip(endpoint, event, rank, Unused.MALFORMED)
+    def forget(self, endpoint: str) -> None:
+        """Forget an endpoint that left the pool."""
+        self.reset(endpoint, 0.0)
+        del self.emptied_at[endpoint]
+
+    # -- stored ------------------------------------------------------------------------------------
+
+    def _group(self, event: BlockStored) -> Group | None:
+        """The event's KV cache group; None if it is not understood."""
+        kind, number, size = event.kv_cache_spec_kind, event.group_idx or 0, event.block_size
+        window, stride = event.kv_cache_spec_sliding_window, size // self._block_size
+        if kind in _FULL_ATTENTION and (kind or not number):
+            return Group(number, 0, stride)
+        if kind in _WINDOWS and window:
+            return Group(number, max(1, ceil((window - 1) / size)), stride)
+        return Group(number, 1, stride) if kind in _STATES else None
+
+    def _on_device(self, of: _Holding, event: BlockStored, now: float) -> Applied:
+        endpoint, _, group = of
+        size, names = event.block_size, _keys(event.block_hashes)
+        if len(event.token_ids) != len(names) * size:
+            return self._skip(endpoint, names, Unused.MALFORMED)
         salt, extra = _extra(event)
-        if event.parent_block_hash is None:
-            parent = blocks.prefix_root(lora_of(event), salt)
-        else:
-            known = self._names.get(_key(event.parent_block_hash))
-            if known is None:
-                return self._skip(endpoint, event, rank, Unused.UNKNOWN_PARENT)
-            parent = known
+        above = None if event.parent_block_hash is None else _key(event.parent_block_hash)
+        parent = blocks.prefix_root(lora_of(event), salt) if above is None else self._names.get(above)
+        if parent is None:
+            assert above is not None
+            return self._wait_for_parent(of, above, names, event, extra)
         try:
-            ours = blocks.chain(event.token_ids, self._block_size, parent, extra)
+            ours = self._learn(parent, names, event.token_ids, group.stride, extra)
         except (ValueError, TypeError):
-            return self._skip(endpoint, event, rank, Unused.MALFORMED)
-        self._names.enter(_keys(event.block_hashes), ours)
-        before = FIRST if event.parent_block_hash is None else parent
-        self._index.stored(endpoint, Tier.DEVICE, ours, now, rank, before)
+            return self._skip(endpoint, names, Unused.MALFORMED)
+        self._index.stored(endpoint, Tier.DEVICE, ours, now, group)
+        self._join(names, now)
         self._names.shrink(self._index.__contains__)
-        return Applied(
-            endpoint, Tier.DEVICE, parent, tuple(ours), session_id=event.session_id or "", rank=rank
-        )
+        told = () if group.window else ours  # the group with full attention tells it too
+        return Applied(endpoint, Tier.DEVICE, parent, told, session_id=event.session_id or "")
 
-    def _elsewhere(self, endpoint: str, tier: Tier, event: BlockStored, now: float, rank: int) -> Applied:
-        named, unused = self._by_name(event.block_hashes)
-        ours = list(dict.fromkeys(named))
-        self._index.stored(endpoint, tier, ours, now, rank)
-        return Applied(
-            endpoint, tier, stored=tuple(ours), session_id=event.session_id or "", rank=rank, unused=unused
-        )
+    def _learn(
+        self,
+        parent: int,
+        names: Sequence[int],
+        token_ids: Sequence[int],
+        stride: int,
+        extra: Sequence[bytes | None] | None,
+    ) -> list[int]:
+        """Compute our hashes of blocks that follow `parent`, and remember their names. Raises ValueError."""
+        if extra and stride > 1:  # the keys of an engine's block separate its end
+            extra = [keys if n == stride - 1 else None for keys in extra for n in range(stride)]
+        ours = blocks.chain(token_ids, self._block_size, parent, extra)[stride - 1 :: stride]
+        self._names.enter(names, ours)
+        return ours
 
-    def _removed(self, endpoint: str, tier: Tier, event: BlockRemoved, rank: int) -> Applied:
-        ours, unused = self._by_name(event.block_hashes)
+    def _by_name(self, of: _Holding, event: BlockStored, now: float) -> Applied:
+        """Note blocks that are known by their names. The others wait."""
+        endpoint, tier, group = of
+        names = _keys(event.block_hashes)
+        named = [(name, self._names.get(name)) for name in names]
+        ours = list(dict.fromkeys(block for _, block in named if block is not None))
+        self._stored(endpoint, tier, ours, now, group)
+        late = [name for name, block in named if block is None]
+        for name in late:
+            self._wait(name, of, _Waiting({}))
+        return Applied(endpoint, tier, stored=() if group.window else ours, unused=len(late))
+
+    def _stored(self, endpoint: str, tier: Tier, ours: Sequence[int], now: float, group: Group) -> None:
+        self._index.stored(endpoint, tier, ours, now, group)
+        if tier is Tier.STORE:
+            self._claims.stored(endpoint, ours)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait_for_parent(
+        self,
+        of: _Holding,
+        above: int,
+        names: Sequence[int],
+        event: BlockStored,
+        extra: Sequence[bytes | None] | None,
+    ) -> Applied:
+        size = event.block_size
+        try:
+            tokens = array("I", event.token_ids)
+        except (OverflowError, TypeError):
+            return self._skip(of[0], names, Unused.MALFORMED)
+        for at, name in enumerate(names):
+            keys = (extra[at],) if extra else ()
+            self._wait(name, of, _Waiting({}, above, tokens[at * size : (at + 1) * size], keys))
+            above = name
+        return Applied(of[0], unused=len(names))
+
+    def _wait(self, name: int, of: _Holding, block: _Waiting) -> None:
+        known = self._waits.setdefault(name, block)
+        if known.parent is None and block.parent is not None:
+            known.parent, known.tokens, known.extra = block.parent, block.tokens, block.extra
+        if known.parent is not None and name not in (siblings := self._children.setdefault(known.parent, [])):
+            siblings.append(name)
+        if of not in known.holdings:
+            known.holdings[of] = None
+            self.waiting[of[0]] += 1
+        while len(self._waits) > self._max_waiting:
+            oldest = next(iter(self._waits))
+            why = Unused.UNKNOWN_BLOCK if self._waits[oldest].parent is None else Unused.UNKNOWN_PARENT
+            self.unused[why] += 1
+            self._stop_waiting(oldest)
+
+    def _stop_waiting(self, name: int) -> _Waiting | None:
+        block = self._waits.pop(name, None)
+        if block is None:
+            return None
+        for endpoint, _, _ in block.holdings:
+            self.waiting[endpoint] -= 1
+            if self.waiting[endpoint] <= 0:
+                del self.waiting[endpoint]
+        if block.parent is not None and (siblings := self._children.get(block.parent)):
+            siblings.remove(name)
+            if not siblings:
+                del self._children[block.parent]
+        return block
+
+    def _join(self, names: Iterable[int], now: float) -> None:
+        """These names are known now: blocks that waited for them join the index, then their children."""
+        if not self._waits:
+            return
+        learnt = list(names)
+        for name in learnt:  # grows
+            ours = self._names.get(name)
+            if ours is None:
+                continue
+            if waited := self._stop_waiting(name):
+                for endpoint, tier, group in waited.holdings:
+                    self._stored(endpoint, tier, (ours,), now, group)
+            for child in tuple(self._children.get(name, ())):
+                block = self._waits[child]
+                stride = len(block.tokens) // self._block_size
+                self._learn(ours, (child,), block.tokens, stride, block.extra or None)
+                learnt.append(child)
+
+    # -- removed, and what cannot be used ----------------------------------------------------------
+
+    def _removed(self, endpoint: str, tier: Tier, event: BlockRemoved) -> Applied:
+        number = event.group_idx or 0
+        ours, unknown = [], 0
+        for name in _keys(event.block_hashes):
+            block = self._names.get(name)
+            if block is not None:
+                ours.append(block)
+            elif not self._removed_while_waiting(name, endpoint, tier, number):
+                unknown += 1
+        if unknown:
+            self.unused[Unused.UNKNOWN_BLOCK] += unknown
         if tier is not Tier.STORE:  # the store is shared, so an engine's removal does not empty it
-            self._index.removed(endpoint, tier, ours, rank)
-        return Applied(endpoint, tier, removed=len(ours), rank=rank, unused=unused)
+            self._index.removed(endpoint, tier, ours, number)
+        return Applied(endpoint, tier, removed=len(ours), unused=unknown)
 
-    def _by_name(self, names: Sequence[BlockHash]) -> tuple[list[int], int]:
-        get = self._names.get
-        ours = [block for name in _keys(names) if (block := get(name)) is not None]
-        unused = len(names) - len(ours)
-        if unused:
-            self.unused[Unused.UNKNOWN_BLOCK] += unused
-        return ours, unused
+    def _removed_while_waiting(self, name: int, endpoint: str, tier: Tier, number: int) -> bool:
+        block = self._waits.get(name)
+        if block is None:
+            return False
+        gone = [of for of in block.holdings if (of[0], of[1], of[2].number) == (endpoint, tier, number)]
+        if len(gone) == len(block.holdings):
+            self._stop_waiting(name)
+            return True
+        for of in gone:
+            del block.holdings[of]
+            self.waiting[endpoint] -= 1
+        return bool(gone)
 
-    def _skip(self, endpoint: str, event: BlockStored | BlockRemoved, rank: int, why: Unused) -> Applied:
-        self.unused[why] += len(event.block_hashes)
-        return Applied(endpoint, rank=rank, unused=len(event.block_hashes))
+    def _skip(self, endpoint: str, names: Sequence[BlockHash], why: Unused) -> Applied:
+        self.unused[why] += len(names)
+        return Applied(endpoint, unused=len(names))
 
 
 def lora_of(event: BlockStored) -> str:
@@ -249,8 +429,11 @@ def _keys(names: Sequence[BlockHash]) -> Sequence[int]:
         return [_key(name) for name in names]
 
 
-def _medium(medium: str | None) -> str:
-    """Return the medium, with `GPU` in lower case. `CPU` and `cpu` are different media."""
-    if medium is None:
-        return ""
-    return "gpu" if medium.lower() == "gpu" else medium
+def _tier(medium: str, store: bool) -> Tier | None:
+    """Return the tier that a medium names in a pool with or without a store; None if it has none."""
+    kind = medium.lower()
+    if kind in _DEVICE:
+        return Tier.DEVICE
+    if medium == STORE_MEDIUM or kind in _SHARED:
+        return Tier.STORE if store else None
+    return Tier.HOST if kind in _HOST else None

@@ -3,19 +3,22 @@
 The load of an endpoint is made of the requests that this gateway sent to it and that have not ended (`start`
 to `finish`), corrected by the engine's metrics. Pending prefill is counted in tokens and seconds. It ends
 with the first of these: a KV event with the prompt's last block (`blocks_stored`), the head of an answer that
-is not streamed (`prefill_done`), or the end of the request (`finish`, which raises KeyError if called twice).
+is not streamed (`prefill_done`), the predicted time where no event is expected (`expect_prefilled`), or the
+end of the request (`finish`, which raises KeyError if called twice).
 `progress` releases it in steps where KV events only show a session's growth.
 
 An endpoint is ready until it is suspected dead: Envoy used another endpoint, a connection failed (`suspect`),
 or two scrapes in a row failed. It is ready again after its next good scrape, or after SUSPECT_S seconds if
-its metrics are not scraped. If no endpoint is left, `with_silent` admits those whose metrics alone fail,
+its metrics are not scraped. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail,
 because engines that are too busy to answer scrapes may still serve.
 
-`view` and `recent` change no endpoint and cost O(endpoints); `recent` reuses what has not changed.
+`view` and `recent` only release prefills whose predicted time is over, and cost O(endpoints); `recent` reuses
+what has not changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
@@ -43,6 +46,8 @@ class EndpointView(NamedTuple):
     load: Load
     seconds_since_move: float
     links: Mapping[str, Link]
+    ejected: str = ""
+    """Why the endpoint is ejected; empty if it is not, or if it would not be ready anyway."""
 
 
 class _InFlight(Struct, gc=False):
@@ -73,6 +78,8 @@ class _State:
     metrics_at: float = -inf
     failed_scrapes: int = 0
     """Number of scrapes that failed in a row."""
+    ejected: str = ""
+    """Why it is ejected; empty if it is not."""
     position: int = 0
     """Position in the pool's order."""
 
@@ -87,6 +94,8 @@ class Fleet:
         self._awaited: dict[tuple[str, int], list[int]] = {}
         """(address, last block of a prompt) → tickets of the requests whose prefill that block's event
         ends."""
+        self._expected: list[tuple[float, int]] = []
+        """(time, ticket) of prefills that end at a predicted time; a heap."""
         self._recent: list[EndpointView] = []
         """Last result of `recent`; replaced, never changed in place."""
         self._recent_until = -inf
@@ -113,6 +122,9 @@ class Fleet:
         self._recent_until = -inf
         return [address for address in old if address not in wanted]
 
+    def __len__(self) -> int:
+        return len(self._states)
+
     def addresses(self) -> list[str]:
         return list(self._states)
 
@@ -123,14 +135,28 @@ class Fleet:
         state = self._states.get(address)
         return state.endpoint if state else None
 
+    def link(self, target: str, source: str) -> Link | None:
+        """Return the link from `source` to `target`; None if one of them is unknown."""
+        state = self._states.get(target)
+        return state.links.get(source) if state else None
+
+    def takes_sessions(self, address: str, now: float) -> bool:
+        """Whether sessions may be bound to the endpoint: it is ready and does not drain."""
+        state = self._states.get(address)
+        if state is None or not state.endpoint.ready or state.endpoint.draining:
+            return False
+        return not self._is_suspect(state, now)
+
     def view(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
         """Return every endpoint with its load, in the pool's order. `sessions` maps addresses to the number
         of sessions bound there."""
+        self._release(now)
         return [self._view(state, now, sessions.get(address, 0)) for address, state in self._states.items()]
 
     def recent(self, now: float, sessions: Mapping[str, int] = MappingProxyType({})) -> list[EndpointView]:
         """Return what `view` returns, with entries of unchanged endpoints up to RECENT_S old. The caller must
         report changes of `sessions` with `sessions_changed`."""
+        self._release(now)
         if now >= self._recent_until:
             self._recent_until = now + RECENT_S
             self._recent = [
@@ -157,15 +183,30 @@ class Fleet:
             and now - state.unreached_at >= SUSPECT_S
         }
 
-    def with_silent(self, views: Sequence[EndpointView], now: float) -> list[EndpointView]:
-        """Return `views` with the silent endpoints marked as ready."""
+    def as_last_resort(self, views: Sequence[EndpointView], now: float) -> list[EndpointView]:
+        """Return `views` with the silent and the ejected endpoints marked as ready."""
         silent = self.silent(now)
         return [
-            view._replace(endpoint=replace(view.endpoint, ready=True))
-            if view.endpoint.address in silent
+            view._replace(endpoint=replace(view.endpoint, ready=True), ejected="")
+            if view.ejected or view.endpoint.address in silent
             else view
             for view in views
         ]
+
+    def usable(self, now: float) -> set[str]:
+        """Return the endpoints to which a new session may go."""
+        return {
+            address
+            for address, state in self._states.items()
+            if state.endpoint.ready
+            and not (state.endpoint.draining or state.ejected or self._is_suspect(state, now))
+        }
+
+    def set_ejected(self, address: str, cause: str) -> None:
+        """Record why the endpoint is ejected; with an empty cause, that it is not any more."""
+        if state := self._states.get(address):
+            state.ejected = cause
+            self._changed.add(address)
 
     def _look(self, state: _State, now: float, sessions: int) -> EndpointView:
         view = self._view(state, now, sessions)
@@ -200,9 +241,11 @@ class Fleet:
             pool,
         )
         endpoint = state.endpoint
-        if endpoint.ready and self._is_suspect(state, now):
+        ejected = ""
+        if endpoint.ready and (state.ejected or self._is_suspect(state, now)):
             endpoint = replace(endpoint, ready=False)
-        return EndpointView(endpoint, load, now - state.moved_at, state.links)
+            ejected = "" if self._is_suspect(state, now) else state.ejected
+        return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected)
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -277,10 +320,18 @@ class Fleet:
                 del self._awaited[request.address, request.awaited]
         request.awaited = 0
 
+    def expect_prefilled(self, ticket: int, at: float) -> None:
+        """The request's prefill counts as done at the time `at`, if nothing ended it before."""
+        heappush(self._expected, (at, ticket))
+
+    def _release(self, now: float) -> None:
+        while self._expected and self._expected[0][0] <= now:
+            self.prefill_done(heappop(self._expected)[1])
+
     def served_by(self, ticket: int, address: str) -> None:
         """Move the request's load to the endpoint that Envoy used instead of the first one."""
         request = self._requests[ticket]
-        tokens = request.tokens
+        tokens, awaited = request.tokens, request.awaited
         self.finish(ticket)
         self.start(
             ticket,
@@ -288,6 +339,7 @@ class Fleet:
             uncached_tokens=tokens,
             prefill_s=request.total_s,
             context_tokens=request.context_tokens,
+            last_block=awaited,
         )
 
     def finish(self, ticket: int) -> None:
@@ -303,6 +355,10 @@ class Fleet:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
 
+    def runs(self, ticket: int) -> bool:
+        """Whether this request has started and not ended."""
+        return ticket in self._requests
+
     @property
     def in_flight(self) -> int:
         """Number of requests that have started and not ended."""
@@ -312,6 +368,11 @@ class Fleet:
         """Return the result of the endpoint's last good scrape, or None."""
         state = self._states.get(address)
         return state.metrics if state else None
+
+    def metrics_at(self, address: str) -> float:
+        """Return when the endpoint's last good scrape was, in monotonic seconds; -inf: never."""
+        state = self._states.get(address)
+        return state.metrics_at if state else -inf
 
     # -- observations ------------------------------------------------------------------------------
 

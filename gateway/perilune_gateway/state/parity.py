@@ -118,7 +118,8 @@ class ParityCheck:
         return None
 
     def heard(self, endpoint: str, lag_s: float) -> None:
-        """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one."""
+        """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one,
+        and while blocks of the endpoint are not used because their parents are unknown."""
         state = self._endpoints.get(endpoint)
         if state is None:
             state = self._endpoints[endpoint] = _Endpoint()

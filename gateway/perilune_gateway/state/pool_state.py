@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import EngineModel
+from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.calibration import Calibration
+from perilune_gateway.state.connectors import Connectors
+from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -33,6 +36,10 @@ class PoolState:
     index: PrefixIndex
     calibration: Calibration
     parity: ParityCheck
+    ejection: Ejection
+    block_tokens: BlockTokens
+    connectors: Connectors
+    block_size: int
 
     @classmethod
     def of(cls, pool: Pool, engine: EngineModel = EngineModel()) -> PoolState:  # noqa: B008
@@ -46,7 +53,12 @@ class PoolState:
         )
         return cls(
             fleet,
-            Sessions(keys.max_sessions, keys.idle_seconds, on_rebound=fleet.sessions_changed),
+            Sessions(
+                keys.max_sessions,
+                keys.idle_seconds,
+                on_rebound=fleet.sessions_changed,
+                max_blocks=index_blocks(pool),
+            ),
             PrefixIndex(index_blocks(pool), SPECULATIVE_TTL_S, claims_per_endpoint=_kv_blocks(pool)),
             Calibration(believed),
             ParityCheck(
@@ -54,27 +66,52 @@ class PoolState:
                 spec.engine.block_size,
                 lora_paths={lora.name: lora.path for lora in spec.model.loras},
             ),
+            Ejection(spec.routing.ejection, on_change=fleet.set_ejected),
+            BlockTokens(spec.engine.block_size),
+            Connectors(),
+            spec.engine.block_size,
         )
 
+    def judge(self, now: float) -> None:
+        """Eject the endpoints that fail or hang. Costs O(requests that wait for their first token)."""
+        self.ejection.judge(now, lambda: self.fleet.usable(now), len(self.fleet))
+
     def held_tokens(self, session: Session, now: float) -> int:
-        """Return how many tokens of the session's context its host still caches: all up to its last known
-        block, or none if that block was evicted."""
+        """Return how many tokens of the session's context its host still caches: the longest prefix of its
+        chain that is still held. Engines evict its last blocks first."""
         endpoint = self.fleet.get(session.host)
         if not (endpoint and endpoint.events):
-            return session.tail_tokens
-        return session.tail_tokens if self.index.holds(session.host, session.tail, now) else 0
+            return max(session.unblocked_tokens, len(session.chain) * self.block_size)
+        return self.index.leading(session.host, session.chain, now) * self.block_size
+
+    def knows(self, session: Session, body_bytes: int) -> bool:
+        """Whether the headers of a turn with a body of this length suffice to tell what its host caches. They
+        do not if the chain is not known although the host announces blocks, nor if the body is shorter than
+        the last one: then it was rewritten, and may differ from it anywhere."""
+        endpoint = self.fleet.get(session.host)
+        chained = session.chain or not (endpoint and endpoint.events)
+        return bool(chained) and body_bytes >= session.body_bytes
+
+    def held_end(self, session: Session, now: float) -> tuple[int, int]:
+        """Return the last block of the session's context that its host still caches, as far as known, and the
+        tokens up to its end. (0, 0) if none is."""
+        held = self.index.leading(session.host, session.chain, now)
+        return (session.chain[held - 1], held * self.block_size) if held else (0, 0)
 
     def forget(self, address: str) -> None:
         """Forget an endpoint that left the pool. The fleet has dropped it already."""
-        self.index.remove_endpoint(address)
+        self.index.forget(address)
         self.sessions.forget_host(address)
         self.calibration.forget(address)
+        self.ejection.forget(address)
         self.parity.forget(address)
+        self.connectors.forget(address)
 
 
 def index_blocks(pool: Pool) -> int:
     """Return the maximum number of blocks in the prefix index of this pool."""
-    return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * len(pool.spec.endpoints))
+    endpoints = sum(max(1, len(endpoint.events)) for endpoint in pool.spec.endpoints)
+    return max(MIN_INDEX_BLOCKS, INDEX_BLOCKS_PER_ENDPOINT * _kv_blocks(pool) * endpoints)
 
 
 def _kv_blocks(pool: Pool) -> int:

@@ -4,18 +4,20 @@ A session is identified by tenant and id. The number of sessions is bounded (the
 forgotten first), and an idle session expires. The gateway learns three things about a session:
 
 - *Bytes per token* of its bodies. They give an estimate for a turn whose body is not read.
-- The *tail*, the last block of its chain that its host caches. KV events move it forward (`blocks_stored`),
-  also during turns that were not read, which corrects the estimate. The *fork* is the end of its last prompt:
-  a chat template may render an answer differently in the next prompt (without its reasoning), so the chain
-  can continue there too.
+- The *chain*, the blocks of its context as far as they are known. KV events make it longer (`blocks_stored`),
+  also during turns that were not read, which corrects the estimate. What its host still caches of the chain
+  is a question for the prefix index. The *fork* is the end of its last prompt: a chat template may render an
+  answer differently in the next prompt (without its reasoning), so the chain can continue there too. At most
+  `max_blocks` blocks are kept; the chains that were used least recently are forgotten first.
 - The *prompt tail*, the last full block of the last prompt that was read. A later prompt without a session id
   that contains this block and is longer continues the session (`infer`). A prompt that ends with this block
   replaces it, because only the latest can be continued (`superseded`).
 
-`find`, `view` and `infer` change nothing. Every method costs O(1), except `infer`, which does one dict lookup
-per distinct length of the tenant's prompts, at most one per block of the prompt.
-"""
+`find`, `view` and `infer` change nothing. Every method costs O(1), except `blocks_stored`, which is O(blocks
+of the event) and copies the chain that it makes longer, and `infer`, which does one dict lookup per distinct
+length of the tenant's prompts, at most one per block of the prompt."""
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -25,6 +27,8 @@ from msgspec import Struct
 
 from perilune_gateway.model import Identity, SessionKey, SessionView
 
+EXPIRED_AT_ONCE = 32
+"""Maximum number of sessions that one request forgets, so that no request waits while many expire."""
 _SORTING = 4
 """Cost of sorting one length, in units of the cost of looking up one block."""
 
@@ -45,14 +49,12 @@ class Session(Struct, gc=False):
     """Bytes of its last body, whether read or not."""
     bytes_per_token: float = 0.0
     """Bytes per token of the last body that was read; 0: none was read."""
-    tail: int = 0
-    """Block hash of the tail; 0: unknown."""
-    tail_tokens: int = 0
-    """Number of tokens from the start to the end of the tail."""
+    chain: Sequence[int] = ()
+    """Block hashes of its context, from the start to the tail; empty: unknown."""
     fork: int = 0
-    """Block hash of the fork; 0: unknown."""
-    fork_tokens: int = 0
-    """Number of tokens from the start to the end of the fork."""
+    """Number of blocks of the chain up to the fork; 0: unknown."""
+    unblocked_tokens: int = 0
+    """Number of tokens that its host caches, if they have no block hashes."""
     unconfirmed: bool = False
     """Whether the last turn was not read and no KV event has continued the chain since."""
     prompt_tail: int = 0
@@ -63,8 +65,19 @@ class Session(Struct, gc=False):
     """Number of tokens of that prompt."""
     ticket: int = -1
     """Ticket of the latest request; -1: none."""
+    chained: bool = False
+    """Whether a request of it named an earlier response, which only its host's process has."""
+    came_from: str = ""
+    """The endpoint that handed its KV over to the host; empty: it did not come so."""
     inferred: bool = False
     """Whether the gateway inferred the session. Clients with equal prompts then share it."""
+    failures: int = 0
+    """Number of its latest requests, one after the other, that failed at its host."""
+
+    @property
+    def tail(self) -> int:
+        """The last block of the chain; 0: unknown."""
+        return self.chain[-1] if self.chain else 0
 
     def estimate_tokens(self, body_bytes: int, default_bytes_per_token: float) -> int:
         """Return the estimated number of tokens of an unread body.
@@ -120,10 +133,15 @@ class Sessions:
     """The sessions of a pool."""
 
     def __init__(
-        self, max_sessions: int, idle_s: float, on_rebound: Callable[[str], object] = lambda host: None
+        self,
+        max_sessions: int,
+        idle_s: float,
+        on_rebound: Callable[[str], object] = lambda host: None,
+        max_blocks: int = 4_000_000,
     ) -> None:
         """A session that was idle for more than `idle_s` seconds is forgotten. `on_rebound` is called with
-        every host whose number of sessions changes."""
+        every host whose number of sessions changes. `max_blocks`: of all chains."""
+        self.max_blocks = max_blocks
         self.max_sessions = max_sessions
         self.idle_s = idle_s
         self.evicted = 0
@@ -132,8 +150,12 @@ class Sessions:
         """All sessions, the least recently used first."""
         self._oldest_at = -inf
         """No session was last used before this time."""
-        self._by_tail: dict[int, Session] = {}
-        """Block hash of a tail or fork → its session."""
+        self._by_end: dict[int, Session] = {}
+        """Last block of a chain, or block at its fork → its session."""
+        self._chained: OrderedDict[SessionKey, Session] = OrderedDict()
+        """The sessions that have a chain, the one whose chain changed least recently first."""
+        self._blocks = 0
+        """Number of blocks of all chains."""
         self._prompts: dict[str, _Prompts] = {}
         """Tenant → the last prompts of its sessions."""
         self._hints: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -171,6 +193,7 @@ class Sessions:
             session.context_tokens,
             session.turns,
             parent.host if parent else "",
+            session.came_from,
         )
 
     def near_host(self, identity: Identity, hint: str, now: float) -> str:
@@ -228,15 +251,23 @@ class Sessions:
             self._expire(now)
 
     def bind(self, session: Session, host: str, now: float) -> None:
-        """Bind the session to `host`. Leaving another host counts as a move and resets the tail."""
+        """Bind the session to `host`. Leaving another host counts as a move."""
         if session.host and session.host != host:
             session.moved_at = now
             session.moves += 1
-            self._set_tail(session, 0, 0, fork=True)
+            session.unblocked_tokens = 0
         if session.host != host:
             self._leave(session)
             session.host = host
+            session.failures = 0
+            session.came_from = ""
             self._arrive(session)
+
+    def hand_over(self, session: Session, host: str, now: float) -> None:
+        """Bind the session to `host`, which got its KV from the present host."""
+        source = session.host
+        self.bind(session, host, now)
+        session.came_from = source
 
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """Record a turn whose body was read. `blocks` are the prompt's full blocks, empty if estimated."""
@@ -258,30 +289,36 @@ class Sessions:
         session.context_tokens, session.body_bytes = tokens, body_bytes
         session.unconfirmed = True
 
-    def cached(self, session: Session, tail: int, tail_tokens: int) -> None:
-        """Record that the host caches the session's prompt up to block `tail`, `tail_tokens` from the
-        start."""
-        if tail and tail == session.tail == session.fork and self._by_tail.get(tail) is session:
-            session.tail_tokens = session.fork_tokens = tail_tokens
-        else:
-            self._set_tail(session, tail, tail_tokens, fork=True)
+    def routed(self, session: Session, blocks: Sequence[int], unblocked_tokens: int = 0) -> None:
+        """Record that the session's prompt, which has these full blocks, was sent to its host. Without block
+        hashes, that its host will cache this many tokens."""
+        session.unblocked_tokens = unblocked_tokens
         session.unconfirmed = False
+        self._set_chain(session, blocks, len(blocks))
 
     def blocks_stored(
         self, host: str, parent: int, blocks: Sequence[int], block_size: int
     ) -> tuple[Session, int] | None:
-        """Record a KV event: `host` stored `blocks` after `parent`. If they continue a session on that host,
-        its tail moves forward. Returns that session and the tokens by which it grew, else None."""
-        session = self._by_tail.get(parent)
+        """Record a KV event: `host` stored `blocks` after `parent`. If they continue a session on that host
+        (its last blocks may come back with them), its chain grows. Returns that session and how many tokens
+        of its context were stored, else None."""
+        by_end, at = self._by_end, len(blocks) - 1
+        while at >= 0 and blocks[at] not in by_end:
+            at -= 1
+        end = blocks[at] if at >= 0 else parent
+        session = by_end.get(end)
         if session is None or session.host != host or not blocks:
             return None
-        grown = len(blocks) * block_size
-        reached = (session.tail_tokens if parent == session.tail else session.fork_tokens) + grown
-        # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
-        self._set_tail(session, blocks[-1], reached, fork=session.unconfirmed or len(blocks) > 1)
+        news = blocks[at + 1 :]
+        if news:
+            known = session.chain if end == session.tail else session.chain[: session.fork]
+            # The blocks of a prompt come first and mostly in one event, those of an answer one by one.
+            prompt = session.unconfirmed or len(news) > 1
+            chain = array("Q", (*known, *news))
+            self._set_chain(session, chain, len(chain) if prompt else session.fork)
+            session.context_tokens = len(chain) * block_size
         session.unconfirmed = False
-        session.context_tokens = reached
-        return session, grown
+        return session, len(blocks) * block_size
 
     def hint(self, tenant: str, hint: str, host: str) -> None:
         """Remember the host of a request with this hint (its prompt_cache_key)."""
@@ -291,15 +328,15 @@ class Sessions:
             self._hints.popitem(last=False)
 
     def forget_host(self, host: str) -> None:
-        """Reset the tails of the host's sessions, because it is gone or lost its cache. Bindings stay."""
-        for session in self._sessions.values():
-            if session.host == host:
-                self._set_tail(session, 0, 0, fork=True)
+        """Note that a host is gone or lost its cache. Bindings stay, and so do chains, of which the prefix
+        index says what is left."""
+        for session in self._at.get(host, {}).values():
+            session.unblocked_tokens = 0
 
     def free(self, key: SessionKey) -> None:
         """End a session. Unknown keys are ignored."""
         if session := self._sessions.pop(key, None):
-            self._set_tail(session, 0, 0, fork=True)
+            self._set_chain(session, (), 0)
             self._drop_prompt(session)
             self._leave(session)
             session.ticket = -1  # requests that are still in flight no longer bind it
@@ -323,17 +360,24 @@ class Sessions:
         if not self.bound[session.host]:
             del self.bound[session.host], self._at[session.host]
 
-    def _set_tail(self, session: Session, tail: int, tokens: int, *, fork: bool) -> None:
-        """Set the tail. `fork`: whether a prompt ends there, so that the fork is set too."""
-        if session.tail or session.fork:
-            for block in (session.tail, session.fork) if fork else (session.tail,):
-                if self._by_tail.get(block) is session and (fork or block != session.fork):
-                    del self._by_tail[block]
-        session.tail, session.tail_tokens = tail, tokens
-        if fork:
-            session.fork, session.fork_tokens = tail, tokens
-        if tail:
-            self._by_tail[tail] = session
+    def _set_chain(self, session: Session, chain: Sequence[int], fork: int) -> None:
+        by_end = self._by_end
+        for end in self._ends(session):
+            if by_end.get(end) is session:
+                del by_end[end]
+        self._blocks += len(chain) - len(session.chain)
+        session.chain, session.fork = chain, fork
+        by_end.update(dict.fromkeys(self._ends(session), session))
+        self._chained.pop(session.key, None)
+        if chain:
+            self._chained[session.key] = session
+            while self._blocks > self.max_blocks and len(self._chained) > 1:
+                _, oldest = self._chained.popitem(last=False)
+                self._set_chain(oldest, (), 0)
+
+    @staticmethod
+    def _ends(session: Session) -> set[int]:
+        return {session.chain[at - 1] for at in (len(session.chain), session.fork) if at}
 
     def _drop_prompt(self, session: Session) -> None:
         prompts = self._prompts.get(session.key.tenant)
@@ -341,7 +385,8 @@ class Sessions:
             del self._prompts[session.key.tenant]
 
     def _expire(self, now: float) -> None:
-        while self._sessions:
+        """Forget the oldest sessions, at most EXPIRED_AT_ONCE; the next use goes on."""
+        for _ in range(min(EXPIRED_AT_ONCE, len(self._sessions))):
             oldest = next(iter(self._sessions.values()))
             if len(self._sessions) <= self.max_sessions and now - oldest.seen_at <= self.idle_s:
                 self._oldest_at = oldest.seen_at

@@ -1,8 +1,8 @@
 """A rotated file to which batches of lines are appended, each wholly or not at all.
 
 A file that has become too large is renamed FILE.1, an older one FILE.2, and so on; the oldest is deleted. A
-process that is killed may leave its last line incomplete; the next one starts on a new line. After somebody
-moves, deletes or truncates the file, it is opened again (`reopened`).
+process that is killed may leave its last line incomplete; the next one starts on a new line. A
+file that was moved, deleted or truncated from outside is opened again (`reopened`).
 
 Data is not synced to the disk. No other process may write to the same file.
 """

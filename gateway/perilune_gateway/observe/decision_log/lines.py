@@ -2,13 +2,14 @@
 
     Writer: pool → line; decision → lines; ending → line
 
-The field `kind` says which of five kinds a line is (docs/decision-log.md describes every field):
+The field `kind` says which of six kinds a line is (docs/decision-log.md describes every field):
 
     pool      schema, routing of the pool document, the columns of later lines; first in every file
     endpoint  one endpoint, with a number that later lines use
     engine    the assumed speed of one endpoint, with a number likewise
     decision  the request as the policy saw it, every candidate as a row, the random seed, the verdict
     end       how a request ended, with the number of its decision
+    handoff   how a hand-off of KV ended
 
 A row is an array of the columns that `pool` names, because a decision has a row for each endpoint: 200 to 330
 bytes for each candidate. Values that JSON does not have (infinity) are null.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -38,8 +39,10 @@ from perilune_gateway.model import (
     Overlap,
     Prefix,
     Refusal,
+    SessionKey,
     tenant_hash,
 )
+from perilune_gateway.model.handoff import HandoffRecord
 
 SCHEMA: Literal["perilune.decisions/v2"] = "perilune.decisions/v2"
 CANDIDATE = (
@@ -113,6 +116,19 @@ class Writer:
 
     def end(self, number: int, ending: Ending) -> bytes:
         return _line({"kind": "end", "n": number} | msgspec.to_builtins(ending))
+
+    def handoff(self, record: HandoffRecord) -> bytes:
+        """The line of a hand-off. A session is named by a hash of its tenant and by its id."""
+        values: dict[str, Any] = msgspec.to_builtins(replace(record, move=replace(record.move, subject="")))
+        move = values.pop("move")
+        del move["subject"], move["transfer_bytes"]
+        subject = record.move.subject
+        named = (
+            {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
+            if isinstance(subject, SessionKey)
+            else {"prefix": f"{subject:016x}" if isinstance(subject, int) else ""}
+        )
+        return _line({"kind": "handoff"} | named | move | values)
 
     def _row(self, c: Candidate, prefix: Prefix, new: list[bytes]) -> tuple[object, ...]:
         """One candidate, with its links to the holders of the prefix."""

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from perilune_api.pool import Pool
 from perilune_gateway.model import DecisionRecord, Ending
+from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.observe.decision_log.file import RotatedFile
 from perilune_gateway.observe.decision_log.lines import Writer
 from perilune_gateway.observe.stats import LogStats
@@ -39,7 +40,7 @@ BATCH_BYTES = 2**20
 """Approximate number of bytes written at once."""
 
 
-Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending]
+Entry = Pool | tuple[int, DecisionRecord] | tuple[int, Ending] | HandoffRecord
 
 
 class DecisionLog:
@@ -83,6 +84,9 @@ class DecisionLog:
 
     def ended(self, number: int, ending: Ending) -> None:
         self._put((number, ending), 1)
+
+    def handed_over(self, record: HandoffRecord) -> None:
+        self._put(record, 1)
 
     def _put(self, entry: Entry, rows: int) -> None:
         if self._rows + rows > self._max_rows:
@@ -152,6 +156,9 @@ class DecisionLog:
             return b"", 0
         head = b"" if self._headed else self._writer.pool(self._pool, self._wall_clock())
         self._headed = True
+        if isinstance(entry, HandoffRecord):
+            self._rows -= 1
+            return head + self._writer.handoff(entry), 1
         number, value = entry
         if isinstance(value, Ending):
             line, rows = self._writer.end(number, value), 1

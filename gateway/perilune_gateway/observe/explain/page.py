@@ -61,6 +61,7 @@ def to_json(record: DecisionRecord, alternatives: Mapping[str, Any] | None = Non
             "context_tokens": session.context_tokens,
             "seconds_since_move": session.seconds_since_move,
             "parent_host": session.parent_host,
+            "came_from": session.came_from,
         },
         "output_tokens": record.view.output_tokens,
         "candidates": [_candidate(record, c, costs.get(c.address)) for c in record.candidates],

@@ -70,7 +70,9 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
     if decision.reason is Reason.COLD and session and session.host:
         return f"the session's host {session.host} may not be chosen and its cost is the lowest"
     if decision.reason is Reason.HOST and record.policy == "ear":
-        return f"{BECAUSE[Reason.HOST]} (hot: no)"
+        return f"{BECAUSE[Reason.HOST]}{_came_from(record)} (hot: no)"
+    if decision.reason is Reason.HOST:
+        return BECAUSE[Reason.HOST] + _came_from(record)
     trigger = decision.move.reason.value if decision.move else ""
     host = find(record.candidates, decision.moved_from or decision.target)
     if host is not None and host.draining:
@@ -80,8 +82,16 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
     return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger, why=why)
 
 
+def _came_from(record: DecisionRecord) -> str:
+    session = record.view.session
+    if session is None or not session.came_from:
+        return ""
+    return f", to which {session.came_from} handed its KV over"
+
+
 def _line(text: str, record: DecisionRecord) -> str:
-    """Appends the excluded endpoints, and the endpoint that served if it was another one."""
+    """Appends the excluded endpoints, the endpoint that served if it was another one, and what the engine
+    had cached."""
     if record.excluded:
         checks = ", ".join(f"{address} ({check})" for address, check in list(record.excluded.items())[:3])
         more = len(record.excluded) - 3
@@ -89,4 +99,6 @@ def _line(text: str, record: DecisionRecord) -> str:
     ending = record.ending
     if ending is not None and ending.served and ending.served != record.target:
         text += f"; served by fallback {ending.served}"
+    if ending is not None and ending.cached_tokens is not None:
+        text += f"; the engine reports {ending.cached_tokens:,} cached tokens"
     return text + "."

@@ -162,8 +162,10 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kwargs(prompt: ChatPrompt) -> dict[str, Any]:
+    """An effort also says whether to think, for templates that ask that."""
     given = msgspec.json.decode(prompt.template_kwargs, type=dict[str, Any]) if prompt.template_kwargs else {}
     if prompt.reasoning_effort:
+        given.setdefault("enable_thinking", prompt.reasoning_effort != "none")
         given["reasoning_effort"] = prompt.reasoning_effort
     return given
 

@@ -74,7 +74,8 @@ class EngineTokenizer:
             ids = _ANSWER.decode(content).tokens
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CannotTellError(Cause.ENGINE_ANSWER, f"{endpoint} {error}") from None
-        return Tokens(len(ids) + math.ceil(rest_bytes / self._bytes_per_token), TokenSource.ENGINE, ids)
+        rest = math.ceil(rest_bytes / self._bytes_per_token)
+        return Tokens(len(ids) + rest, TokenSource.ENGINE, ids, longest=len(ids) if rest else 0)
 
     def _question(self, request: ParsedRequest) -> tuple[bytes, int]:
         """The body for /tokenize, and the number of bytes in further prompts, which it does not contain.

@@ -28,7 +28,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -85,7 +85,7 @@ class Tokenizer:
         self.counts: Counter[TokenSource] = Counter()
         self.causes: Counter[Cause] = Counter()
         self._bytes_per_token = model.bytes_per_token
-        self._context_tokens = model.context_tokens
+        self._context_tokens = model.longest_context
         self.local, self._templates = _load(model)
         """The local encoder; None when the pool names none."""
         library = self.local.encoder.library if self.local is not None else encoder.Library.TOKENIZERS
@@ -164,19 +164,18 @@ class Tokenizer:
                 raise CannotTellError(Cause.NO_TEXT)
         started = self._stopwatch()
         try:
-            first, *others = [self.local.encode(text, special) for text in texts]
+            encoded = [self.local.encode(text, special) for text in texts]
         except (KeyboardInterrupt, SystemExit):
             raise
         except (
             BaseException
         ) as error:  # the libraries raise plain Exception, and their panics are not even that
             raise CannotTellError(Cause.TOKENIZER, error) from None
-        chars = first.encoded_bytes + sum(other.encoded_bytes for other in others)
+        chars = sum(one.encoded_bytes for one in encoded)
         if chars >= _CALIBRATION_CHARS:  # two threads may lose a measurement, which does no harm
             us_per_char = (self._stopwatch() - started) * 1e6 / chars
             self.us_per_char += _WEIGHT * (us_per_char - self.us_per_char)
-        count = len(first.ids) + sum(len(other.ids) for other in others)
-        return Tokens(count, TokenSource.LOCAL, first.ids)
+        return _together(TokenSource.LOCAL, [one.ids for one in encoded])
 
     def _render(self, request: ParsedRequest, chat: ChatPrompt) -> str:
         if chat.own_template:
@@ -220,7 +219,15 @@ class Tokenizer:
 
 
 def _given(prompt: TokenPrompt) -> Tokens:
-    return Tokens(sum(map(len, prompt.ids)), TokenSource.GIVEN, prompt.ids[0] if prompt.ids else ())
+    return _together(TokenSource.GIVEN, prompt.ids or ([],))
+
+
+def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
+    """Of a request with these prompts, at least one."""
+    if len(prompts) == 1:
+        return Tokens(len(prompts[0]), source, prompts[0])
+    lengths = [len(ids) for ids in prompts]
+    return Tokens(sum(lengths), source, prompts[0], max(lengths))
 
 
 def _load(model: Model) -> tuple[IncrementalEncoder | None, ChatTemplates | None]:

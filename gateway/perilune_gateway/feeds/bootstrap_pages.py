@@ -1,0 +1,94 @@
+"""Asks the bootstrap page of each endpoint's KV connector what the engine can.
+
+    GET http://ADDRESS/query ─▶ {rank: {engine_id, worker_addr: {tp rank: …}}} ─▶ state/connectors.py
+
+Every ASK_S, and before each hand-off (see handoff_legs.py), because an engine has another id after every
+start. An endpoint whose page does not answer hands nothing over until it does. The page is vLLM's
+(`mooncake_utils.py`, `MooncakeBootstrapServer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import aiohttp
+import msgspec
+
+from perilune_gateway.model import Endpoint, rank_of
+from perilune_gateway.state.connectors import Connector, Connectors
+
+log = logging.getLogger(__name__)
+
+ASK_S = 2.0
+"""Seconds between two looks at all pages."""
+PAGE_S = 1.0
+"""Seconds that a page may take."""
+SILENT = 2
+"""Number of looks in a row without an answer after which an endpoint hands nothing over; one may fail in a
+busy moment."""
+MAX_BYTES = 1024 * 1024
+
+
+class _Rank(msgspec.Struct):
+    engine_id: str
+    worker_addr: Mapping[str, Mapping[str, str]]
+
+
+_page = msgspec.json.Decoder(dict[str, _Rank])
+
+
+def parse(page: bytes) -> Connector:
+    """Reads a page. Raises msgspec.DecodeError for one of another shape, ValueError without a worker."""
+    ranks = [rank for _, rank in sorted(_page.decode(page).items())]
+    if not ranks or not all(rank.worker_addr for rank in ranks):
+        raise ValueError("no worker has registered yet")
+    return Connector([rank.engine_id for rank in ranks], len(ranks[0].worker_addr))
+
+
+async def ask(http: aiohttp.ClientSession, bootstrap: str, rank: int | None = None) -> Connector | None:
+    """What the page at `bootstrap` (`ip:port`) says of a data-parallel rank; None if it does not answer in
+    PAGE_S, or with nothing of use. `rank` None: the endpoint is the whole server."""
+    try:
+        async with (
+            asyncio.timeout(PAGE_S),
+            http.get(f"http://{bootstrap}/query", allow_redirects=False) as answer,
+        ):
+            if answer.status != 200:
+                return None
+            page = bytearray()
+            async for chunk in answer.content.iter_any():
+                page += chunk
+                if len(page) > MAX_BYTES:
+                    return None
+            said = parse(bytes(page))
+            return said if rank is None else said._replace(engine_ids=[said.engine_ids[rank]])
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, IndexError, msgspec.DecodeError):
+        return None
+
+
+async def run(
+    endpoints: Callable[[], Iterable[Endpoint]], connectors: Connectors, http: aiohttp.ClientSession
+) -> None:
+    """Asks all pages until cancelled. The log has a line for each page that begins or ceases to answer."""
+    silent: Counter[str] = Counter()
+    """Address → number of times in a row that the page did not answer."""
+    while True:
+        asked = {endpoint.address: endpoint.bootstrap for endpoint in endpoints() if endpoint.bootstrap}
+        answers = await asyncio.gather(*(ask(http, page, rank_of(a)) for a, page in asked.items()))
+        for address, answer in zip(asked, answers, strict=True):
+            before = connectors.known.get(address)
+            silent[address] = 0 if answer else silent[address] + 1
+            if answer is not None:
+                connectors.answered(address, answer)
+                if answer != before:
+                    log.info("endpoint hands KV over endpoint=%s engine=%s", address, answer.engine_ids)
+            elif silent[address] == SILENT:
+                connectors.forget(address)
+                if before is not None:
+                    log.warning("bootstrap page does not answer endpoint=%s", address)
+        for address in connectors.known.keys() - asked:
+            connectors.forget(address)
+        await asyncio.sleep(ASK_S)

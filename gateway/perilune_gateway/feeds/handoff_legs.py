@@ -1,0 +1,202 @@
+"""Sends the two legs of each hand-off to the engines. Only moves bytes.
+
+    host's bootstrap page ─▶ engine id
+    give leg ─▶ host:   head = accepted ─▶ take leg ─▶ target:   answer = the target has the KV
+
+Both legs carry the same token ids on /v1/completions, with the session's adapter and salt. The give leg ends
+by length (`max_tokens` 1, `ignore_eos`), because the host drops a transfer that ends otherwise; it is
+streamed, so that its head says that it was accepted before anybody depends on it. The take leg goes to the
+engine as an ordinary request of one token. Engines identify the transfer by its id alone, and copy by
+position: the two prompts must be equal.
+
+Every wait has a bound: PAGE_S for the page, ACCEPT_S for the head, TAKE_S for the take leg. A leg that is
+given up is cancelled, by which its engine frees what it can. Source of the fields: vLLM's
+`mooncake_connector_proxy.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from perilune_gateway.feeds import bootstrap_pages
+from perilune_gateway.model import rank_of, server_of
+from perilune_gateway.model.handoff import GivenUp
+from perilune_gateway.moves.handoff import Handoff
+from perilune_gateway.routing.handing_over import HandingOver, Leg, Legs
+from perilune_gateway.state.connectors import Connectors
+
+log = logging.getLogger(__name__)
+
+ACCEPT_S = 5.0
+TAKE_S = 30.0
+_encode = msgspec.json.Encoder(enc_hook=list).encode
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_answer = msgspec.json.Decoder(_Answer)
+
+
+class _FailedError(Exception):
+    """A leg has failed."""
+
+    def __init__(self, cause: GivenUp, detail: object = "") -> None:
+        super().__init__(detail)
+        self.cause = cause
+
+
+async def run(handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession) -> None:
+    """Sends what is due until cancelled. Cancels the legs of hand-offs that were given up, and all at the
+    end."""
+    due = asyncio.Event()
+    handing_over.on_due = due.set
+    rounds: dict[asyncio.Task[None], Handoff] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            for legs in handing_over.due():
+                task = tasks.create_task(_round(legs, handing_over, connectors, http))
+                rounds[task] = legs.handoff
+            for task, handoff in list(rounds.items()):
+                if task.done():
+                    del rounds[task]
+                elif handoff.is_over:
+                    task.cancel()
+            await due.wait()
+            due.clear()
+
+
+async def _round(
+    legs: Legs, handing_over: HandingOver, connectors: Connectors, http: aiohttp.ClientSession
+) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        page = await bootstrap_pages.ask(http, legs.bootstrap, rank_of(legs.source))
+        if page is None:
+            raise _FailedError(GivenUp.PAGE)
+        connectors.answered(legs.source, page)
+        handing_over.giving(legs)
+        give = loop.create_task(_give(http, legs, accepted := asyncio.Event()))
+        give.add_done_callback(lambda _: handing_over.ended(legs, Leg.GIVE))
+        try:
+            await _accepted(give, accepted)
+            handing_over.taking(legs)
+            began = loop.time()
+            take = loop.create_task(_take(http, legs, page.engine_ids[0]))
+            take.add_done_callback(lambda _: handing_over.ended(legs, Leg.TAKE))
+            try:
+                await _both(give, take)
+            finally:
+                take.cancel()
+            cached_tokens, seconds = take.result(), loop.time() - began
+        finally:
+            give.cancel()
+    except _FailedError as error:
+        log.warning(
+            "hand-off leg failed cause=%s source=%s target=%s error=%s",
+            *(error.cause, legs.source, legs.target, error),
+        )
+        handing_over.failed(legs, error.cause)
+    else:
+        handing_over.took(legs, cached_tokens, seconds)
+
+
+async def _accepted(give: asyncio.Task[None], accepted: asyncio.Event) -> None:
+    """Waits until the host has accepted the give leg. Raises _FailedError."""
+    head = asyncio.get_running_loop().create_task(accepted.wait())
+    done, _ = await asyncio.wait({give, head}, timeout=ACCEPT_S, return_when=asyncio.FIRST_COMPLETED)
+    head.cancel()
+    if give in done:
+        give.result()  # raises what is wrong, unless it has ended already
+    elif not done:
+        raise _FailedError(GivenUp.NOT_ACCEPTED)
+
+
+async def _both(give: asyncio.Task[None], take: asyncio.Task[int]) -> None:
+    """Waits until both legs have ended, or one has failed. Raises _FailedError."""
+    waiting: set[asyncio.Task[Any]] = {give, take}
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for leg in done:
+            leg.result()
+
+
+async def _give(http: aiohttp.ClientSession, legs: Legs, accepted: asyncio.Event) -> None:
+    """Sends the give leg and reads it to its end. `accepted` is set by its head. Raises _FailedError."""
+    body = _body(legs, {"do_remote_decode": True, "do_remote_prefill": False})
+    try:
+        async with http.post(
+            _url(legs.source), data=_encode(body), headers=_headers(legs, legs.source)
+        ) as answer:
+            if answer.status != 200:
+                raise _FailedError(GivenUp.REFUSED, f"{answer.status} {(await answer.read())[:200]!r}")
+            accepted.set()
+            async with asyncio.timeout(TAKE_S):
+                await answer.read()
+    except TimeoutError:
+        raise _FailedError(GivenUp.NOT_TAKEN) from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise _FailedError(GivenUp.UNREACHABLE, error) from None
+
+
+async def _take(http: aiohttp.ClientSession, legs: Legs, engine_id: str) -> int:
+    """Sends the take leg. Returns how many tokens the target had without computing. Raises _FailedError."""
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": f"http://{legs.bootstrap}",
+        "remote_engine_id": engine_id,
+    }
+    body = _body(legs, params) | {"stream": False}
+    try:
+        async with (
+            asyncio.timeout(TAKE_S),
+            http.post(_url(legs.target), data=_encode(body), headers=_headers(legs, legs.target)) as answer,
+        ):
+            text = await answer.read()
+            if answer.status != 200:
+                raise _FailedError(GivenUp.REFUSED, f"{answer.status} {text[:200]!r}")
+            usage = _answer.decode(text).usage
+    except TimeoutError:
+        raise _FailedError(GivenUp.NOT_TAKEN) from None
+    except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+        raise _FailedError(GivenUp.UNREACHABLE, error) from None
+    return usage.prompt_tokens_details.cached_tokens if usage and usage.prompt_tokens_details else 0
+
+
+def _url(address: str) -> str:
+    return f"http://{server_of(address)}/v1/completions"
+
+
+def _headers(legs: Legs, address: str) -> dict[str, str]:
+    rank = rank_of(address)
+    named = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    return {"Content-Type": "application/json", "X-Request-Id": legs.transfer_id, **named}
+
+
+def _body(legs: Legs, params: dict[str, Any]) -> dict[str, Any]:
+    content = legs.content
+    return {
+        "model": legs.model,
+        "prompt": content.ids,
+        "max_tokens": 1,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        **({"cache_salt": content.salt} if content.salt else {}),
+        "kv_transfer_params": params | {"transfer_id": legs.transfer_id},
+    }

@@ -1,0 +1,82 @@
+"""Runs work beside requests in slices of bounded time, so that the event loop stays free for decisions.
+
+A piece of work is a generator that does a little with each `next`. In each turn of the loop, `Turns` advances
+the pieces in their order, one step each, until the turn's budget is spent; the rest waits for the next turn.
+A step is never split, so a turn takes at most the budget and one step.
+
+    work, work, work ─▶ step, step, step … until BUDGET_S ─▶ requests ─▶ step …
+
+Under load, work waits and decisions do not. `busy` says which share of the loop's time the steps took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Work = Generator[None, None, T]
+"""Work that returns T."""
+
+BUDGET_S = 0.0005
+"""Seconds of work in each turn of the event loop."""
+WINDOW_S = 10.0
+"""Seconds over which `busy` is measured, at least; at most twice as many."""
+
+
+class Turns:
+    """The work of one event loop."""
+
+    def __init__(self, budget_s: float = BUDGET_S, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._budget_s = budget_s
+        self._clock = clock
+        self._queue: deque[tuple[Work[Any], asyncio.Future[Any]]] = deque()
+        self._spent_s = 0.0
+        self._began = self._before = (clock(), 0.0)
+        """(time, seconds spent until then) of the beginning of this window and of the one before."""
+
+    def run(self, work: Work[T]) -> asyncio.Future[T]:
+        """Queues a piece of work. The future gets what the work returns, or the exception that it raised; a
+        cancelled future ends the work."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        if not self._queue:
+            loop.call_soon(self._turn)
+        self._queue.append((work, done))
+        return done
+
+    def busy(self) -> float:
+        """The share of the last 10 to 20 seconds that was spent on work, 0 to 1."""
+        now = self._clock()
+        if now - self._began[0] >= WINDOW_S:
+            self._before, self._began = self._began, (now, self._spent_s)
+        began_s, spent_s = self._before
+        return (self._spent_s - spent_s) / (now - began_s) if now > began_s else 0.0
+
+    def _turn(self) -> None:
+        queue, clock = self._queue, self._clock
+        began = now = clock()
+        while queue and now - began < self._budget_s:
+            work, done = queue.popleft()
+            if not done.cancelled() and _step(work, done):
+                queue.append((work, done))
+            now = clock()
+        self._spent_s += now - began
+        if queue:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+
+def _step(work: Work[Any], done: asyncio.Future[Any]) -> bool:
+    """Advances the work. Returns False when it has ended."""
+    try:
+        next(work)
+    except StopIteration as end:
+        done.set_result(end.value)
+    except Exception as error:
+        done.set_exception(error)
+    else:
+        return True
+    return False

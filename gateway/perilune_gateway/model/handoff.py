@@ -1,0 +1,107 @@
+"""Values of a hand-off: the KV of a session or a prefix, copied from one engine to another."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from msgspec import Struct
+
+from perilune_gateway.model.moves import Move
+
+
+class Immovable(StrEnum):
+    """Why a session's or a prefix's KV cannot be handed over at all."""
+
+    TOKENS = "tokens"
+    """The engine did not announce its token ids, or they were forgotten."""
+    PICTURES = "pictures"
+    """Its blocks depend on more than tokens: pictures, or embeddings of the client."""
+    ADAPTER = "adapter"
+    """Its LoRA adapter is not one of the pool's."""
+    CHAIN = "chain"
+    """Its requests name earlier responses, which only the engine's process has."""
+    GROUPS = "groups"
+    """The model has several KV cache groups, whose blocks are not followed."""
+    RANKS = "ranks"
+    """An endpoint has several data-parallel ranks, and nobody chooses the rank of the next request."""
+    NO_GIVER = "no_giver"
+    """The host's bootstrap page does not answer."""
+    GAVE_UP = "gave_up"
+    """It was tried several times within a minute."""
+
+
+class GivenUp(StrEnum):
+    """Why a hand-off ended before its KV was of use."""
+
+    PAGE = "page"
+    """The host's bootstrap page does not answer."""
+    REFUSED = "refused"
+    """An engine refused a leg."""
+    UNREACHABLE = "unreachable"
+    """A leg's connection failed."""
+    NOT_ACCEPTED = "not_accepted"
+    """The host did not accept the give leg in time."""
+    NOT_TAKEN = "not_taken"
+    """The target did not finish the take leg in time."""
+    UNCONFIRMED = "unconfirmed"
+    """The target finished, but its events did not announce the blocks."""
+    OUTRUN = "outrun"
+    """The session grew faster than it could be copied."""
+    BUSY = "busy"
+    """The session's turn on the host did not end in time."""
+    LEFT = "left"
+    """The session ended, or has another host by now."""
+    TARGET = "target"
+    """The target left the pool, drains or is not ready any more."""
+
+
+EXPIRED = frozenset({GivenUp.NOT_ACCEPTED, GivenUp.NOT_TAKEN, GivenUp.UNCONFIRMED, GivenUp.BUSY})
+"""Causes by which a wait's bound passed; all others are failures."""
+
+
+class HandoffOutcome(StrEnum):
+    """How a hand-off ended."""
+
+    SWITCHED = "switched"
+    """The target has the session's KV, and the session is bound to it."""
+    COPIED = "copied"
+    """The target has the prefix."""
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+class Content(Struct, frozen=True, gc=False):
+    """A prompt of whole blocks, as the engines announced it."""
+
+    ids: array[int]
+    blocks: Sequence[int]
+    """Our hashes of its blocks."""
+    lora: str = ""
+    salt: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRecord:
+    """A hand-off that has ended."""
+
+    move: Move
+    outcome: HandoffOutcome
+    cause: GivenUp | None
+    tokens: int
+    """Number of tokens that the target was to have."""
+    pulled_tokens: int
+    """Number of tokens that it found in its cache or pulled, by its last answer."""
+    transfer_bytes: int
+    """Bytes that all rounds asked for."""
+    rounds: int
+    seconds: float
+    """From the first give leg to the end."""
+    time: float
+    """Unix seconds of the end."""

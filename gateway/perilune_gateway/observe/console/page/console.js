@@ -1,0 +1,291 @@
+// The console: state in `pool`, changed by the event stream, drawn at most once per frame.
+//
+//   /api/stream ──▶ pool ──▶ draw()          /api/health, /api/moves every few seconds
+//   a click or Enter ──▶ details of an engine, a decision (/api/decisions/ID) or a session (/api/sessions/ID)
+//
+// Everything that comes from requests enters the page as text, never as markup.
+
+const $ = (id) => document.getElementById(id);
+const KEPT = 100; // decisions in the list
+const FEW = 200; // up to so many engines have names on the map
+const STALE_S = 4;
+const MOVE_MS = 2500;
+
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, heard: 0, opened: Date.now() };
+const tiles = new Map(); // address → its button on the map
+const dirty = { engines: new Set(), layout: false, decisions: false, history: false };
+let paused = false;
+
+// -- small helpers ------------------------------------------------------------------------------------------
+
+function make(name, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
+}
+function svg(name, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+const share = (x) => (x == null ? "–" : `${Math.round(100 * x)} %`);
+const seconds = (s) => (s == null ? "–" : s < 0.1 ? `${Math.round(1000 * s)} ms` : s < 10 ? `${s.toFixed(1)} s` : `${Math.round(s)} s`);
+const count = (n) => (n == null ? "–" : n.toLocaleString("en"));
+const plural = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
+const port = (address) => { const e = pool.engines.get(address); return e?.node ? `${e.node} :${address.split(":").pop()}` : address; };
+const byPlace = (a, b) => `${a.spine}|${a.rack}|${a.node}`.localeCompare(`${b.spine}|${b.rack}|${b.node}`, "en", { numeric: true }) || a.address.localeCompare(b.address, "en", { numeric: true });
+
+// -- the stream ---------------------------------------------------------------------------------------------
+
+function listen() {
+  const source = new EventSource("/api/stream");
+  source.addEventListener("error", () => { // the browser itself tries again after a cut, not after a refusal
+    if (source.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
+  });
+  const on = (name, take) => source.addEventListener(name, (event) => { pool.heard = Date.now(); take(JSON.parse(event.data)); plan(); });
+  on("hello", (data) => {
+    pool.about = data;
+    pool.history = data.history;
+    pool.engines = new Map(data.endpoints.map((row) => [row.address, row]));
+    pool.decisions = data.decisions;
+    dirty.layout = dirty.history = dirty.decisions = true;
+  });
+  on("state", (data) => {
+    for (const row of data.endpoints) { dirty.layout ||= moved(row); pool.engines.set(row.address, row); dirty.engines.add(row.address); }
+    for (const address of data.left) { pool.engines.delete(address); dirty.layout = true; }
+    pool.rate = data.decided / pool.about.tick_s;
+    if (data.decided) remember(data.decisions);
+    dirty.decisions = true;
+  });
+  on("point", (point) => {
+    pool.history.push(point);
+    while (pool.history.length > pool.about.history_s / pool.about.point_s) pool.history.shift();
+    dirty.history = true;
+  });
+}
+function moved(row) { // to another place, or new
+  const before = pool.engines.get(row.address);
+  return !before || before.spine !== row.spine || before.rack !== row.rack || before.node !== row.node;
+}
+function remember(newest) {
+  pool.decisions = [...newest, ...pool.decisions].slice(0, KEPT);
+  for (const { target, moved_from } of newest.slice(0, 20)) {
+    tiles.get(target)?.animate([{ boxShadow: "inset 0 0 0 2px var(--good)" }, { boxShadow: "none" }], 800);
+    if (moved_from) drawMove(moved_from, target);
+  }
+}
+
+// -- drawing ------------------------------------------------------------------------------------------------
+
+let planned = false;
+function plan() {
+  if (planned) return;
+  planned = true;
+  requestAnimationFrame(() => { planned = false; draw(); });
+}
+function draw() {
+  if (dirty.layout) layOut();
+  for (const address of dirty.engines) paint(address);
+  if (dirty.decisions && !paused) list();
+  if (dirty.history) chart();
+  head();
+  dirty.engines.clear();
+  dirty.layout = dirty.history = false;
+  dirty.decisions &&= paused;
+}
+function head() {
+  const { about } = pool, engines = [...pool.engines.values()];
+  $("pool").textContent = about.pool ?? "";
+  $("about").textContent = about.model ? `${about.model} · policy ${about.policy} · ${about.version}` : "";
+  const numbers = {
+    "engines ready": `${engines.filter((e) => e.condition === "ready").length} of ${engines.length}`,
+    "sessions": count(engines.reduce((sum, e) => sum + e.sessions, 0)),
+    "in flight": count(engines.reduce((sum, e) => sum + e.in_flight, 0)),
+    "decisions/s": count(Math.round(pool.rate)),
+    "predicted hits": share(pool.history.findLast((p) => p.hit_ratio != null)?.hit_ratio),
+    "longest queue": seconds(Math.max(0, ...engines.map((e) => e.queue_s))),
+  };
+  $("numbers").replaceChildren(...Object.entries(numbers).map(([name, value]) => make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
+}
+function layOut() {
+  const engines = [...pool.engines.values()].sort(byPlace), spines = new Map();
+  tiles.clear();
+  for (const engine of engines) {
+    const racks = spines.get(engine.spine) ?? spines.set(engine.spine, new Map()).get(engine.spine);
+    const rack = racks.get(engine.rack) ?? racks.set(engine.rack, []).get(engine.rack);
+    rack.push(tile(engine));
+  }
+  const box = (kind, name, inside) => make("div", { className: kind }, make("div", { className: "place", textContent: name || `no ${kind} named` }), make("div", {}, ...inside));
+  $("fabric").classList.toggle("many", engines.length > FEW);
+  $("fabric").replaceChildren(...[...spines].map(([spine, racks]) => box("spine", spine, [...racks].map(([rack, inside]) => box("rack", rack, inside)))));
+  for (const address of tiles.keys()) dirty.engines.add(address);
+  const first = tiles.values().next().value;
+  if (first) first.tabIndex = 0;
+  if (!engines.length) $("fabric").replaceChildren(make("p", { className: "quiet", textContent: "The pool has no engines." }));
+}
+function tile(engine) {
+  const button = make("button", { type: "button", className: "engine", tabIndex: -1 }, make("b"), make("span"), make("span"), make("i", { className: "queue" }), make("i", { className: "kv" }));
+  button.dataset.address = engine.address;
+  button.ariaLabel = engine.address;
+  tiles.set(engine.address, button);
+  return button;
+}
+function paint(address) {
+  const engine = pool.engines.get(address), button = tiles.get(address);
+  if (!engine || !button) return;
+  const [name, work, state, queue, kv] = button.children;
+  queue.style.transform = `scaleX(${Math.min(1, engine.queue_s / 10)})`;
+  kv.style.transform = `scaleX(${engine.kv_usage})`;
+  button.dataset.condition = engine.condition;
+  if (tiles.size > FEW) return; // too small for words
+  name.textContent = port(address);
+  work.textContent = `${plural(engine.sessions, "session")}, ${count(engine.in_flight)} running`;
+  state.textContent = engine.condition === "ready" ? `hits ${share(engine.hit_ratio)}` : engine.condition;
+}
+function describe(button) { // when it is looked at
+  const engine = pool.engines.get(button.dataset.address);
+  if (engine) button.title = button.ariaLabel = `${port(engine.address)}, ${engine.condition}: ${plural(engine.sessions, "session")}, ${engine.in_flight} in flight, queue ${seconds(engine.queue_s)}, KV ${share(engine.kv_usage)}, hits ${share(engine.hit_ratio)}`;
+}
+function list() {
+  const wanted = $("filter").value.trim(), focused = document.activeElement?.dataset?.request;
+  const shown = pool.decisions.filter((d) => !wanted || d.session_id.includes(wanted));
+  $("decisions").replaceChildren(...shown.map(row));
+  if (!shown.length) $("decisions").replaceChildren(make("li", { className: "quiet", textContent: wanted ? `No kept decision of a session like ${wanted}.` : "No decision yet." }));
+  if (focused) [...$("decisions").querySelectorAll("button")].find((b) => b.dataset.request === focused)?.focus({ preventScroll: true });
+  $("rate").textContent = pool.rate > pool.decisions.length ? `(a part of ${count(Math.round(pool.rate))} per second)` : "";
+}
+function row(decision) {
+  const to = decision.target ? port(decision.target) : `refused: ${decision.reason}`;
+  const button = make("button", { type: "button", className: decision.target ? (decision.moved_from ? "moved" : "") : "refused" },
+    make("span", { textContent: `${decision.session_id || "no session"} → ${to}` }),
+    make("span", { textContent: decision.target ? `${share(decision.hit_ratio)} of ${count(decision.prompt_tokens)}` : "" }),
+    make("span", { className: "why", textContent: decision.sentence }));
+  button.dataset.request = decision.request_id;
+  return make("li", {}, button);
+}
+const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["predicted hits", (p) => p.hit_ratio, share, 1], ["longest queue", (p) => p.queue_s, seconds], ["in flight", (p) => p.in_flight, count], ["KV in use", (p) => p.kv_usage, share, 1], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["moves", (p) => p.moves, count]];
+function chart() {
+  const points = pool.history, width = pool.about.history_s / pool.about.point_s;
+  $("charts").replaceChildren(...CHARTS.map(([name, read, write, top]) => {
+    const values = points.map(read), most = top ?? Math.max(1e-9, ...values.map((v) => v ?? 0));
+    let path = "";
+    values.forEach((v, i) => { if (v != null) path += `${path && values[i - 1] != null ? "L" : "M"}${width - points.length + i},${60 - (56 * v) / most}`; });
+    const drawn = svg("svg", { viewBox: `0 0 ${width} 62`, preserveAspectRatio: "none", role: "img", "aria-label": `${name} over the last quarter of an hour` });
+    drawn.append(svg("line", { x1: 0, x2: width, y1: 61, y2: 61 }), svg("path", { d: path || "M0,61" }));
+    const now = values.at(-1);
+    return make("figure", {}, make("figcaption", {}, make("span", { textContent: `${name}${top ? "" : `, up to ${write(most < 1e-6 ? 0 : most)}`}` }), make("b", { textContent: now == null ? "–" : write(now) })), drawn);
+  }));
+}
+function drawMove(source, target) {
+  const [a, b] = [tiles.get(source), tiles.get(target)], layer = $("moves-drawn");
+  if (!a || !b || layer.childElementCount > 40) return;
+  const base = layer.getBoundingClientRect(), at = (e) => { const r = e.getBoundingClientRect(); return [r.x + r.width / 2 - base.x, r.y + r.height / 2 - base.y]; };
+  const [[x, y], [u, v]] = [at(a), at(b)], path = svg("path", { d: `M${x},${y}Q${(x + u) / 2},${Math.min(y, v) - 40} ${u},${v}` });
+  layer.append(path);
+  path.animate([{ opacity: 1, strokeDashoffset: 60 }, { opacity: 0, strokeDashoffset: 0 }], { duration: MOVE_MS }).finished.finally(() => path.remove());
+}
+
+// -- pages that are asked -----------------------------------------------------------------------------------
+
+async function page(path) {
+  const answer = await fetch(path);
+  const value = await answer.json();
+  if (!answer.ok && !value.status) throw new Error(value.error?.message ?? answer.statusText);
+  return value;
+}
+async function health() {
+  const { status, problems } = await page("/api/health");
+  $("health").textContent = status;
+  $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
+  $("problems").replaceChildren(...(problems.length ? problems.map((p) => make("li", {}, make("b", { textContent: `${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}` }), make("div", { textContent: `Effect: ${p.effect}` }), make("div", { textContent: `Cause: ${p.cause}` }), make("div", { textContent: `Cure: ${p.cure}` }))) : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
+}
+async function moves() {
+  const { budget, offers, ended } = await page("/api/moves");
+  for (const flight of budget.in_flight) drawMove(flight.source, flight.target);
+  const rows = [...offers.map((m) => ({ ...m, state: "offered" })), ...ended].slice(0, 12);
+  const cells = (m) => [m.session_id ?? `prefix ${m.prefix}`, `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
+  $("moves").replaceChildren(rows.length ? table(["what", "way", "why", "outcome", "time"], rows.map(cells)) : make("p", { className: "quiet", textContent: `No planned move yet; ${plural(budget.moves_left, "move")} may start within a minute.` }));
+}
+function table(titles, rows, chosen = -1) {
+  const number = (v) => typeof v === "string" && /^[–\d][\d.,]*( ?(%|s|ms))?$/.test(v);
+  return make("table", {}, make("thead", {}, make("tr", {}, ...titles.map((t) => make("th", { textContent: t })))),
+    make("tbody", {}, ...rows.map((r, i) => make("tr", { className: i === chosen ? "chosen" : "" }, ...r.map((v) => (v instanceof Node ? make("td", {}, v) : make("td", { textContent: v ?? "–", className: number(v) ? "number" : "" })))))));
+}
+
+// -- details ------------------------------------------------------------------------------------------------
+
+function open(title, ...body) {
+  $("details-title").textContent = title;
+  $("details-body").replaceChildren(...body);
+  if (!$("details").open) $("details").showModal();
+}
+const facts = (pairs) => make("table", { className: "facts" }, make("tbody", {}, ...Object.entries(pairs).map(([name, value]) => make("tr", {}, make("td", { textContent: name }), make("td", {}, value)))));
+function openEngine(address) {
+  const e = pool.engines.get(address);
+  const near = pool.decisions.filter((d) => d.target === address || d.moved_from === address).slice(0, 12);
+  open(`Engine ${address}`, facts({ condition: e.condition, place: [e.spine, e.rack, e.node].filter(Boolean).join(" / ") || "not known", sessions: count(e.sessions), "in flight": count(e.in_flight), "waiting in the engine": count(e.waiting), "queue of prefill": seconds(e.queue_s), "KV in use": share(e.kv_usage), "hit ratio of the engine": share(e.hit_ratio) }),
+    make("h3", { textContent: "Latest decisions" }), near.length ? make("ol", {}, ...near.map(row)) : make("p", { className: "quiet", textContent: "None of the latest." }));
+}
+async function openDecision(id) {
+  open(`Decision ${id}`, make("p", { textContent: "…" }));
+  try {
+    const d = await page(`/api/decisions/${encodeURIComponent(id)}`);
+    const session = d.session_id ? make("button", { type: "button", textContent: d.session_id }) : "none";
+    if (d.session_id) session.dataset.session = d.session_id;
+    const candidates = d.candidates.map((c) => [port(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
+    const others = Object.entries(d.counterfactual).map(([name, o]) => [name, o.needs_body ? "needs the body" : o.refused ? `refuses: ${o.refused}` : o.target ? port(o.target) : "–", o.same ? "same" : ""]);
+    open(`Decision ${id}`, make("p", { textContent: d.message || d.sentence }),
+      facts({ session, policy: d.policy, reason: d.reason, "decided from": d.phase, "prompt tokens": count(d.prompt_tokens), "predicted cached": count(d.cached_tokens), ending: d.ending ? `${d.ending.outcome}, status ${d.ending.status}, ${seconds(d.ending.duration_s)}` : "still running" }),
+      make("h3", { textContent: "Candidates" }), table(["engine", "cost", "first token", "terms"], candidates, d.candidates.findIndex((c) => c.chosen)),
+      make("h3", { textContent: "What other policies would have done" }), table(["policy", "engine", ""], others));
+  } catch (error) { open(`Decision ${id}`, make("p", { className: "bad", textContent: error.message })); }
+}
+async function openSession(id) {
+  try {
+    const { tenants } = await page(`/api/sessions/${encodeURIComponent(id)}`);
+    open(`Session ${id}`, ...tenants.map((t) => facts({ tenant: t.tenant || "none", host: t.host ? port(t.host) : "none", turns: count(t.turns), "context tokens": count(t.context_tokens), moves: count(t.moves), "idle for": seconds(t.idle_s) })));
+  } catch (error) { open(`Session ${id}`, make("p", { className: "bad", textContent: error.message })); }
+}
+
+// -- hands ---------------------------------------------------------------------------------------------------
+
+document.addEventListener("click", (event) => {
+  const { address, request, session } = event.target.closest("button")?.dataset ?? {};
+  if (address) openEngine(address);
+  else if (request) openDecision(request);
+  else if (session) openSession(session);
+});
+$("details").addEventListener("click", (event) => { if (event.target === $("details")) $("details").close(); });
+$("health").addEventListener("click", () => $("problems-box").scrollIntoView({ behavior: "smooth" }));
+$("pause").addEventListener("click", () => { paused = !paused; $("pause").ariaPressed = String(paused); $("pause").textContent = paused ? "Go on" : "Pause"; plan(); });
+$("filter").addEventListener("input", () => { dirty.decisions = true; const was = paused; paused = false; draw(); paused = was; });
+for (const look of ["focusin", "mouseover"]) $("fabric").addEventListener(look, (event) => { if (event.target.closest(".engine")) describe(event.target.closest(".engine")); });
+const WALK = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
+document.addEventListener("keydown", (event) => {
+  if (event.key === "/" && !(event.target instanceof HTMLInputElement)) { event.preventDefault(); $("filter").focus(); return; }
+  const step = WALK[event.key], here = event.target.closest?.(".engine, #decisions button");
+  if (!step || !here) return;
+  event.preventDefault();
+  const all = [...(here.matches(".engine") ? $("fabric").querySelectorAll(".engine") : $("decisions").querySelectorAll("button"))];
+  const next = all[all.indexOf(here) + step];
+  if (next) { if (here.matches(".engine")) { here.tabIndex = -1; next.tabIndex = 0; } next.focus(); }
+});
+
+// -- time ----------------------------------------------------------------------------------------------------
+
+function watchAge() {
+  const age_s = (Date.now() - (pool.heard || pool.opened)) / 1000, stale = age_s > STALE_S;
+  document.body.classList.toggle("is-stale", stale);
+  $("stale").hidden = !stale;
+  if (stale) $("stale").textContent = pool.heard ? `Nothing heard from the gateway for ${Math.round(age_s)} s: what you see is old. Trying again …` : "The gateway does not answer. Trying …";
+}
+async function every(ms, ask) {
+  for (;;) {
+    if (!document.hidden) await ask().catch(() => {}); // the stale banner tells
+    await new Promise((resolve) => setTimeout(resolve, ms));
+  }
+}
+listen();
+setInterval(watchAge, 500);
+every(5000, health);
+every(2000, moves);

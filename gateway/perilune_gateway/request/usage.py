@@ -1,0 +1,31 @@
+"""Reads from an answer's body, part by part, how many prompt tokens came from the engine's prefix cache.
+
+Every API reports it in `usage`, streamed or not: OpenAI's as `cached_tokens`, Anthropic's as
+`cache_read_input_tokens`. The last number wins. The same words inside a text have escaped quotes and are not
+found, nor is anything in a compressed body. Costs a search for one word in each part.
+"""
+
+import re
+
+_CACHED = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,12})')
+_CARRY_BYTES = 64
+"""More than the longest match, which two parts may share."""
+
+
+class CachedTokens:
+    """Of one answer."""
+
+    __slots__ = ("_carry", "value")
+
+    def __init__(self) -> None:
+        self.value: int | None = None
+        """None if nothing was reported until now."""
+        self._carry = b""
+
+    def read(self, part: bytes) -> None:
+        """The next part of the body."""
+        text = self._carry + part
+        if b"cache" in text:
+            for found in _CACHED.finditer(text):
+                self.value = int(found[1])
+        self._carry = text[-_CARRY_BYTES:]

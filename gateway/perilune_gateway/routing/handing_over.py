@@ -1,0 +1,321 @@
+"""Applies hand-offs to the state, and tells the applier of their legs what to send.
+
+    planner's offers ─▶ moves/handoff.step ─┬─▶ legs ─▶ feeds/handoff_legs.py ─▶ accepted, took, failed ─┐
+    events, ends of turns, time ────────────┤                                                          │
+                       ▲                    ├─▶ the session's new host                                 │
+                       └────────────────────┴──────────────────────────────────────────────────────────┘
+
+A give leg is load on the host: one block to compute and the context's blocks, which stay until they are
+fetched. A take leg reserves the context's room on the target. The bytes count against the link's budget from
+the first leg to the end. What a take leg needed, less its overhead, teaches the calibration how fast the link
+is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Protocol
+from uuid import uuid4
+
+from msgspec import Struct
+
+from perilune_api.pool import Pool
+from perilune_gateway.model import Move, MoveReason, SessionKey, Subject, Tier
+from perilune_gateway.model.handoff import Content, GivenUp, HandoffOutcome, HandoffRecord, Immovable
+from perilune_gateway.moves.facts import LiveFacts
+from perilune_gateway.moves.handoff import Copy, Handoff, Handoffs, Over, Stage, Standing, Switch
+from perilune_gateway.moves.planner import Planner
+from perilune_gateway.state.connectors import Connector
+from perilune_gateway.state.engine_blocks import Applied
+from perilune_gateway.state.pool_state import PoolState
+
+
+class Observer(Protocol):
+    """Is told of every hand-off that has ended."""
+
+    def handed_over(self, record: HandoffRecord) -> None: ...
+
+
+class Leg(StrEnum):
+    """The two requests of a hand-off."""
+
+    GIVE = "give"
+    TAKE = "take"
+
+
+class Legs(Struct, frozen=True, gc=False):
+    """The two requests of one round."""
+
+    handoff: Handoff
+    transfer_id: str
+    model: str
+    content: Content
+    source: str
+    target: str
+    bootstrap: str
+    """The source's bootstrap page, `ip:port`."""
+
+
+class HandoffStats(Struct, frozen=True):
+    """Statistics of a pool's hand-offs."""
+
+    open: Sequence[Handoff]
+    outcomes: Mapping[tuple[MoveReason, HandoffOutcome], int]
+    given_up: Mapping[GivenUp, int]
+    immovable: Mapping[Immovable, int]
+    legs: Mapping[Leg, int]
+    """Number of legs that have ended."""
+    leg_seconds: Mapping[Leg, float]
+    transfer_bytes: int
+    """Bytes that ended hand-offs asked for."""
+    token_bytes: int
+    """Memory in use for token ids."""
+    token_max_bytes: int
+    tokens_forgotten: int
+    """Number of blocks whose token ids were forgotten because the memory was used up."""
+    connectors: Mapping[str, Connector]
+    """What the endpoints can, by address."""
+
+
+class HandingOver:
+    """The hand-offs of one pool; also the `World` that their steps ask."""
+
+    def __init__(
+        self,
+        state: PoolState,
+        planner: Planner,
+        handoffs: Handoffs,
+        facts: LiveFacts,
+        observer: Observer,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._state = state
+        self._planner = planner
+        self._handoffs = handoffs
+        self._facts = facts
+        self._observer = observer
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self.on_due: Callable[[], None] = lambda: None
+        """Called when `due` has something, or when a hand-off was given up whose legs may still run."""
+        self._due: list[Legs] = []
+        self._tickets: dict[Handoff, int] = {}
+        self._copies: dict[Handoff, tuple[int, float]] = {}
+        """Open hand-off → (tokens to pull, predicted seconds) of its round."""
+        self._legs = 0
+        self._running: dict[tuple[Handoff, Leg], tuple[int, float]] = {}
+        """(hand-off, leg) → (ticket of its load, its start)."""
+        self._leg_counts: Counter[Leg] = Counter()
+        self._leg_seconds: defaultdict[Leg, float] = defaultdict(float)
+        self._outcomes: Counter[tuple[MoveReason, HandoffOutcome]] = Counter()
+        self._given_up: Counter[GivenUp] = Counter()
+        self._bytes = 0
+
+    def configure(self, pool: Pool) -> None:
+        """Take over a (changed) pool document."""
+        self._model = pool.spec.model.name
+        self._facts.loras = {lora.name for lora in pool.spec.model.loras}
+        hands_over = any(endpoint.bootstrap for endpoint in pool.spec.endpoints)
+        memory = pool.spec.routing.migration.token_memory_bytes
+        self._state.block_tokens.max_bytes = memory if hands_over else 0
+
+    def stats(self) -> HandoffStats:
+        tokens = self._state.block_tokens
+        return HandoffStats(
+            self._handoffs.open,
+            dict(self._outcomes),
+            dict(self._given_up),
+            dict(self._facts.immovable),
+            dict(self._leg_counts),
+            dict(self._leg_seconds),
+            self._bytes,
+            tokens.bytes,
+            tokens.max_bytes,
+            tokens.forgotten,
+            dict(self._state.connectors.known),
+        )
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def planned(self) -> None:
+        """The planner has made a new plan; called at the planner's interval."""
+        self._handoffs.offer(self._planner.ahead, self._clock())
+        self.step()
+
+    def on_applied(self, applied: Applied) -> None:
+        """A KV event may confirm a copy."""
+        if applied.stored and applied.tier is Tier.DEVICE and self._handoffs.awaits(applied.endpoint):
+            self.step()
+
+    def turn_ended(self) -> None:
+        """A turn's end may let a session switch."""
+        if self._handoffs.open:
+            self.step()
+
+    def due(self) -> list[Legs]:
+        """Return the rounds to begin, each once."""
+        due, self._due = self._due, []
+        return due
+
+    def giving(self, legs: Legs) -> None:
+        """The give leg is sent: the host computes the last block and keeps all blocks."""
+        size = self._state.block_tokens.block_size
+        self._begin(legs, Leg.GIVE, legs.source, size)
+
+    def taking(self, legs: Legs) -> None:
+        """The host has accepted the give leg, and the take leg is sent."""
+        self._begin(legs, Leg.TAKE, legs.target, 0)
+
+    def ended(self, legs: Legs, leg: Leg) -> None:
+        """A leg has ended, however. Ignores legs that were not sent."""
+        running = self._running.pop((legs.handoff, leg), None)
+        if running is None:
+            return
+        ticket, since = running
+        self._state.fleet.finish(ticket)
+        self._leg_counts[leg] += 1
+        self._leg_seconds[leg] += self._clock() - since
+
+    def took(self, legs: Legs, cached_tokens: int, seconds: float) -> None:
+        """The take leg has answered after `seconds`; the target computed all but `cached_tokens`."""
+        if legs.handoff not in self._copies:
+            return  # it was given up meanwhile
+        now, state = self._clock(), self._state
+        missing, predicted_s = self._copies[legs.handoff]
+        tokens = legs.content.tokens
+        if missing and cached_tokens >= tokens:
+            took_s = max(0.001, seconds - state.calibration.engine.request_overhead_s(tokens))
+            state.calibration.transfer(legs.source, legs.target, took_s, predicted_s, now)
+        self._handoffs.took(legs.handoff, cached_tokens, now)
+        self.step()
+
+    def failed(self, legs: Legs, cause: GivenUp) -> None:
+        """A leg has failed."""
+        self._handoffs.failed(legs.handoff, cause)
+        self.step()
+
+    # -- what follows ------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Do what the hand-offs' present state asks for."""
+        now = self._clock()
+        for effect in self._handoffs.step(self, now):
+            match effect:
+                case Copy(handoff, missing_tokens):
+                    self._copy(handoff, missing_tokens, now)
+                case Switch(handoff):
+                    self._switch(handoff, now)
+                case Over(handoff):
+                    self._over(handoff, now)
+        if self._due:
+            self.on_due()
+
+    def _copy(self, handoff: Handoff, missing_tokens: int, now: float) -> None:
+        move, content, state = handoff.move, handoff.content, self._state
+        source = state.fleet.get(move.source)
+        assert content is not None
+        if handoff not in self._tickets:
+            self._tickets[handoff] = self._planner.started(
+                replace(move, transfer_bytes=handoff.transfer_bytes), now
+            )
+        link = state.fleet.link(move.target, move.source)
+        predicted_s = (
+            state.calibration.engine.transfer_s(missing_tokens, link.bandwidth_bytes_per_s) if link else 0.0
+        )
+        self._copies[handoff] = missing_tokens, predicted_s
+        self._due.append(
+            Legs(
+                handoff,
+                f"perilune-{uuid4().hex}",
+                content.lora or self._model,
+                content,
+                move.source,
+                move.target,
+                source.bootstrap if source else "",
+            )
+        )
+
+    def _switch(self, handoff: Handoff, now: float) -> None:
+        move, content, state = handoff.move, handoff.content, self._state
+        assert content is not None
+        assert isinstance(move.subject, SessionKey)
+        session = state.sessions.find(move.subject, now)
+        assert session is not None, "step asks for standing first"
+        state.sessions.hand_over(session, move.target, now)
+        state.fleet.moved(move.source, move.target, now)
+
+    def _over(self, handoff: Handoff, now: float) -> None:
+        record = HandoffRecord(
+            handoff.move,
+            handoff.outcome,
+            handoff.cause,
+            handoff.content.tokens if handoff.content else 0,
+            handoff.pulled_tokens,
+            handoff.transfer_bytes,
+            handoff.rounds,
+            now - handoff.began_at,
+            self._wall_clock(),
+        )
+        self._bytes += handoff.transfer_bytes
+        self._outcomes[record.move.reason, record.outcome] += 1
+        if record.cause:
+            self._given_up[record.cause] += 1
+        self._copies.pop(handoff, None)
+        ticket = self._tickets.pop(handoff)
+        arrived = handoff.stage is not Stage.GIVEN_UP
+        self._planner.finished(ticket, now, arrived=arrived, handoff=record)
+        self._observer.handed_over(record)
+        if not arrived:
+            self.on_due()
+
+    def _begin(self, legs: Legs, leg: Leg, address: str, uncached_tokens: int) -> None:
+        """Count a leg as load. Tickets of legs are negative, those of requests are not."""
+        self._legs += 1
+        ticket = -1 - self._legs
+        engine = self._state.calibration.speed(address, self._clock()).engine
+        self._state.fleet.start(
+            ticket,
+            address,
+            uncached_tokens=uncached_tokens,
+            prefill_s=engine.prefill_s(uncached_tokens, legs.content.tokens) if uncached_tokens else 0.0,
+            context_tokens=legs.content.tokens,
+        )
+        self._running[legs.handoff, leg] = ticket, self._clock()
+
+    # -- the world ---------------------------------------------------------------------------------
+
+    def standing(self, subject: Subject) -> Standing | None:
+        if not isinstance(subject, SessionKey):
+            return None
+        state, now = self._state, self._clock()
+        session = state.sessions.find(subject, now)
+        if session is None:
+            return None
+        _, held_tokens = state.held_end(session, now)
+        return Standing(session.host, held_tokens, state.fleet.runs(session.ticket))
+
+    def content(self, subject: Subject) -> Content | None:
+        return self._facts.content(subject, self._clock())
+
+    def missing_tokens(self, target: str, content: Content, now: float) -> int:
+        held = self._state.index.leading(target, content.blocks, now)
+        return content.tokens - held * self._state.block_tokens.block_size
+
+    def confirmed(self, target: str, block: int) -> bool:
+        return self._state.index.announced(target, block)
+
+    def can_copy(self, source: str, target: str) -> bool:
+        return self._state.connectors.can(source, target)
+
+    def may_choose(self, target: str) -> bool:
+        return self._state.fleet.takes_sessions(target, self._clock())
+
+    def kv_bytes(self, tokens: int) -> int:
+        return self._state.calibration.engine.kv_bytes(tokens)
+
+    def affords(self, move: Move, transfer_bytes: int, now: float) -> bool:
+        return self._planner.affords(move, transfer_bytes, now)

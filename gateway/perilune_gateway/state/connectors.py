@@ -1,0 +1,58 @@
+"""What each endpoint's KV connector can, as its bootstrap page said last.
+
+A page that does not answer any more takes the ability away. An engine has another id after every start, so
+nothing that was learned from an earlier process is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from perilune_gateway.model.handoff import Immovable
+
+
+class Connector(NamedTuple):
+    """The engine behind one bootstrap page."""
+
+    engine_ids: Sequence[str]
+    """By data-parallel rank."""
+    tensor_parallel: int
+    """Number of workers of one rank."""
+
+
+class Connectors:
+    """The connectors of a pool's endpoints."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Connector] = {}
+
+    def answered(self, address: str, connector: Connector) -> None:
+        """Record an endpoint's page."""
+        self._known[address] = connector
+
+    def forget(self, address: str) -> None:
+        """The endpoint's page does not answer any more, or the endpoint left the pool."""
+        self._known.pop(address, None)
+
+    @property
+    def known(self) -> Mapping[str, Connector]:
+        """The endpoints that can hand KV over, by address."""
+        return self._known
+
+    def why_not(self, source: str) -> Immovable | None:
+        """Return why the endpoint cannot give; None if it can."""
+        giver = self._known.get(source)
+        if giver is None:
+            return Immovable.NO_GIVER
+        return Immovable.RANKS if len(giver.engine_ids) > 1 else None
+
+    def can(self, source: str, target: str) -> bool:
+        """Whether `target` can take KV from `source`. Their tensor parallel sizes must be equal, because
+        others were not tried."""
+        giver, taker = self._known.get(source), self._known.get(target)
+        return (
+            giver is not None
+            and taker is not None
+            and len(giver.engine_ids) == len(taker.engine_ids) == 1
+            and giver.tensor_parallel == taker.tensor_parallel
+        )

@@ -1,0 +1,405 @@
+"""Ejection: leaves out endpoints whose answers fail or come far too late, although their metrics are fine.
+
+               bad                    tried
+    healthy ────────▶ ejected ─────────────────▶ on trial ───── good ─────▶ healthy
+                         ▲                          │
+                         └────── bad, abandoned ────┘
+
+1. Every request for the model is a piece of evidence about its endpoint. It is *good* at the first sign of
+   its prompt's prefill (a KV event where one is expected, else the head of its answer). It is *bad* if the
+   answer's status is 401, 403 or at least 500, or if no sign came within the *patience*.
+2. Engines prefill one prompt after the other, so the time to a first token is counted from the first token
+   before it. The patience is measured in the pool's own terms: this time over the predicted time of the
+   prefill, as QUANTILE of each endpoint's requests stay below, at the median over all endpoints, times
+   `slow_factor`. So neither a queue nor a pool in which everything takes long ejects anybody. Where no KV
+   event is expected, the time until the answer's head takes its place.
+3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
+   pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. So
+   neither one client's bad requests nor a fault of the whole pool ejects an endpoint.
+4. At least half of the pool's endpoints stay usable; beyond that, nobody is ejected.
+5. After a pause one request is sent there as a trial, while all others stay away. If it is good, the endpoint
+   is healthy again; otherwise the next pause is twice as long, up to `LONGEST_PAUSE` times the first.
+
+Without KV events the first sign of a streamed answer is its head, which engines send at once; so such an
+endpoint is found hanging, but not found slow. An endpoint from which no KV events come although its answers
+end well is judged by the heads of its answers until it is heard again.
+
+Time is an argument. Evidence costs O(1). `judge` costs O(requests without a sign), at most every JUDGE_S.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Mapping
+from enum import StrEnum
+from math import inf
+
+from msgspec import Struct, field
+
+from perilune_api.pool import Ejection as Rules
+
+SOURCES = 3
+"""Evidence from this many different sessions is needed for an ejection."""
+LATEST = 10
+IN_A_ROW = 4
+RECENT_S = 1.0
+"""An endpoint is judged by its evidence of the last RECENT_S seconds, or by the LATEST if those are more."""
+EVIDENCE_S = 15.0
+"""Seconds after which a piece of evidence no longer counts."""
+JUDGE_S = 0.1
+RATIO_S = 2.0
+"""Seconds for which the tolerated ratios are reused."""
+LONGEST_PAUSE = 3.0
+FORGIVEN_S = 60.0
+"""Seconds of health after which the pause is as short as at first."""
+SAMPLES = 100
+"""Number of an endpoint's latest first signs that are kept."""
+QUANTILE = 0.95
+ENOUGH_SAMPLES = 10
+COLD_RATIO = 10.0
+"""Observed over predicted seconds that is tolerated before anything was measured."""
+SLACK_S = 0.05
+"""Seconds that every request takes beside what is predicted."""
+LEAST_PATIENCE_S = 1.0
+EAGER_S = 2.0
+"""Seconds for which a trial waits for a new session; after that, a session's next turn is the trial."""
+
+
+class Cause(StrEnum):
+    """What is wrong with an endpoint, or with one answer."""
+
+    FAILURES = "failures"
+    """Answers with status 401, 403, or 500 and above."""
+    LATE = "late"
+    """No first token, or too late."""
+
+
+class Standing(StrEnum):
+    HEALTHY = "healthy"
+    EJECTED = "ejected"
+    TRIAL = "trial"
+
+
+class Event(StrEnum):
+    """What happens to an endpoint's standing."""
+
+    BAD = "bad"
+    TRIED = "tried"
+    GOOD = "good"
+    ABANDONED = "abandoned"
+    """The trial ended without evidence, for example because the client left."""
+
+
+TABLE: Mapping[tuple[Standing, Event], Standing] = {
+    (Standing.HEALTHY, Event.BAD): Standing.EJECTED,
+    (Standing.EJECTED, Event.TRIED): Standing.TRIAL,
+    (Standing.TRIAL, Event.GOOD): Standing.HEALTHY,
+    (Standing.TRIAL, Event.BAD): Standing.EJECTED,
+    (Standing.TRIAL, Event.ABANDONED): Standing.EJECTED,
+}
+"""(standing, event) → the next standing. Other pairs change nothing."""
+
+
+class EjectionStats(Struct, frozen=True, gc=False):
+    """Why and since when an endpoint is ejected."""
+
+    cause: Cause
+    since_s: float
+    """Seconds since it was ejected."""
+    bad: int
+    """Number of bad pieces of evidence for which it was ejected."""
+    of: int
+    """Number of pieces of evidence that it was judged by."""
+
+
+class _Evidence(Struct, frozen=True, gc=False):
+    at: float
+    source: Hashable
+    cause: Cause | None
+
+
+class _Record(Struct, gc=False):
+    """One endpoint."""
+
+    standing: Standing = Standing.HEALTHY
+    cause: Cause = Cause.FAILURES
+    since: float = -inf
+    """Time of its ejection, or of its return."""
+    until: float = -inf
+    """Time from which a trial may begin."""
+    sign_at: float = -inf
+    """Time of the latest KV event that ended a prefill."""
+    longest_s: float = 0.0
+    """The longest predicted prefill of those that it has to do."""
+    pauses: float = 1.0
+    """Length of its pause in units of the first."""
+    trial: int = -1
+    """Ticket of the request that is its trial."""
+    bad: int = 0
+    of: int = 0
+    blind: bool = False
+    """Whether its KV events do not come."""
+    evidence: deque[_Evidence] = field(default_factory=deque)
+    ratios: tuple[deque[float], deque[float]] = field(
+        default_factory=lambda: (deque(maxlen=SAMPLES), deque(maxlen=SAMPLES))
+    )
+    """Observed over predicted seconds of first signs: of heads, of KV events."""
+
+
+class _Wait(Struct, gc=False):
+    """A request without a first sign, or one of which that is not expected any more."""
+
+    address: str
+    source: Hashable
+    since: float
+    alone_s: float
+    by_event: bool
+    cause: Cause | None = None
+    """The bad evidence that it has given; then it gives no more."""
+
+
+class Ejection:
+    """The standing of every endpoint of a pool."""
+
+    def __init__(self, rules: Rules, on_change: Callable[[str, str], object]) -> None:
+        """`on_change(address, cause)` is called when an endpoint is ejected and, with an empty cause, when it
+        is healthy again."""
+        self.rules = rules
+        self.ejections: Counter[tuple[str, Cause]] = Counter()
+        """(address, cause) → number of ejections."""
+        self._on_change = on_change
+        self._records: dict[str, _Record] = {}
+        self._waits: dict[int, _Wait] = {}
+        self._accused: set[str] = set()
+        """Endpoints with bad evidence that was not judged yet, or that could not be acted on."""
+        self._judged_at = -inf
+        self._ratios = (COLD_RATIO, COLD_RATIO)
+        """Tolerated ratios of heads and of KV events."""
+        self._measured_at = -inf
+
+    # -- evidence ----------------------------------------------------------------------------------
+
+    def sent(
+        self,
+        ticket: int,
+        address: str,
+        now: float,
+        *,
+        source: Hashable,
+        alone_s: float,
+        by_event: bool,
+    ) -> None:
+        """A request was sent. `alone_s`: predicted seconds until its first sign on a healthy and idle
+        endpoint; `by_event`: a KV event will be that sign; `source`: the session that it belongs to."""
+        record = self._record(address)
+        self._waits[ticket] = _Wait(address, source, now, alone_s, by_event and not record.blind)
+        if record.standing is Standing.EJECTED and now >= record.until:
+            record.trial = ticket
+            self._step(address, record, Event.TRIED, now)
+
+    def head(self, ticket: int, status: int, now: float) -> None:
+        """The head of its answer has come."""
+        wait = self._waits.get(ticket)
+        if wait is None:
+            return
+        if is_failure(status):
+            self._bad(ticket, wait, Cause.FAILURES, now)
+        elif status >= 400:
+            self._abandon(ticket)  # the request's own mistake says nothing about the endpoint
+        elif not wait.by_event:
+            self._good(ticket, wait, now)
+
+    def prefilled(self, ticket: int, now: float) -> None:
+        """A KV event has ended its prefill."""
+        if wait := self._waits.get(ticket):
+            self._good(ticket, wait, now)
+
+    def heard(self, address: str) -> None:
+        """A KV event has come from the endpoint."""
+        self._record(address).blind = False
+
+    def served_by(self, ticket: int, address: str, now: float) -> None:
+        """Envoy used another endpoint, because it could not reach the one it was sent to."""
+        wait = self._waits.get(ticket)
+        if wait is None:
+            return
+        self._bad(ticket, wait, Cause.FAILURES, now)
+        self.sent(ticket, address, now, source=wait.source, alone_s=wait.alone_s, by_event=False)
+
+    def ended(self, ticket: int, now: float, *, well: bool) -> Cause | None:
+        """The request has ended, `well` if its answer is complete. Returns what was wrong with it."""
+        wait = self._waits.get(ticket)
+        if wait is None:
+            return None
+        if wait.cause is None and well:
+            self._record(wait.address).blind |= wait.by_event
+            self._good(ticket, wait, now)
+        elif self._is_late(wait, now):
+            self._bad(ticket, wait, Cause.LATE, now)
+        else:
+            self._abandon(ticket)
+        self._waits.pop(ticket, None)
+        return wait.cause
+
+    def forget(self, address: str) -> None:
+        """The endpoint left the pool."""
+        self._records.pop(address, None)
+        self._accused.discard(address)
+        for key in [key for key in self.ejections if key[0] == address]:
+            del self.ejections[key]
+        for ticket in [ticket for ticket, wait in self._waits.items() if wait.address == address]:
+            del self._waits[ticket]
+
+    # -- judgement ---------------------------------------------------------------------------------
+
+    def judge(self, now: float, usable: Callable[[], Collection[str]], endpoints: int) -> None:
+        """Eject endpoints by their evidence. `usable` returns the addresses of endpoints that may be chosen
+        now; `endpoints` is the size of the pool."""
+        if now - self._judged_at < JUDGE_S:
+            return
+        self._judged_at = now
+        if not self.rules.enabled:
+            return
+        for record in self._records.values():
+            record.longest_s = 0.0
+        for wait in self._waits.values():
+            record = self._record(wait.address)
+            record.longest_s = max(record.longest_s, wait.alone_s)
+        for ticket, wait in self._waits.items():
+            if wait.cause is None and self._is_late(wait, now):
+                self._bad(ticket, wait, Cause.LATE, now)
+        for address in list(self._accused):
+            record = self._records[address]
+            found = self._found(address, record, now) if record.standing is Standing.HEALTHY else None
+            if found is None:
+                self._accused.discard(address)
+            elif address in (here := usable()) and 2 * (len(here) - 1) >= endpoints:
+                record.cause, record.bad, record.of = found
+                self._step(address, record, Event.BAD, now)
+
+    def trial(self, now: float, *, new_session: bool) -> str:
+        """Return the endpoint that wants this request as its trial, or an empty string."""
+        due = now if new_session else now - EAGER_S
+        for address, record in self._records.items():
+            if record.standing is Standing.EJECTED and record.until <= due:
+                return address
+        return ""
+
+    def of(self, address: str, now: float) -> EjectionStats | None:
+        """Return why the endpoint is ejected; None if it is not."""
+        record = self._records.get(address)
+        if record is None or record.standing is Standing.HEALTHY:
+            return None
+        return EjectionStats(record.cause, now - record.since, record.bad, record.of)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _record(self, address: str) -> _Record:
+        return self._records.setdefault(address, _Record())
+
+    def _good(self, ticket: int, wait: _Wait, now: float) -> None:
+        """The first sign has come, perhaps late."""
+        del self._waits[ticket]
+        record = self._record(wait.address)
+        took_s = now - self._begun(wait, record)
+        record.ratios[wait.by_event].append((took_s + SLACK_S) / (wait.alone_s + SLACK_S))
+        if wait.by_event:
+            record.sign_at = now
+        if wait.cause is None:
+            self._add(record, _Evidence(now, wait.source, None))
+            self._tried(ticket, wait.address, record, Event.GOOD, now)
+
+    def _bad(self, ticket: int, wait: _Wait, cause: Cause, now: float) -> None:
+        if wait.cause is None:
+            wait.cause = cause
+            record = self._record(wait.address)
+            self._add(record, _Evidence(now, wait.source, cause))
+            self._accused.add(wait.address)
+            self._tried(ticket, wait.address, record, Event.BAD, now)
+
+    def _abandon(self, ticket: int) -> None:
+        wait = self._waits.pop(ticket)
+        self._tried(ticket, wait.address, self._record(wait.address), Event.ABANDONED, wait.since)
+
+    def _tried(self, ticket: int, address: str, record: _Record, event: Event, now: float) -> None:
+        """If the request is the endpoint's trial, the trial is over."""
+        if record.trial == ticket:
+            record.trial = -1
+            self._step(address, record, event, now)
+
+    def _step(self, address: str, record: _Record, event: Event, now: float) -> None:
+        before = record.standing
+        after = record.standing = TABLE.get((before, event), before)
+        if after is Standing.EJECTED and event is Event.BAD:
+            if before is Standing.HEALTHY:
+                record.pauses = 1.0 if now - record.since > FORGIVEN_S else record.pauses
+                record.since = now
+                self.ejections[address, record.cause] += 1
+                self._on_change(address, record.cause)
+            else:
+                record.pauses = min(LONGEST_PAUSE, 2 * record.pauses)
+            record.until = now + record.pauses * self.rules.pause_seconds
+        elif before is Standing.TRIAL and after is Standing.HEALTHY:
+            record.since = now
+            record.evidence.clear()
+            self._on_change(address, "")
+
+    @staticmethod
+    def _add(record: _Record, evidence: _Evidence) -> None:
+        kept, now = record.evidence, evidence.at
+        kept.append(evidence)
+        while now - kept[0].at > (RECENT_S if len(kept) > LATEST else EVIDENCE_S):
+            kept.popleft()
+
+    def _found(self, address: str, record: _Record, now: float) -> tuple[Cause, int, int] | None:
+        """Return what is wrong with a healthy endpoint, and (bad, all) pieces of evidence for it."""
+        causes = _fresh(record, now)
+        if len(causes) >= IN_A_ROW and all(causes[-IN_A_ROW:]):
+            causes = causes[-IN_A_ROW:]
+        bad = Counter(cause for cause in causes if cause)
+        share = bad.total() / len(causes) if causes else 0.0
+        sources = {e.source for e in record.evidence if e.cause and now - e.at <= EVIDENCE_S}
+        if len(sources) < SOURCES or share < self.rules.failure_share:
+            return None
+        others = [
+            cause
+            for other, its in self._records.items()
+            if other != address and its.standing is Standing.HEALTHY
+            for cause in _fresh(its, now)
+        ]
+        if sum(cause is not None for cause in others) > share / 2 * len(others):
+            return None
+        return bad.most_common(1)[0][0], bad.total(), len(causes)
+
+    @staticmethod
+    def _begun(wait: _Wait, record: _Record) -> float:
+        """Return the time from which the endpoint has worked for this request, at the latest."""
+        return max(wait.since, record.sign_at) if wait.by_event else wait.since
+
+    def _is_late(self, wait: _Wait, now: float) -> bool:
+        """Whether a request without a sign has waited longer than the patience."""
+        if now - self._measured_at > RATIO_S:
+            self._ratios, self._measured_at = (self._tolerated(0), self._tolerated(1)), now
+        record = self._record(wait.address)
+        longest_s = max(wait.alone_s, record.longest_s) + SLACK_S
+        patience_s = self.rules.slow_factor * self._ratios[wait.by_event] * longest_s
+        return now - self._begun(wait, record) > max(LEAST_PATIENCE_S, patience_s)
+
+    def _tolerated(self, by_event: int) -> float:
+        """Return the observed over predicted seconds that hardly any request of the pool exceeds."""
+        known = sorted(
+            sorted(ratios)[int(QUANTILE * (len(ratios) - 1))]
+            for record in self._records.values()
+            if len(ratios := record.ratios[by_event]) >= ENOUGH_SAMPLES
+        )
+        return known[(len(known) - 1) // 2] if known else COLD_RATIO
+
+
+def _fresh(record: _Record, now: float) -> list[Cause | None]:
+    """Return the endpoint's evidence that still counts; None stands for a good piece."""
+    return [e.cause for e in record.evidence if now - e.at <= EVIDENCE_S]
+
+
+def is_failure(status: int) -> bool:
+    """Whether an answer with this status is the endpoint's fault."""
+    return status >= 500 or status in (401, 403)
