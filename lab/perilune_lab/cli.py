@@ -24,7 +24,7 @@ PROGRAM = Program(
             "envoy": Command(
                 "perilune_lab.envoy",
                 "print the Envoy configuration for a gateway without Kubernetes, or run Envoy with it",
-                "envoy --pool examples/pool.yaml --run",
+                "envoy --pool examples/local/pool.yaml --run",
             ),
         },
         "measure a server": {
@@ -37,6 +37,11 @@ PROGRAM = Program(
                 "perilune_lab.bench_stream.cli",
                 "send a burst of streamed requests and time it at the client and at the engine",
                 "bench-stream --target http://127.0.0.1:8000 --num-requests 32 --unique-prompts",
+            ),
+            "profile": Command(
+                "perilune_lab.profile",
+                "measure an engine's prefill and decode; write the pool's cost model",
+                "profile --target http://127.0.0.1:8000 --yaml cost.yaml",
             ),
             "trace": Command(
                 "perilune_lab.traces.cli",

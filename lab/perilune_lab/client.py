@@ -18,6 +18,7 @@ hardware) and `speed` (how much faster than recorded the trace is played). Resul
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -286,6 +287,7 @@ def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:
         prompt_tokens=result.prompt_tokens if answer.prompt_tokens is None else answer.prompt_tokens,
         cached_tokens=answer.cached_tokens,
         output_tokens=answer.output_tokens,
+        counted=answer.prompt_tokens is not None,
     )
     if not times:
         return result
@@ -334,5 +336,6 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect: {error.os_error.strerror or error.os_error}"
+        number = error.os_error.errno
+        return f"cannot connect: {os.strerror(number) if number else error.os_error}"
     return str(error) or type(error).__name__

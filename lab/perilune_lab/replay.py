@@ -245,7 +245,7 @@ class _Meter:
         self.total = total
         self.done = 0
         self.failed = 0
-        self._told_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (
@@ -266,18 +266,18 @@ class _Meter:
         if self._bar:
             self._bar.stop()
         elif self.done:
-            self._tell()
+            self._print_line()
 
     def finished(self, result: Result) -> None:
         self.done += 1
         self.failed += not result.succeeded
         if self._bar:
             self._bar.update(self._task, advance=1, failed=self._failures())
-        elif time.monotonic() - self._told_at >= _LINE_EVERY_S:
-            self._tell()
+        elif time.monotonic() - self._printed_at >= _LINE_EVERY_S:
+            self._print_line()
 
-    def _tell(self) -> None:
-        self._told_at = time.monotonic()
+    def _print_line(self) -> None:
+        self._printed_at = time.monotonic()
         self.console.print(f"{self.done}/{self.total} requests {self._failures()}".rstrip(), highlight=False)
 
     def _failures(self) -> str:
@@ -294,17 +294,45 @@ def parse(argv: Sequence[str]) -> Options:
     )
     add = parser.add_argument
     add("--target", required=True, type=url, metavar="URL", help="http://host:port, without /v1")
-    add("--trace", required=True, metavar="FILE|agentic", help="Mooncake's, Qwen-Bailian's or our schema")
-    add("--limit", type=count, metavar="N", help="only the first N requests")
-    add("--sessions", type=count, default=100, metavar="N", help="agentic: sessions [%(default)s]")
-    add("--seed", type=int, default=0, metavar="N", help="agentic: seed [%(default)s]")
-    add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
-    add("--speed", type=positive, default=1.0, metavar="X", help="times faster than recorded [%(default)s]")
-    add("--time-scale", type=positive, default=1.0, metavar="X", help="of simulated engines [%(default)s]")
-    add("--concurrency", type=count, default=256, metavar="N", help="most open requests [%(default)s]")
-    add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
-    add("--gateway", type=url, metavar="ADMIN_URL", help="its admin pages, for more metrics")
+    add(
+        "--trace",
+        required=True,
+        metavar="FILE|agentic",
+        help="a trace (Mooncake's, Qwen-Bailian's or our schema), or generated traffic",
+    )
+    add("--limit", type=count, metavar="N", help="play only the first N requests")
+    add("--sessions", type=count, default=100, metavar="N", help="agentic: number of sessions [%(default)s]")
+    add("--seed", type=int, default=0, metavar="N", help="agentic: seed of the traffic [%(default)s]")
+    add(
+        "--mode",
+        type=Mode,
+        choices=list(Mode),
+        default=Mode.THINKTIME,
+        help="when turns are submitted, see below [%(default)s]",
+    )
+    add(
+        "--speed",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="play it X times faster than recorded [%(default)s]",
+    )
+    add(
+        "--time-scale",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="the simulated engines' own [%(default)s]",
+    )
+    add("--concurrency", type=count, default=256, metavar="N", help="most requests at a time [%(default)s]")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="model that requests name [the first one that the target serves]",
+    )
+    add("--gateway", type=url, metavar="ADMIN_URL", help="admin address of the gateway, for its own metrics")
     add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=figure, metavar="FILE", help="draw it")
+    add("--png", type=figure, metavar="FILE", help="draw the report")
     add("--requests", type=output, metavar="FILE", help="write one JSON line per request (wall seconds)")
     return Options(**vars(parser.parse_args(argv)))

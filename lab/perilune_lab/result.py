@@ -39,7 +39,11 @@ class Result:
     prompt_tokens: int = 0
     """As the server reports; otherwise as the trace says."""
     cached_tokens: int | None = None
+    """None if the server does not report it."""
     output_tokens: int = 0
+    """As the server reports; otherwise the number of events that carried text."""
+    counted: bool = False
+    """The server reported its own counts of prompt and output tokens."""
 
     @property
     def succeeded(self) -> bool:

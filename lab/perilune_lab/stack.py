@@ -1,6 +1,6 @@
 """A whole installation without Kubernetes, as a value: engines, gateway and Envoy on free loopback ports.
 
-    async with Stack(engines=4, routing=Routing(policy="ear")) as stack:
+    async with Stack(engines=4, routing=Routing(PolicyChoice(name=PolicyName.EAR))) as stack:
         … requests to stack.url, questions to stack.admin_url …
 
 Steps: start N simulated engines → write the pool document that names them → start the gateway with it → start
@@ -30,6 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 from uuid import uuid4
+
+from msgspec import structs
 
 from perilune_api import pool as spec
 from perilune_lab import envoy, envoy_process
@@ -63,6 +65,8 @@ class EngineOptions:
     """Size of a KV store pool that all engines share, in the run folder; 0: none."""
     request_log: bool = False
     """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
+    handoff: bool = False
+    """Engines hand KV over to each other."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `perilune engine`."""
 
@@ -121,13 +125,43 @@ def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
             if o.store_tokens
             else ()
         ),
+        *(("--bootstrap", "127.0.0.1:0") if o.handoff else ()),
         *(("--request-log", str(folder / f"engine-{i}.requests.jsonl")) if o.request_log else ()),
         *o.arguments,
     ]
 
 
+def in_engine_time(routing: spec.Routing, time_scale: float) -> spec.Routing:
+    """The same routing for engines whose time passes `time_scale` times as fast: parameters and limits in
+    seconds are shorter by that factor, and the planner may move as many more sessions per minute."""
+    policy, migration, limits = routing.policy, routing.migration, routing.limits
+    return structs.replace(
+        routing,
+        policy=structs.replace(
+            policy,
+            ear=structs.replace(policy.ear, cooldown_seconds=policy.ear.cooldown_seconds / time_scale),
+            perilune=structs.replace(
+                policy.perilune, least_gain_seconds=policy.perilune.least_gain_seconds / time_scale
+            ),
+        ),
+        migration=structs.replace(
+            migration,
+            cooldown_seconds=migration.cooldown_seconds / time_scale,
+            hot_pending_seconds=migration.hot_pending_seconds / time_scale,
+            moves_per_minute=round(migration.moves_per_minute * time_scale),
+        ),
+        limits=structs.replace(
+            limits,
+            max_pending_seconds=limits.max_pending_seconds / time_scale,
+            ttft_slo_seconds=limits.ttft_slo_seconds / time_scale,
+            tpot_slo_seconds=limits.tpot_slo_seconds / time_scale,
+        ),
+    )
+
+
 def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dict[str, str]]) -> spec.Pool:
-    """The document that describes these engines. `engines`: the facts of their ready lines, in order."""
+    """The document that describes these engines. `routing`: its seconds are those of engines without time
+    scale. `engines`: the facts of their ready lines, in order."""
     pool = spec.Pool(
         metadata=spec.Metadata(name="local"),
         spec=spec.Spec(
@@ -141,7 +175,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                 prefill_scale=1.0 / options.time_scale,
                 store=options.store_tokens > 0,
             ),
-            routing=routing,
+            routing=in_engine_time(routing, options.time_scale),
             topology=places(len(engines)),
             endpoints=tuple(
                 spec.EndpointSpec(
@@ -149,6 +183,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                     node=f"node-{i}",
                     events=tuple(filter(None, facts.get("events", "").split(","))),
                     replay=tuple(filter(None, facts.get("replay", "").split(","))),
+                    bootstrap=facts.get("bootstrap", ""),
                 )
                 for i, facts in enumerate(engines)
             ),

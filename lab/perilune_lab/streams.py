@@ -20,7 +20,9 @@ import msgspec
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+    """The name of `reasoning` in earlier versions of vLLM."""
 
 
 class _Choice(msgspec.Struct):
@@ -109,7 +111,7 @@ def _text(choice: _Choice) -> str:
     if choice.text:
         return choice.text
     delta = choice.delta
-    return (delta.content or delta.reasoning_content or "") if delta else ""
+    return (delta.content or delta.reasoning or delta.reasoning_content or "") if delta else ""
 
 
 def _events(chunks: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

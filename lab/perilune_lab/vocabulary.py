@@ -153,7 +153,6 @@ class LabTokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.eos_id = vocabulary.ids[MESSAGE_END]
         self._known = _vocab(vocabulary)
         self._split = re.compile("(" + "|".join(map(re.escape, SPECIALS)) + ")").split
 

@@ -81,8 +81,12 @@ class Measured(msgspec.Struct, frozen=True):
     requests: int
     succeeded: int
     prompt_tokens: int
-    cached_tokens: int
     output_tokens: int
+    counted: int
+    """Requests whose answer had the engine's own counts; other prompts count as they were meant, other
+    answers by their events."""
+    cached_tokens: int | UnsetType
+    """Absent if no answer reported it."""
     seconds: float
     """Seconds from the first submission to the last token."""
     submit_s: Quantiles | UnsetType
@@ -99,8 +103,9 @@ class Measured(msgspec.Struct, frozen=True):
 async def measure(
     name: str, target: str, engines: Sequence[str], burst: Burst, *, model: str = "", time_scale: float = 1.0
 ) -> tuple[Measured, Counter[str]]:
-    """A burst and the errors in it. `engines`: whose pages are the engine side, none: the target's own, which
-    then has to count all. Raises TargetError if the target does not answer."""
+    """Sends a burst; returns what was measured, and how often each error occurred. The engine side is read
+    from `engines` (URLs), or from the target if there are none; the target then has to have counted every
+    request. Raises TargetError if the target does not answer."""
     pages = engines or [target]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10.0)) as http:
         before = await scrape(http, pages)
@@ -120,8 +125,10 @@ async def measure(
 def summarize(
     name: str, results: Sequence[Result], grown: Scrape, time_scale: float, *, counts_all: bool = True
 ) -> Measured:
-    """`grown`: what the engines' histograms grew by; `counts_all`: by every request of the burst at least."""
+    """Computes both sides. `grown` is what the burst added to the engines' histograms; `counts_all` says
+    whether they must contain every request of the burst."""
     good = [r for r in results if r.succeeded]
+    cached = [r.cached_tokens for r in good if r.cached_tokens is not None]
     end = max((r.submitted_at_s + r.e2e_s for r in good if r.e2e_s is not None), default=0.0)
 
     def scaled(values: Sequence[float | None]) -> Quantiles | UnsetType:
@@ -133,8 +140,9 @@ def summarize(
         len(results),
         len(good),
         sum(r.prompt_tokens for r in good),
-        sum(r.cached_tokens or 0 for r in good),
         sum(r.output_tokens for r in good),
+        sum(r.counted for r in good),
+        sum(cached) if cached else UNSET,
         (end - min((r.submitted_at_s for r in results), default=0.0)) * time_scale if good else 0.0,
         scaled([r.accepted_s for r in good]),
         Side(
@@ -158,12 +166,12 @@ ENGINE_NAMES = (
 
 
 def _engine_side(grown: Scrape, at_least: int) -> tuple[Side, NoEngine | UnsetType]:
-    """All of it or nothing: what one histogram tells of the pages holds for each. `at_least`: requests that
-    must have been counted."""
+    """The engine side, or why there is none. If one histogram shows that the pages do not belong to this
+    burst, none of them is used. `at_least` is the number of requests that must have been counted."""
     found = [_histogram(grown, names) for names in ENGINE_NAMES]
     if any(histogram and histogram.falls for histogram in found):
         return NOTHING, NoEngine.FALLEN
-    ttft, _, _, latency = found  # the others count what has two tokens or more
+    ttft, _, _, latency = found  # the others count only requests with at least two tokens
     if any(histogram and histogram.count < at_least for histogram in (ttft, latency)):
         return NOTHING, NoEngine.TOO_FEW
     side = Side(*map(_quantiles, found))

@@ -121,23 +121,34 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--target", type=url, metavar="URL", help="http://host:port, without /v1")
-    where.add_argument("--simulated", action="store_true", help="a simulated engine, in both modes")
+    where.add_argument("--simulated", action="store_true", help="start a simulated engine, once in each mode")
     add(
         "--engine",
         action="append",
         default=[],
         type=url,
         metavar="URL",
-        help="whose /metrics is the engine side; once for each [target]",
+        help="engine whose /metrics is read; once for each engine [the target]",
     )
-    add("--num-requests", type=count, default=32, metavar="N", help="[%(default)s]")
+    add("--num-requests", type=count, default=32, metavar="N", help="size of the burst [%(default)s]")
     prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument("--unique-prompts", action="store_true", help="all different; so by default")
-    prompts.add_argument("--same-prompt", action="store_true", help="all equal")
-    add("--prompt-tokens", type=count, default=384, metavar="N", help="of each prompt [%(default)s]")
-    add("--max-new-tokens", type=count, default=8, metavar="N", help="of each answer [%(default)s]")
-    add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
-    add("--time-scale", type=positive, default=1.0, metavar="X", help="of simulated engines [%(default)s]")
+    prompts.add_argument("--unique-prompts", action="store_true", help="prompts all differ (default)")
+    prompts.add_argument("--same-prompt", action="store_true", help="prompts are all equal")
+    add("--prompt-tokens", type=count, default=384, metavar="N", help="length of each prompt [%(default)s]")
+    add("--max-new-tokens", type=count, default=8, metavar="N", help="length of each answer [%(default)s]")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="model that requests name [the first one that the target serves]",
+    )
+    add(
+        "--time-scale",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="engine seconds per second of simulated engines [%(default)s]",
+    )
     add("--json", type=output, metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
     for option, value in (("--engine", args.engine), ("--model", args.model)):

@@ -44,9 +44,18 @@ def rows(bursts: Sequence[Measured], published: bool) -> list[tuple[str, list[st
     )
     counts = [cell for b in bursts for cell in (f"{b.succeeded} of {b.requests}", "")]
     found.append(("succeeded", counts))
-    cached = [cell for b in bursts for cell in (f"{b.cached_tokens:,} of {b.prompt_tokens:,}", "")]
-    found.append(("cached tokens", cached))
+    for name in ("prompt_tokens", "cached_tokens", "output_tokens"):
+        counts = [cell for b in bursts for cell in (_count(b, name), "")]
+        found.append((name.replace("_", " "), counts))
     return [row for row in found if any(row[1])]
+
+
+def _count(burst: Measured, name: str) -> str:
+    """Tokens as the engine counted them. `~` stands before sums that have counts of our own in them."""
+    tokens = getattr(burst, name)
+    if tokens is UNSET:
+        return "not reported"
+    return f"{tokens:,}" if burst.counted == burst.succeeded else f"~{tokens:,}"
 
 
 def _value(burst: Measured, side: str, field: str, q: str) -> float | None:

@@ -32,7 +32,7 @@ from msgspec import UnsetType
 from rich.live import Live
 
 from perilune_api import pool
-from perilune_api.policies import EarParams, PolicyChoice, PolicyName
+from perilune_api.policies import PolicyChoice, PolicyName
 from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.client import Load, run_load
@@ -48,8 +48,6 @@ from perilune_lab.traces.model import Mode
 from perilune_lab.vocabulary import Vocabulary
 
 PROGRAMS = Programs()
-COOLDOWN_S = 30.0
-"""Seconds (engine time) between two moves of one session."""
 POLL_S = 0.25
 BUSY = 0.8
 """Share of all cores above which times say more about this machine than about the engines."""
@@ -90,6 +88,9 @@ class Demo:
                 starting.enter_context(self._starting(policy))
                 async with self._stack(policy) as stack:
                     starting.close()
+                    self.console.print(
+                        f"{policy}: watch it at {stack.admin_url}/console", highlight=False, soft_wrap=True
+                    )
                     await self._play(stack, policy)
                     if self.options.keep and policy == order[-1]:
                         self._conclude()
@@ -106,7 +107,6 @@ class Demo:
 
     def _stack(self, policy: str) -> Stack:
         o = self.options
-        cooldown_s = COOLDOWN_S / o.time_scale
         return Stack(
             engines=o.endpoints,
             options=EngineOptions(
@@ -114,10 +114,7 @@ class Demo:
                 context_tokens=self.load.context_tokens,
                 time_scale=o.time_scale,
             ),
-            routing=pool.Routing(
-                PolicyChoice(name=PolicyName(policy), ear=EarParams(cooldown_seconds=cooldown_s)),
-                pool.Migration(cooldown_seconds=cooldown_s),
-            ),
+            routing=pool.Routing(PolicyChoice(name=PolicyName(policy))),
             programs=self.programs,
         )
 
@@ -147,7 +144,7 @@ class Demo:
             await watch.ask_scheduling(http)
         share = max(busy_s, 0.0) / took_s / len(os.sched_getaffinity(0))
         self.ran[policy] = Ran(self._measured(watch), share, watch.notes(), tuple(watch.ttft_s()))
-        self._tell(self.ran[policy])
+        self._print_result(self.ran[policy])
 
     async def _show(self, watch: Watch, http: aiohttp.ClientSession) -> None:
         """Shows the live view, or prints a line now and then, until cancelled."""
@@ -170,7 +167,7 @@ class Demo:
             finally:
                 view.update(live.render(watch.frame()), refresh=True)
 
-    def _tell(self, ran: Ran) -> None:
+    def _print_result(self, ran: Ran) -> None:
         """Prints one line at the end of a run, and what went wrong in it."""
         for note in ran.notes:
             self.console.print(note, style="yellow", highlight=False, soft_wrap=True)
@@ -189,7 +186,6 @@ class Demo:
                 time_scale=self.options.time_scale,
                 complete=False,
                 engine=H20_30B,
-                cooldown_s=COOLDOWN_S,
                 queue_samples=watch.queues,
                 scheduling=watch.scheduling,
             )

@@ -55,7 +55,9 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--endpoints", type=_at_least(1, int), default=8, metavar="N", help="default 8")
     known = ", ".join(sorted(POLICIES))
-    parser.add_argument("--policy", type=_policy, default="ear", metavar="P", help=f"default ear; {known}")
+    parser.add_argument(
+        "--policy", type=_policy, default="perilune", metavar="P", help=f"default perilune; {known}"
+    )
     parser.add_argument(
         "--compare",
         type=_policies,

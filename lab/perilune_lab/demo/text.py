@@ -71,7 +71,9 @@ def urls(stack: Stack) -> str:
         ' "messages": [{"role": "user", "content": "hello"}]}'
     )
     return f"""
-Everything stays up until Ctrl-C. Send requests through Envoy:
+Everything stays up until Ctrl-C. Watch it in a browser: {stack.admin_url}/console
+
+Send requests through Envoy:
 
   curl -i {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
     -H '{SESSION_HEADER}: me' -H '{names.DECISION_HEADER}: 1' \\

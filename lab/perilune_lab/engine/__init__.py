@@ -2,6 +2,7 @@
 
     http ─ inbound, words ─▶ Request ─▶ service (wall time) ─▶ scheduler (virtual time) ─▶ kv_cache ─▶ hashing
       ▲        answers ◀── tokens ────────┤                        └─▶ store (shared pool)
+                                          ├─▶ connector (KV handed to and fetched from other engines)
                                           ├─▶ events (ZMQ, replay)
                                           └─▶ metrics, request log
 
@@ -10,6 +11,5 @@ captures of vLLM 0.32: for the recorded requests they answer the same `cached_to
 batches. Hashing, cache and events share nothing with the gateway, so their agreement is a test of both.
 
 Limits: one data-parallel rank, one KV cache group, text only; one prompt and one answer per request. Answers
-are made up, and so is their length unless the request sets it. KV moves between engines through the shared
-pool only, and the store neither delays nor loses a put.
+are made up, and so is their length unless the request sets it. The store neither delays nor loses a put.
 """

@@ -63,6 +63,14 @@ def error_body(message: str, status: int, kind: str, param: str | None) -> bytes
     return _json({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
+def error_event(api: Api, message: str, status: int, kind: str) -> bytes:
+    """Ends a stream that has begun, since its status cannot change any more."""
+    if api is Api.MESSAGES:
+        return _sse({"type": "error", "error": {"type": kind, "message": message}}, "error")
+    error = b"data: " + error_body(message, status, kind, None) + b"\n\n"
+    return error if api is Api.RESPONSES else error + DONE
+
+
 def _sse(data: object, event: str = "") -> bytes:
     head = f"event: {event}\n".encode() if event else b""
     return head + b"data: " + _json(data) + b"\n\n"

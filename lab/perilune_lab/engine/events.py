@@ -11,7 +11,7 @@ that one sequence filled in one step; a removal is one event per block. Blocks i
 announced with medium `cpu`, one by one, without extra keys, and never removed, as Mooncake's connector
 does it.
 
-Cost: about 0.15 µs per token id and 0.5 µs per removal. Not done: full-digest hashes, several ranks.
+Cost: about 0.15 µs per token id and 0.5 µs per removal. Not done: full-digest hashes.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
     extra_keys: list[list[str] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     session_id: str | None = None
 
 
@@ -73,19 +74,23 @@ def to_event(change: Change, block_size: int) -> Event:
                 medium="cpu" if change.shared else "GPU",
                 lora_name=None if change.shared else space.lora_name or None,
                 extra_keys=None if change.shared else _extra_keys(change),
-                group_idx=0,
-                kv_cache_spec_kind=None if change.shared else "full_attention",
+                group_idx=change.group,
+                kv_cache_spec_kind=None if change.shared else _kind(change),
+                kv_cache_spec_sliding_window=change.window or None,
                 session_id=None if change.shared else change.session_id or None,
             )
         case Removed():
-            return BlockRemoved(block_hashes=[low64(change.digest)], medium="GPU", group_idx=0)
+            return BlockRemoved(block_hashes=[low64(change.digest)], medium="GPU", group_idx=change.group)
         case Cleared():
             return AllBlocksCleared()
 
 
-def _extra_keys(change: Stored) -> list[list[str] | None]:
-    first = change.first_block
-    return [change.namespace.announced(block) for block in range(first, first + len(change.digests))]
+def _extra_keys(change: Stored) -> list[list[str] | None] | None:
+    return [change.namespace.announced(block) for block in change.positions] or None
+
+
+def _kind(change: Stored) -> str:
+    return "sliding_window" if change.window else "full_attention"
 
 
 def encode_batch(changes: Sequence[Change], block_size: int, ts: float, rank: int = 0) -> bytes:
@@ -122,9 +127,11 @@ class Publisher:
         topic: str,
         block_size: int,
         buffer_steps: int,
+        rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.topic = topic
+        self.rank = rank
         self.buffer_steps = buffer_steps
         self._block_size = block_size
         self._clock = clock
@@ -132,6 +139,8 @@ class Publisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        for sock, address in ((self._pub, events), (self._router, replay)):
+            sock.set(zmq.IPV6, int("[" in address))
         try:
             self._pub.set_hwm(_HIGH_WATER_MARK)
             self._pub.bind(events)
@@ -145,7 +154,7 @@ class Publisher:
 
     def publish(self, changes: Sequence[Change]) -> None:
         """Numbers and sends one batch; without a subscriber it is only kept for replay."""
-        payload = encode_batch(changes, self._block_size, self._clock())
+        payload = encode_batch(changes, self._block_size, self._clock(), self.rank)
         seq = self._buffer.append(payload)
         self._pub.send_multipart((self.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.NOBLOCK)
 
@@ -163,6 +172,41 @@ class Publisher:
             await self._router.send_multipart((peer, *END_OF_REPLAY))
 
     def close(self) -> None:
+        """Closes the sockets; a second call does nothing."""
         self._router.close(linger=0)
         self._pub.close(linger=0)
         self._context.term()
+
+
+_TRIES = 20
+
+
+def publishers(
+    events: str, replay: str, topic: str, block_size: int, buffer_steps: int, ranks: int
+) -> list[Publisher]:
+    """One publisher for each data-parallel rank, at consecutive ports as vLLM's: rank r at P+r.
+
+    Raises zmq.ZMQError where a socket cannot be bound, and ValueError for several ranks at addresses without
+    a port."""
+    for _ in range(_TRIES):
+        bound = [Publisher(events, replay, topic, block_size, buffer_steps)]
+        try:
+            for rank in range(1, ranks):
+                places = offset(bound[0].events, rank), offset(bound[0].replay, rank)
+                bound.append(Publisher(*places, topic, block_size, buffer_steps, rank))
+        except (zmq.ZMQError, ValueError) as error:
+            for publisher in bound:
+                publisher.close()
+            if isinstance(error, ValueError) or not (events.endswith(":*") and replay.endswith(":*")):
+                raise
+        else:
+            return bound
+    raise zmq.ZMQError(zmq.EADDRINUSE)
+
+
+def offset(address: str, rank: int) -> str:
+    """The address at which vLLM's data-parallel rank publishes. Raises ValueError for other than TCP."""
+    place, colon, port = address.rpartition(":")
+    if not address.startswith("tcp://") or not colon or not port.isdigit():
+        raise ValueError(f"several data-parallel ranks need addresses tcp://IP:PORT, got {address}")
+    return f"{place}:{int(port) + rank}"

@@ -3,6 +3,12 @@
 Generating requests: parse → check model and length → open a table (the prompt's block hashes) → submit →
 the service writes the stream, or the handler writes the whole answer. A client that leaves cancels its
 handler, which aborts the request and frees its blocks. Errors have OpenAI's form.
+
+With several data-parallel ranks, the header `x-data-parallel-rank` names one; otherwise the server takes the
+one with the fewest requests, in turns where several have equally few.
+
+When the engine core dies, the server lives on for a moment, as vLLM's does: it answers every request with
+500 at once, and /health with 503.
 """
 
 import asyncio
@@ -15,17 +21,31 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from perilune_lab.engine.answers import error_body, form_for
+from perilune_lab.engine.answers import error_body, error_event, form_for
+from perilune_lab.engine.faults import Faults
 from perilune_lab.engine.hashing import BASE, Namespace
-from perilune_lab.engine.inbound import Api, BadRequestError, Inbound, completion_prompt, not_the_form, parse
+from perilune_lab.engine.inbound import (
+    Api,
+    BadRequestError,
+    Inbound,
+    Manners,
+    completion_prompt,
+    not_the_form,
+    parse,
+)
+from perilune_lab.engine.metrics import Page
 from perilune_lab.engine.request import Request
-from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, Service
+from perilune_lab.engine.service import MOST_UNSENT_BYTES, Answer, CoreDeadError, Service
 from perilune_lab.engine.words import key_of
 
 VERSION = "0.32.0"
 """Version of vLLM that this server imitates."""
 NAME_HEADER = "x-perilune-endpoint"
 """Response header: the address that answered."""
+RANK_HEADER = "x-data-parallel-rank"
+MOST_RESPONSES = 10_000
+"""Number of stored responses; older ones are forgotten."""
+_SERVER_ERROR = (500, "InternalServerError")
 _MOST_BODY_BYTES = 64 * 1024 * 1024
 _ID_PREFIX = {
     Api.CHAT: "chatcmpl-",
@@ -47,13 +67,12 @@ class Served:
     max_model_len: int
     adapters: Mapping[str, Namespace]
     """LoRA adapters by the name that requests use."""
-    topic: str = ""
-    events: str = ""
-    replay: str = ""
-    buffer_steps: int = 0
-    high_water_mark: int = 0
     aliases: Sequence[str] = ()
     """Further names of the model, for requests and /v1/models."""
+    strict_openai: bool = False
+    """See `inbound.Manners`."""
+    store_responses: bool = False
+    """Keep responses, so that others can name them as `previous_response_id`."""
 
 
 class _ResponseSink:
@@ -77,16 +96,26 @@ class _ResponseSink:
 
 class Server:
     def __init__(
-        self, service: Service, served: Served, clear_store: Callable[[], None] | None = None
+        self, ranks: Sequence[Service], served: Served, clear_store: Callable[[], None] | None = None
     ) -> None:
-        self._service = service
+        """`ranks`: one service for each data-parallel rank."""
+        self._ranks = ranks
+        self._text = ranks[0].text
         self._served = served
         self._clear_store = clear_store
+        self._turn = 0
+        self._responses: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._manners = Manners(served.strict_openai, self._responses)
+        self.on_core_dead: Callable[[], None] = lambda: None
+        """Is called when a request fails because the engine core has died."""
         self.address = ""
         """`ip:port`, set once it listens."""
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_answer_errors(self)], client_max_size=_MOST_BODY_BYTES)
+        faults = Faults([service.scheduler for service in self._ranks])
+        middlewares = (_answer_errors(self), faults.middleware())
+        app = web.Application(middlewares=middlewares, client_max_size=_MOST_BODY_BYTES)
+        app.router.add_post("/fault", faults.put)
         for api in Api:
             app.router.add_post(api, self._generate_handler(api))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
@@ -94,7 +123,7 @@ class Server:
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/reset_prefix_cache", self._reset)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._ok)
+        app.router.add_get("/health", self._health)
         app.router.add_route("*", "/ping", self._ok)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
@@ -111,12 +140,10 @@ class Server:
         return handler
 
     async def _generate(self, api: Api, http: web.Request) -> web.StreamResponse:
-        service = self._service
-        arrived_s = service.now()
-        inbound = parse(api, await http.read(), service.text)
+        arrived_s = self._ranks[0].now()
+        inbound = parse(api, await http.read(), self._text, self._manners)
         namespace = self._namespace(inbound)
-        if http.headers.get("x-data-parallel-rank", "0") != "0":
-            raise BadRequestError("data_parallel_rank is out of range [0, 1)", param="data_parallel_rank")
+        service = self._choose(http.headers.get(RANK_HEADER, ""))
         n_tokens, natural = self._output_tokens(inbound)
         given = _header_safe(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
         answer_id = _ID_PREFIX[api] + given
@@ -129,14 +156,16 @@ class Server:
             natural_end=natural,
             priority=inbound.priority,
             report_full=inbound.report_full,
+            leg=inbound.leg,
         )
         headers = {NAME_HEADER: self.address, "x-request-id": given}
         form = form_for(inbound, answer_id)
         done = asyncio.get_running_loop().create_future()
         if not inbound.stream:
             answer = Answer(request, form, None, done)
-            await self._answered(answer, arrived_s)
+            await self._answered(service, answer, arrived_s)
             text = service.text.decode(request.output)
+            self._keep(inbound, answer_id, text)
             body = form.whole(text, request.output, answer.usage(), str(request.finish))
             return web.Response(body=body, content_type="application/json", headers=headers)
         response = web.StreamResponse(headers=headers)
@@ -148,18 +177,43 @@ class Server:
         if first:
             await response.write(first)
         sink = _ResponseSink(response, http.transport)
-        rest = await self._answered(Answer(request, form, sink, done), arrived_s)
+        try:
+            rest = await self._answered(service, Answer(request, form, sink, done), arrived_s)
+        except CoreDeadError as error:
+            rest = error_event(api, str(error), *_SERVER_ERROR)
+            self.on_core_dead()
+        else:
+            self._keep(inbound, answer_id, service.text.decode(request.output))
         await response.write_eof(rest)
         return response
 
-    async def _answered(self, answer: Answer, arrived_s: float) -> bytes:
+    def _choose(self, wanted: str) -> Service:
+        """The service that takes a request; `wanted` is the header's value. Raises BadRequestError."""
+        count = len(self._ranks)
+        if wanted.lstrip("+-").isdecimal():  # vLLM ignores other texts
+            if 0 <= int(wanted) < count:
+                return self._ranks[int(wanted)]
+            raise BadRequestError(f"data_parallel_rank {int(wanted)} is out of range [0, {count}).")
+        self._turn += 1
+        in_turn = [self._ranks[(self._turn - 1 + i) % count] for i in range(count)]
+        return min(in_turn, key=lambda service: service.open_requests)
+
+    async def _answered(self, service: Service, answer: Answer, arrived_s: float) -> bytes:
         """Waits until the answer is complete (see `Answer.done`); aborts the request if the handler is
-        cancelled because the client has left."""
-        self._service.submit(answer, arrived_s)
+        cancelled because the client has left. Raises CoreDeadError."""
+        service.submit(answer, arrived_s)
         try:
             return await answer.done
         finally:
-            self._service.abort(answer.request)
+            service.abort(answer.request)
+
+    def _keep(self, inbound: Inbound, answer_id: str, text: str) -> None:
+        """Stores a response for those that continue it."""
+        if not (inbound.store and self._served.store_responses):
+            return
+        self._responses[answer_id] = [*inbound.conversation, {"role": "assistant", "content": text}]
+        if len(self._responses) > MOST_RESPONSES:
+            del self._responses[next(iter(self._responses))]
 
     def _namespace(self, inbound: Inbound) -> Namespace:
         served = self._served
@@ -176,7 +230,7 @@ class Server:
         """Length of the answer in tokens, and whether the model ends it by itself. Raises BadRequestError."""
         room, prompt = self._served.max_model_len, len(inbound.prompt)
         if prompt >= room:
-            self._service.metrics.rejections += 1
+            self._ranks[0].metrics.rejections += 1
             raise BadRequestError(
                 f"This model's maximum context length is {room} tokens. However, your request has {prompt}"
                 " input tokens. Please reduce the length of the input messages.",
@@ -203,12 +257,12 @@ class Server:
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         fields = _decode(await http.read(), _Tokenize)
-        text = self._service.text
+        text, special = self._text, fields.add_special_tokens
         try:
             if fields.messages is not None:
-                tokens = text.chat(fields.messages, fields.tools or ())
+                tokens = text.chat(fields.messages, fields.tools or (), bool(special))
             else:
-                tokens = completion_prompt(fields.prompt, text)
+                tokens = completion_prompt(fields.prompt, text, special is not False)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadRequestError(not_the_form(error)) from None
         answer = {
@@ -222,19 +276,19 @@ class Server:
     async def _detokenize(self, http: web.Request) -> web.Response:
         fields = _decode(await http.read(), _Detokenize)
         try:
-            return _answer({"prompt": self._service.text.decode(fields.tokens)})
+            return _answer({"prompt": self._text.decode(fields.tokens)})
         except (IndexError, OverflowError, ValueError):
             raise BadRequestError("a token id is not in the vocabulary", param="tokens") from None
 
     async def _count_tokens(self, http: web.Request) -> web.Response:
-        inbound = parse(Api.MESSAGES, await http.read(), self._service.text)
+        inbound = parse(Api.MESSAGES, await http.read(), self._text)
         return _answer({"input_tokens": len(inbound.prompt)})
 
     async def _reset(self, http: web.Request) -> web.Response:
-        done = self._service.reset_prefix_cache()
+        done = [service.reset_prefix_cache() for service in self._ranks]
         if http.query.get("reset_external", "").lower() == "true" and self._clear_store is not None:
             self._clear_store()
-        return web.Response(status=200 if done else 409)
+        return web.Response(status=200 if all(done) else 409)
 
     async def _models(self, _: web.Request) -> web.Response:
         served = self._served
@@ -257,30 +311,36 @@ class Server:
     async def _ok(self, _: web.Request) -> web.Response:
         return web.Response()
 
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if any(service.dead for service in self._ranks) else 200)
+
     async def _version(self, _: web.Request) -> web.Response:
         return _answer({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = self._service.metrics.render(self._service.scheduler)
+        page = Page()
+        for service in self._ranks:
+            service.metrics.write(page, service.scheduler)
         kind = "text/plain; version=0.0.4; charset=utf-8"
-        return web.Response(body=text.encode(), headers={"content-type": kind})
+        return web.Response(body=page.text().encode(), headers={"content-type": kind})
 
     async def _load(self, _: web.Request) -> web.Response:
-        return _answer({"server_load": self._service.open_requests})
+        return _answer({"server_load": sum(service.open_requests for service in self._ranks)})
 
     async def _sources(self, _: web.Request) -> web.Response:
-        served = self._served
-        if not served.events:
-            return _answer({"sources": []})
-        source = {
-            "data_parallel_rank": 0,
-            "endpoint": served.events,
-            "replay_endpoint": served.replay,
-            "topic": served.topic,
-            "buffer_steps": served.buffer_steps,
-            "hwm": served.high_water_mark,
-        }
-        return _answer({"sources": [source]})
+        sources = [
+            {
+                "data_parallel_rank": publisher.rank,
+                "endpoint": publisher.events,
+                "replay_endpoint": publisher.replay,
+                "topic": publisher.topic,
+                "buffer_steps": publisher.buffer_steps,
+                "hwm": publisher.high_water_mark,
+            }
+            for service in self._ranks
+            if (publisher := service.publisher)
+        ]
+        return _answer({"sources": sources})
 
     def error(self, message: str, status: int, kind: str, param: str | None) -> web.Response:
         body = error_body(message, status, kind, param)
@@ -295,6 +355,9 @@ def _answer_errors(server: Server) -> Middleware:
             return await handler(request)
         except BadRequestError as error:
             return server.error(str(error), error.status, error.kind, error.param)
+        except CoreDeadError as error:
+            server.on_core_dead()
+            return server.error(str(error), *_SERVER_ERROR, None)
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -308,6 +371,7 @@ class _Tokenize(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class _Detokenize(msgspec.Struct):

@@ -1,18 +1,21 @@
 """Bodies of the four generating APIs → one `Inbound`: the prompt as token ids, and how to answer.
 
-Steps: msgspec decodes the fields that a server needs (others are ignored, as vLLM does by default) → the
-API's messages become chat messages → the tokenizer makes ids. What is wrong with a body is the client's
-fault: `BadRequestError`. Costs 1–3 ms for a 33k-token prompt, nearly all of it tokenization. Not done:
-several prompts or answers per request, stop strings, log probabilities, structured output, images.
+Steps: msgspec decodes the fields that a server needs (others are ignored, as vLLM does by default) → rules of
+the API (strict.py) → the API's messages become chat messages → the tokenizer makes ids. What is wrong with a
+body is the client's fault: `BadRequestError`. Costs 1–3 ms for a 33k-token prompt, nearly all of it
+tokenization. Not done: several prompts or answers per request, stop strings, log probabilities, structured
+output, images.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from perilune_lab.engine import strict
+from perilune_lab.engine.request import Leg, leg_of
 from perilune_lab.engine.words import Text
 
 
@@ -52,6 +55,22 @@ class Inbound:
     return_token_ids: bool
     report_full: bool
     """vllm_xargs.kv_cache_report_mode "full": hit blocks are announced again."""
+    conversation: Sequence[Mapping[str, Any]] = ()
+    """Responses: the messages, as the next response continues them."""
+    store: bool = False
+    """Responses: the answer is to be kept."""
+    leg: Leg | None = None
+    """Its part in a hand-off of KV between engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How a server takes bodies."""
+
+    strict_openai: bool = False
+    """Refuse also what OpenAI's API refuses and vLLM does not."""
+    responses: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Conversations of stored responses, by the response's id."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -69,20 +88,33 @@ class _Body(msgspec.Struct):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     vllm_xargs: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Chat(_Body):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = False
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
 
 
 class _Completions(_Body):
     prompt: str | list[Any] | None = None
-    max_tokens: int | None = 16
-    """The API's default is 16."""
+    add_special_tokens: bool | None = True
+    max_tokens: int | None = None
 
 
 class _Responses(_Body):
@@ -90,6 +122,8 @@ class _Responses(_Body):
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    store: bool | None = True
 
 
 class _Messages(_Body):
@@ -107,7 +141,17 @@ _DECODERS: dict[Api, msgspec.json.Decoder[Any]] = {
 }
 
 
-def parse(api: Api, body: bytes, text: Text) -> Inbound:
+_RULES: dict[Api, tuple[strict.Rule, ...]] = {
+    Api.CHAT: (*strict.EVERYWHERE, *strict.STREAMS, *strict.CHAT),
+    Api.COMPLETIONS: (*strict.EVERYWHERE, *strict.STREAMS),
+    Api.RESPONSES: strict.EVERYWHERE,
+    Api.MESSAGES: strict.EVERYWHERE,
+}
+COMPLETION_TOKENS = 16
+"""Most output tokens of a completion without `max_tokens`."""
+
+
+def parse(api: Api, body: bytes, text: Text, manners: Manners = Manners()) -> Inbound:
     """Decodes a body. Raises BadRequestError."""
     try:
         fields = _DECODERS[api].decode(body)
@@ -115,10 +159,12 @@ def parse(api: Api, body: bytes, text: Text) -> Inbound:
         raise BadRequestError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"There was an error parsing the body: {error}") from None
-    if (fields.n or 1) != 1:
-        raise BadRequestError("this server gives one answer per request", param="n")
+    conversation: Sequence[Mapping[str, Any]] = ()
     try:
-        prompt, max_tokens = _prompt(api, fields, text)
+        _obey(api, fields, manners)
+        if api is Api.RESPONSES:
+            conversation = _response_messages(fields, manners)
+        prompt, max_tokens = _prompt(api, fields, text, conversation)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadRequestError(not_the_form(error)) from None
     if not prompt:
@@ -138,7 +184,21 @@ def parse(api: Api, body: bytes, text: Text) -> Inbound:
         request_id=fields.request_id or "",
         return_token_ids=bool(fields.return_token_ids),
         report_full=xargs.get("kv_cache_report_mode") == "full",
+        conversation=conversation,
+        store=api is Api.RESPONSES and fields.store is not False,
+        leg=leg_of(fields.kv_transfer_params),
     )
+
+
+def _obey(api: Api, fields: Any, manners: Manners) -> None:
+    """Raises BadRequestError for a body that breaks a rule of its API."""
+    rules = _RULES[api]
+    if api is Api.CHAT and manners.strict_openai:
+        rules += strict.OPENAI_CHAT
+    if broken := strict.first_broken(fields, rules):
+        raise BadRequestError(broken.message.format_map(msgspec.structs.asdict(fields)), param=broken.param)
+    if (fields.n or 1) != 1:
+        raise BadRequestError("this server gives one answer per request", param="n")
 
 
 def not_the_form(error: Exception) -> str:
@@ -153,27 +213,31 @@ def not_the_form(error: Exception) -> str:
     return f"the conversation has not the API's form: {what}"
 
 
-def _prompt(api: Api, fields: Any, text: Text) -> tuple[list[int], int | None]:
+def _prompt(
+    api: Api, fields: Any, text: Text, conversation: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], int | None]:
     match api:
         case Api.CHAT:
             limit = fields.max_completion_tokens or fields.max_tokens
-            return text.chat(_required(fields.messages), fields.tools or ()), limit
+            ids = text.chat(_required(fields.messages), fields.tools or (), bool(fields.add_special_tokens))
+            return ids, limit
         case Api.COMPLETIONS:
-            return completion_prompt(fields.prompt, text), fields.max_tokens
-        case Api.RESPONSES:
-            return text.chat(_response_messages(fields), _response_tools(fields)), fields.max_output_tokens
+            limit = COMPLETION_TOKENS if fields.max_tokens is None else fields.max_tokens
+            return completion_prompt(fields.prompt, text, fields.add_special_tokens is not False), limit
+        case Api.RESPONSES:  # the only chat API whose rendered prompt vLLM gives special tokens
+            return text.chat(conversation, _response_tools(fields), True), fields.max_output_tokens
         case Api.MESSAGES:
             messages, tools = _anthropic_messages(fields), _anthropic_tools(fields)
             return text.chat(messages, tools), fields.max_tokens
 
 
-def completion_prompt(prompt: Any, text: Text) -> list[int]:
+def completion_prompt(prompt: Any, text: Text, special: bool = True) -> list[int]:
     """Parses a text, token ids, or a list with one of them. Raises BadRequestError, ValueError."""
     match prompt:
         case str():
-            return text.encode(prompt)
+            return text.encode(prompt, special)
         case [str() | list() as only]:
-            return completion_prompt(only, text)
+            return completion_prompt(only, text, special)
         case [int(), *_]:
             ids = list(prompt)
             if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 1 << 32:
@@ -202,10 +266,12 @@ def _joined(content: object) -> str:
     raise ValueError("content must be a text or a list of parts")
 
 
-def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
+def _response_messages(fields: _Responses, manners: Manners) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if fields.instructions:
         messages.append({"role": "system", "content": fields.instructions})
+    if fields.previous_response_id:
+        messages += _earlier(fields.previous_response_id, manners)
     if not fields.input:
         raise BadRequestError("an input is needed: a text or a list of items", param="input")
     if isinstance(fields.input, str):
@@ -226,6 +292,15 @@ def _response_messages(fields: _Responses) -> list[dict[str, Any]]:
             case kind:
                 raise ValueError(f"input items of type `{kind}` are not supported")
     return messages
+
+
+def _earlier(response_id: str, manners: Manners) -> list[dict[str, Any]]:
+    """The conversation that ended with this response; its instructions do not carry over."""
+    known = manners.responses.get(response_id)
+    if known is None:
+        message = f"Response with id '{response_id}' not found."
+        raise BadRequestError(message, 404, "invalid_request_error", "response_id")
+    return [dict(message) for message in known if message["role"] != "system"]
 
 
 def _same_turn(messages: list[dict[str, Any]], absent: str = "") -> dict[str, Any]:

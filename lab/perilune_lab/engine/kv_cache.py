@@ -1,7 +1,7 @@
 """One engine's paged KV cache with automatic prefix caching, by vLLM's rules. Pure state, no clock.
 
 - Free blocks form a queue, least recently used first; cached ones lie in it too and stay hittable
-  until they are taken. Block 0 is vLLM's null block and never used.
+  until they are taken. Block 0 is vLLM's null block: it stands where a sequence needs no block.
 - A *table* is one sequence's blocks. `grow` gives it blocks and registers those that fill up (registered
   when scheduled, so an equal prompt of the same admission batch already shares them).
 - A hit never covers the last token: something has to be computed.
@@ -9,26 +9,57 @@
 - Equal blocks of two sequences that ran side by side both stay (tables are append-only); a lookup
   returns the one registered first.
 
-What happened is left in `changes`, in order, for the publisher. Cost: about 0.3 µs per block per call.
+A hybrid model has several *groups* of layers. They share the blocks, and each has its own list of them in
+every table. Layers with a sliding window attend to the last `window` tokens: blocks before that are given
+back while the sequence grows, and only the blocks before a prompt's end are registered, since nothing else
+can be hit (vLLM's default, `prefix_cache_retention_interval` 0). A hit is the longest prefix that all groups
+can continue from.
+
+What happened is left in `changes`, in order, for the publisher. Cost: about 0.3 µs per block per call. Not
+modelled: state-space layers, blocks of different sizes.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perilune_lab.engine.hashing import BASE, BlockHasher, Namespace
 
+_NULL = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers whose KV lies in the same blocks."""
+
+    window: int = 0
+    """Tokens that a sliding window covers; 0: full attention."""
+
+    def out_of_reach(self, tokens: int) -> int:
+        """How many leading tokens the token after `tokens` computed ones does not attend to."""
+        return max(0, tokens - self.window + 1) if self.window else 0
+
+
+FULL_ATTENTION = Group()
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive full blocks of one sequence became cached (one announcement per sequence and step)."""
+    """Full blocks of one sequence became cached (one announcement per sequence, step and group)."""
 
-    digests: list[bytes]
+    digests: Sequence[bytes]
     parent: bytes | None
+    """Digest of the block before `tokens`; None at the start of a sequence."""
     tokens: Sequence[int]
-    first_block: int
+    """Tokens that the step filled blocks with. Those of a sliding window's blocks that were not registered
+    are among them."""
+    positions: Sequence[int]
+    """Index in the sequence of each block in `digests`."""
     namespace: Namespace
     session_id: str
+    group: int = 0
+    window: int = 0
+    """Of the group."""
     shared: bool = False
     """In the shared store pool instead of on the device."""
 
@@ -38,6 +69,7 @@ class Removed:
     """A cached block was reused for other content."""
 
     digest: bytes
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +79,75 @@ class Cleared:
 
 Change = Stored | Removed | Cleared
 
+Hits = Sequence[Sequence[int]]
+"""For each group the cached blocks that hold a table's leading tokens; all have the same length."""
+
 
 class Table:
     """One sequence: its tokens, the digests of its full blocks, its blocks, and how many are registered."""
 
-    __slots__ = ("blocks", "chain", "namespace", "registered", "session_id", "tokens")
+    __slots__ = (
+        "blocks",
+        "chain",
+        "computed",
+        "namespace",
+        "prompt_tokens",
+        "registered",
+        "session_id",
+        "shared_tokens",
+        "tokens",
+    )
 
-    def __init__(self, tokens: list[int], chain: list[bytes], namespace: Namespace, session_id: str) -> None:
+    def __init__(
+        self, tokens: list[int], chain: list[bytes], namespace: Namespace, session_id: str, groups: int
+    ) -> None:
         self.tokens = tokens
+        self.prompt_tokens = len(tokens)
         self.chain = chain
         self.namespace = namespace
         self.session_id = session_id
-        self.blocks: list[int] = []
+        self.blocks: list[list[int]] = [[] for _ in range(groups)]
+        """By group, one entry for each block of tokens."""
         self.registered = 0
+        """Leading blocks that were considered for registration."""
+        self.computed = 0
+        """Leading tokens whose KV exists, or will when the current step ends."""
+        self.shared_tokens = 0
+        """Where another prompt left the one that it shares with this one, if a group cached it further than
+        this table's hit; 0 if none did."""
+
+    @property
+    def length(self) -> int:
+        """Blocks of tokens for which the table has blocks."""
+        return len(self.blocks[0])
 
 
 class KvCache:
-    """A cache of `blocks` blocks of the hasher's block size."""
+    """A cache of `blocks` blocks of the hasher's block size. `reach`: most tokens that one step computes for
+    one sequence, for the admission of sequences with a sliding window."""
 
-    def __init__(self, hasher: BlockHasher, blocks: int) -> None:
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        blocks: int,
+        groups: Sequence[Group] = (FULL_ATTENTION,),
+        *,
+        reach: int = 8192,
+    ) -> None:
         if blocks < 2:
             raise ValueError(f"a KV cache needs at least 2 blocks (one is vLLM's null block), got {blocks}")
         self.hasher = hasher
         self.block_size = hasher.block_size
         self.blocks = blocks
+        self.groups = tuple(groups)
         self.changes: list[Change] = []
+        self._reach = reach
+        self._alike = _alike(self.groups)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._refs = [0] * blocks
-        self._digest: list[bytes | None] = [None] * blocks
-        self._by_digest: dict[bytes, list[int]] = {}
+        self._cached: list[Removed | None] = [None] * blocks
+        """By block: what is announced when it is reused; None for a block that is not cached."""
+        self._by_digest: list[dict[bytes, list[int]]] = [{} for _ in self.groups]
 
     # reading
 
@@ -91,20 +163,64 @@ class KvCache:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, table: Table) -> list[int]:
+    def match(self, table: Table) -> Hits:
         """Cached blocks that hold the table's leading tokens; the last token is never among these."""
-        hits: list[int] = []
-        for digest in table.chain[: (len(table.tokens) - 1) // self.block_size]:
-            ids = self._by_digest.get(digest)
-            if ids is None:
-                break
-            hits.append(ids[0])
+        length = (len(table.tokens) - 1) // self.block_size
+        hits: list[list[int]] = [[] for _ in self.groups]
+        longest, settled = 0, False
+        while not settled:  # until every group can continue from the same length
+            settled = True
+            for alike in self._alike:
+                found = self._longest(table.chain, alike, length)
+                for group, ids in zip(alike, found, strict=True):
+                    hits[group] = ids
+                longest = max(longest, len(found[0]))
+                if len(found[0]) < length:
+                    length = len(found[0])
+                    settled = len(self._alike) == 1
+        table.shared_tokens = longest * self.block_size if longest > length else 0
         return hits
 
-    def fits(self, table: Table, hits: Sequence[int], tokens: int) -> bool:
+    def _longest(self, chain: Sequence[bytes], alike: Sequence[int], most: int) -> list[list[int]]:
+        """The longest prefix of at most `most` blocks that these groups, all with the same window, can
+        continue from."""
+        window = self.groups[alike[0]].window
+        cached = [self._by_digest[group] for group in alike]
+        if not window:
+            length = 0
+            while length < most and all(chain[length] in known for known in cached):
+                length += 1
+            return [[known[digest][0] for digest in chain[:length]] for known in cached]
+        needed = self.blocks_for(window - 1)
+        run, end = 0, 0
+        for i in range(most - 1, -1, -1):
+            if not all(chain[i] in known for known in cached):
+                run = 0
+                continue
+            if not run:
+                end = i + 1
+            run += 1
+            if run >= needed:
+                break
+        length = end if run else 0  # a shorter run counts only where it begins the prompt
+        skipped = length - run
+        return [
+            [_NULL] * skipped + [known[digest][0] for digest in chain[skipped:length]] for known in cached
+        ]
+
+    def fits(self, table: Table, hits: Hits, tokens: int) -> bool:
         """Whether the free queue has room for `tokens` in all, `hits` attached."""
-        idle = sum(1 for block in hits if not self._refs[block])
-        return self.blocks_for(tokens) - len(table.blocks) - len(hits) + idle <= len(self._free)
+        tables = zip(self.groups, table.blocks, hits, strict=True)
+        return sum(self._missing(*group, tokens) for group in tables) <= len(self._free)
+
+    def _missing(self, group: Group, blocks: Sequence[int], hits: Sequence[int], tokens: int) -> int:
+        """Free blocks that one group needs for `tokens`, `hits` attached."""
+        skipped = group.out_of_reach(len(hits) * self.block_size) // self.block_size
+        required = self.blocks_for(tokens)
+        if group.window:
+            required = min(required, self.blocks_for(group.window - 1 + self._reach) + 1)
+        idle = sum(1 for block in hits[skipped:] if not self._refs[block])
+        return max(0, required - max(skipped, len(blocks) + len(hits))) + idle
 
     # writing
 
@@ -112,52 +228,59 @@ class KvCache:
         self, tokens: list[int], namespace: Namespace = BASE, session_id: str = "", *, chain: bool = True
     ) -> Table:
         """A new sequence; it holds no block yet."""
-        return Table(tokens, self.hasher.chain(tokens, namespace) if chain else [], namespace, session_id)
+        digests = self.hasher.chain(tokens, namespace) if chain else []
+        return Table(tokens, digests, namespace, session_id, len(self.groups))
 
-    def attach(self, table: Table, hits: Sequence[int]) -> None:
+    def attach(self, table: Table, hits: Hits) -> None:
         """Makes cached blocks the head of the table."""
-        for block in hits:
-            if not self._refs[block]:
-                del self._free[block]
-            self._refs[block] += 1
-        table.blocks.extend(hits)
-        table.registered = len(table.blocks)
+        table.computed = len(hits[0]) * self.block_size
+        for group, blocks, found in zip(self.groups, table.blocks, hits, strict=True):
+            skipped = group.out_of_reach(table.computed) // self.block_size
+            for block in found[skipped:]:
+                if not self._refs[block]:
+                    del self._free[block]
+                self._refs[block] += 1
+            blocks.extend([_NULL] * skipped)
+            blocks.extend(found[skipped:])
+        table.registered = table.length
 
     def grow(self, table: Table, tokens: int, *, register: bool = True) -> bool:
         """Gives the table blocks for its first `tokens` tokens and registers those that these fill. Returns
-        False, and changes nothing, if the free queue is too short."""
-        need = -(-tokens // self.block_size) - len(table.blocks)
+        False, and changes nothing but blocks out of reach, if the free queue is too short."""
+        if len(self.groups) > 1 or self.groups[0].window:
+            self._drop_out_of_reach(table)
+        need = self.blocks_for(tokens) - table.length
         if need > 0:
-            if need > len(self._free):
+            if need * len(self.groups) > len(self._free):
                 return False
-            for _ in range(need):
-                table.blocks.append(self._take())
-        if register and tokens // self.block_size > table.registered:
-            self._register(table, min(tokens, len(table.tokens)) // self.block_size)
+            for blocks in table.blocks:
+                blocks.extend([self._take() for _ in range(need)])
+        if register:
+            table.computed = tokens
+            if tokens // self.block_size > table.registered:
+                self._register(table, min(tokens, len(table.tokens)) // self.block_size)
         return True
 
     def announce_again(self, table: Table, blocks: int) -> None:
         """Announces the first `blocks` blocks again, although they are cached already."""
         if blocks:
-            self._announce(table, 0, blocks)
+            for group in range(len(self.groups)):
+                self._announce(table, group, 0, blocks, range(blocks))
 
     def release(self, table: Table) -> None:
         """Frees the table's blocks, tail first; blocks without reusable content are reused first."""
-        for block in reversed(table.blocks):
-            self._refs[block] -= 1
-            if not self._refs[block]:
-                self._free[block] = None
-                if self._digest[block] is None:
-                    self._free.move_to_end(block, last=False)
-        table.blocks.clear()
-        table.registered = 0
+        for blocks in table.blocks:
+            self._give_back(reversed(blocks))
+            blocks.clear()
+        table.registered = table.computed = 0
 
     def reset(self) -> bool:
         """Forgets every cached block; refuses (False) while a sequence uses one."""
         if len(self._free) != self.blocks - 1:
             return False
-        self._by_digest.clear()
-        self._digest = [None] * self.blocks
+        for known in self._by_digest:
+            known.clear()
+        self._cached = [None] * self.blocks
         self.changes.append(Cleared())
         return True
 
@@ -169,16 +292,41 @@ class KvCache:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
-        digest = self._digest[block]
-        if digest is not None:
-            ids = self._by_digest[digest]
+        removed = self._cached[block]
+        if removed is not None:
+            known = self._by_digest[removed.group]
+            ids = known[removed.digest]
             ids.remove(block)
             if not ids:
-                del self._by_digest[digest]
-            self._digest[block] = None
-            self.changes.append(Removed(digest))
+                del known[removed.digest]
+            self._cached[block] = None
+            self.changes.append(removed)
         self._refs[block] = 1
         return block
+
+    def _give_back(self, blocks: Iterable[int]) -> None:
+        """Frees blocks in this order."""
+        empty = []
+        for block in blocks:
+            if block == _NULL:
+                continue
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                self._free[block] = None
+                if self._cached[block] is None:
+                    empty.append(block)
+        for block in reversed(empty):
+            self._free.move_to_end(block, last=False)
+
+    def _drop_out_of_reach(self, table: Table) -> None:
+        """Gives back the blocks that no window reaches any more."""
+        for group, blocks in zip(self.groups, table.blocks, strict=True):
+            end = min(group.out_of_reach(table.computed) // self.block_size, len(blocks))
+            first = end
+            while first and blocks[first - 1] != _NULL:
+                first -= 1
+            self._give_back(reversed(blocks[first:end]))
+            blocks[first:end] = [_NULL] * (end - first)
 
     def _register(self, table: Table, full: int) -> None:
         chain, size, first = table.chain, self.block_size, table.registered
@@ -187,22 +335,46 @@ class KvCache:
             parent = chain[-1] if chain else self.hasher.root
             tokens = table.tokens[i * size : (i + 1) * size]
             chain.append(self.hasher.block(parent, tokens, table.namespace.keys(i)))
-        for i in range(first, full):
-            block = table.blocks[i]
-            self._digest[block] = chain[i]
-            self._by_digest.setdefault(chain[i], []).append(block)
+        for group, known in enumerate(self._by_digest):
+            positions = self._hittable(table, group, first, full)
+            for i in positions:
+                block = table.blocks[group][i]
+                self._cached[block] = Removed(chain[i], group)
+                known.setdefault(chain[i], []).append(block)
+            self._announce(table, group, first, full, positions)
         table.registered = full
-        self._announce(table, first, full)
 
-    def _announce(self, table: Table, first: int, end: int) -> None:
+    def _hittable(self, table: Table, group: int, first: int, end: int) -> Sequence[int]:
+        """The blocks from `first` to `end` that a later prompt may hit: all with full attention; with a
+        window those before the end of the prompt, and before the place where another prompt left it."""
+        window = self.groups[group].window
+        if not window:
+            return range(first, end)
+        needed = self.blocks_for(window - 1)
+        ends = {table.prompt_tokens - 1, table.shared_tokens} - {0}
+        tails = [range(max(first, at - needed), min(end, at)) for at in (t // self.block_size for t in ends)]
+        blocks = table.blocks[group]
+        return sorted({i for tail in tails for i in tail if blocks[i] != _NULL})
+
+    def _announce(self, table: Table, group: int, first: int, end: int, positions: Sequence[int]) -> None:
         size = self.block_size
         self.changes.append(
             Stored(
-                digests=table.chain[first:end],
+                digests=[table.chain[i] for i in positions],
                 parent=table.chain[first - 1] if first else None,
                 tokens=table.tokens[first * size : end * size],
-                first_block=first,
+                positions=positions,
                 namespace=table.namespace,
                 session_id=table.session_id,
+                group=group,
+                window=self.groups[group].window,
             )
         )
+
+
+def _alike(groups: Sequence[Group]) -> list[list[int]]:
+    """Groups with the same window, which are looked up together; full attention comes first."""
+    by_window: dict[int, list[int]] = {}
+    for i, group in enumerate(groups):
+        by_window.setdefault(group.window, []).append(i)
+    return sorted(by_window.values(), key=lambda alike: groups[alike[0]].window > 0)

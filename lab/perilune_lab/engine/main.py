@@ -1,8 +1,11 @@
 """`perilune engine`: one process, one vLLM-faithful server. Composition root.
 
-Steps: read the arguments → bind HTTP and ZMQ → wire cache, scheduler, service, server → print one ready
-line → serve until SIGTERM or SIGINT. Exit status: 0; 1 when a port or file cannot be had; 2 for a wrong
-call; 130 after SIGINT.
+Steps: read the arguments → bind HTTP and ZMQ → wire cache, scheduler and service of each data-parallel rank,
+and the server → print one ready line → serve until SIGTERM or SIGINT. Exit status: 0; 1 when a port or file
+cannot be had, or the engine core died; 2 for a wrong call; 130 after SIGINT.
+
+SIGUSR1 ends the engine core alone. As vLLM's, the server then answers 500, and ends after the first such
+answer or `WATCHDOG_S`, unless it was told to stay.
 """
 
 import argparse
@@ -21,12 +24,14 @@ import uvloop
 import zmq
 from aiohttp import web
 
-from perilune_gateway.model.engine_model import H20_30B
+from perilune_api.topology import Bandwidth
+from perilune_gateway.model.engine_model import H20_30B, EngineModel
 from perilune_lab.arguments import count, positive
-from perilune_lab.engine.events import Publisher
+from perilune_lab.engine.connector import BootstrapPage, Connector
+from perilune_lab.engine.events import Publisher, publishers
 from perilune_lab.engine.hashing import Algorithm, BlockHasher, Namespace
 from perilune_lab.engine.http import VERSION, Served, Server
-from perilune_lab.engine.kv_cache import KvCache
+from perilune_lab.engine.kv_cache import FULL_ATTENTION, Group, KvCache
 from perilune_lab.engine.metrics import Metrics
 from perilune_lab.engine.scheduler import Limits, Scheduler
 from perilune_lab.engine.service import Service
@@ -43,11 +48,32 @@ examples:
       a small cache that evicts soon, with vLLM's other block hash
   perilune engine --store /tmp/pool --store-tokens 4000000
       shares a KV store pool with every engine that names the same file
+  perilune engine --bootstrap 127.0.0.1:8998
+      hands KV to other engines and fetches it from them, as vLLM's MooncakeConnector does
+  perilune engine --data-parallel-size 2 --events tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5657
+      two ranks with a cache each, events on ports 5557 and 5558; x-data-parallel-rank: 1 names the second
+  perilune engine --kv-groups 0,128
+      a hybrid model: half of the layers attend to everything, half to the last 128 tokens
+  kill -USR1 PID
+      the engine core dies and the HTTP server lives on for a moment, answering 500
 
 What is simulated: time (an H20 that serves a 30B-A3B model) and what the model says (words that follow
 from the prompt). What is real: the API of vLLM {VERSION}, its prefix cache, block hashes, KV events,
-replay and metrics. On stdout: one line `perilune-engine ready http=… events=… replay=…`.
+replay and metrics, and the protocol of its MooncakeConnector. On stdout: one line
+`perilune-engine ready http=… events=… replay=… bootstrap=…`; with several ranks, their addresses in order,
+with commas between.
 """
+
+WATCHDOG_S = 5.0
+"""Seconds after the engine core's death after which the process ends; vLLM looks that often."""
+
+
+def _groups(text: str) -> tuple[Group, ...]:
+    """Parses `0,128`. Raises ValueError."""
+    windows = [int(window) for window in text.split(",")]
+    if min(windows) < 0:
+        raise ValueError
+    return tuple(Group(window) for window in windows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,10 +91,35 @@ def _parser() -> argparse.ArgumentParser:
     add("--lora", action="append", default=[], metavar="NAME=PATH", help="an adapter; may be repeated")
     add("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json and chat template [the lab's own]")
     add("--request-log", type=Path, metavar="FILE", help="append one JSON line per ended request")
+    add(
+        "--data-parallel-size",
+        type=count,
+        default=1,
+        metavar="N",
+        help="ranks, each with a cache, a scheduler and a publisher of its own [%(default)s]",
+    )
+    add(
+        "--strict-openai",
+        action="store_true",
+        help="refuse what OpenAI's API refuses and vLLM does not: tool messages that answer no tool call",
+    )
+    add("--responses-store", action="store_true", help="keep responses, for `previous_response_id`")
+    add(
+        "--keep-alive-on-core-death",
+        action="store_true",
+        help="go on answering 500 after SIGUSR1, as with VLLM_KEEP_ALIVE_ON_ENGINE_DEATH=1",
+    )
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="[%(default)s]")
     cache = parser.add_argument_group("cache")
     add = cache.add_argument
     add("--block-size", type=count, default=16, metavar="TOKENS", help="[%(default)s]")
+    add(
+        "--kv-groups",
+        type=_groups,
+        default=(FULL_ATTENTION,),
+        metavar="WINDOW,…",
+        help="groups of layers by the tokens of their sliding window, 0 for full attention [0]",
+    )
     size = cache.add_mutually_exclusive_group()
     size.add_argument(
         "--kv-tokens",
@@ -106,6 +157,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="batches kept for replay [%(default)s]",
     )
+    add = parser.add_argument_group("hand-off of KV between engines").add_argument
+    add(
+        "--bootstrap",
+        default="none",
+        metavar="IP:PORT",
+        help="bootstrap page to serve, or none [%(default)s]",
+    )
+    add(
+        "--abort-timeout",
+        type=positive,
+        default=480.0,
+        metavar="S",
+        help="engine seconds, as VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT [%(default)s]",
+    )
+    add("--engine-id", default="", metavar="ID", help="instead of a new one for each process")
+    add(
+        "--send-bytes-per-s",
+        type=positive,
+        default=Bandwidth().rack,
+        metavar="N",
+        help="speed at which it sends KV [%(default)s]",
+    )
     add = parser.add_argument_group("time and batching").add_argument
     add(
         "--time-scale",
@@ -142,6 +215,24 @@ def _listen(address: str) -> socket.socket:
     return bound
 
 
+def _model(args: argparse.Namespace) -> EngineModel:
+    return H20_30B.scaled(args.slowdown)
+
+
+def _connector(args: argparse.Namespace, model: EngineModel, rank: int) -> Connector:
+    """One rank's connector. As in vLLM, ranks of an engine with a given id add their number to it."""
+    given = args.engine_id
+    return Connector(
+        model,
+        args.block_size,
+        host=args.bootstrap.rpartition(":")[0],
+        abort_s=args.abort_timeout,
+        bytes_per_s=args.send_bytes_per_s,
+        time_scale=args.time_scale,
+        engine_id=f"{given}_dp{rank}" if given and args.data_parallel_size > 1 else given,
+    )
+
+
 def _adapters(pairs: Sequence[str]) -> dict[str, Namespace]:
     """Parses `NAME=PATH` adapters, numbered from 1 as vLLM does. Raises ValueError."""
     adapters = {}
@@ -162,6 +253,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         adapters = _adapters(args.lora)
     except ValueError as error:
         parser.error(str(error))
+    if args.store and args.kv_groups != (FULL_ATTENTION,):
+        parser.error("--store holds the KV of one group with full attention: leave out --kv-groups")
+    if args.bootstrap != "none":
+        if not args.bootstrap.rpartition(":")[2].isdigit() or ":" not in args.bootstrap:
+            parser.error(f"--bootstrap wants IP:PORT, got {args.bootstrap!r}")
+        if args.kv_groups != (FULL_ATTENTION,):
+            parser.error(
+                "--bootstrap hands over the KV of one group with full attention: leave out --kv-groups"
+            )
     try:
         listening = _listen(args.listen)
     except ValueError:
@@ -186,29 +286,34 @@ def _fail(message: str) -> int:
 async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], listening: socket.socket) -> int:
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    blocks = args.num_gpu_blocks or args.kv_tokens // args.block_size + 1  # one is vLLM's null block
+    blocks = _blocks(args)
+    max_model_len = min(args.context_tokens, (blocks - 1) // len(args.kv_groups) * args.block_size)
     hasher = BlockHasher(args.hash_algorithm, args.block_size, args.hash_seed)
-    cache = KvCache(hasher, blocks)
     store = FileStore(args.store, args.store_tokens // args.block_size) if args.store else None
     limits = Limits(
         args.max_num_seqs, args.tokens_per_step, args.scheduling == "priority", args.serial_misses
     )
-    scheduler = Scheduler(cache, H20_30B.scaled(args.slowdown), limits, store)
-    max_model_len = min(args.context_tokens, (blocks - 1) * args.block_size)
-    metrics = Metrics(args.model, max_model_len, _cache_info(args, blocks), list(adapters), time.time())
-    text = load(args.tokenizer)
-    publisher = None
-    served = Served(args.model, max_model_len, adapters, aliases=args.alias)
+    text, started = load(args.tokenizer), time.time()
+    published: Sequence[Publisher | None] = [None] * args.data_parallel_size
     if args.events != "none":
         topic = f"kv@{args.name or address}@{args.model}"
-        publisher = Publisher(args.events, args.replay, topic, args.block_size, args.buffer_steps)
-        served = Served(
-            *(args.model, max_model_len, adapters, topic, publisher.events, publisher.replay),
-            *(publisher.buffer_steps, publisher.high_water_mark, args.alias),
+        published = publishers(
+            *(args.events, args.replay, topic, args.block_size, args.buffer_steps, args.data_parallel_size)
         )
     request_log: IO[bytes] | None = args.request_log.open("ab") if args.request_log else None
-    service = Service(scheduler, text, metrics, publisher, args.time_scale, request_log)
-    server = Server(service, served, store.clear if store else None)
+    ranks: list[Service] = []
+    connectors: list[Connector] = []
+    for rank, publisher in enumerate(published):
+        cache, model = KvCache(hasher, blocks, args.kv_groups, reach=args.tokens_per_step), _model(args)
+        connector = _connector(args, model, rank) if args.bootstrap != "none" else None
+        scheduler = Scheduler(cache, model, limits, store, connector)
+        metrics = Metrics(args.model, max_model_len, _cache_info(args, blocks), list(adapters), started, rank)
+        ranks.append(Service(scheduler, text, metrics, publisher, args.time_scale, request_log, rank=rank))
+        if connector is not None:
+            connector.serve(ranks[-1])
+            connectors.append(connector)
+    served = Served(args.model, max_model_len, adapters, args.alias, args.strict_openai, args.responses_store)
+    server = Server(ranks, served, store.clear if store else None)
     everywhere = address.startswith(("0.0.0.0:", "[::]:"))
     server.address = args.name if everywhere and args.name else address
 
@@ -223,31 +328,85 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
     )
     await runner.setup()
     await web.SockSite(runner, listening, backlog=1024).start()
-    tasks: list[asyncio.Task[None]] = [asyncio.create_task(service.run())]
-    if publisher is not None:
-        tasks.append(asyncio.create_task(publisher.serve_replay()))
+    page = await BootstrapPage.of(connectors, args.bootstrap) if connectors else None
+    cores = [asyncio.create_task(service.run()) for service in ranks]
+    replays = [asyncio.create_task(publisher.serve_replay()) for publisher in published if publisher]
+    _die_on_signal(ranks, replays, server, stop, stay=args.keep_alive_on_core_death)
     gc.collect()
     gc.freeze()  # the vocabulary and the cache's tables live as long as the process
-    events = f" events={publisher.events} replay={publisher.replay}" if publisher else ""
-    print(f"perilune-engine ready http={address}{events}", flush=True)
+    said = f" bootstrap={page.address}" if page else ""
+    print(f"perilune-engine ready http={address}{_places(published)}{said}", flush=True)
     try:
-        waited: list[asyncio.Future[Any]] = [stop, *tasks]
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()  # a bug ends the process
-        return stop.result()
+        return await _first_end(stop, [*cores, *replays])
     finally:
-        for task in tasks:
+        for task in (*cores, *replays):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*cores, *replays, return_exceptions=True)
         await runner.cleanup()
-        if publisher is not None:
-            publisher.close()
+        if page is not None:
+            await page.close()
+        for connector in connectors:
+            await connector.close()
+        for publisher in published:
+            if publisher is not None:
+                publisher.close()
         if request_log is not None:
             request_log.close()
         if store is not None:
             store.close()
+
+
+def _blocks(args: argparse.Namespace) -> int:
+    """Size of the cache in blocks; one is vLLM's null block."""
+    by_tokens = args.kv_tokens // args.block_size * len(args.kv_groups) + 1
+    return int(args.num_gpu_blocks or by_tokens)
+
+
+def _places(published: Sequence[Publisher | None]) -> str:
+    """What the ready line says of the publishers."""
+    there = [publisher for publisher in published if publisher]
+    if not there:
+        return ""
+    return f" events={','.join(p.events for p in there)} replay={','.join(p.replay for p in there)}"
+
+
+async def _first_end(stop: "asyncio.Future[int]", tasks: "Sequence[asyncio.Task[None]]") -> int:
+    """Returns the exit status once there is one. A bug in a task ends the process."""
+    waiting: set[asyncio.Future[Any]] = {stop, *tasks}
+    while not stop.done():
+        ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            if not task.cancelled():
+                task.result()
+    return stop.result()
+
+
+def _die_on_signal(
+    ranks: Sequence[Service],
+    replays: "Sequence[asyncio.Task[None]]",
+    server: Server,
+    stop: "asyncio.Future[int]",
+    *,
+    stay: bool,
+) -> None:
+    """On SIGUSR1 the engine core dies: all ranks, since vLLM's server takes one dead rank for the whole."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if not stop.done():
+            print("perilune engine: the engine core has died", file=sys.stderr)
+            stop.set_result(1)
+
+    def on_signal() -> None:
+        for task in replays:
+            task.cancel()
+        for service in ranks:
+            service.die()
+        if not stay:
+            server.on_core_dead = end
+            loop.call_later(WATCHDOG_S, end)
+
+    loop.add_signal_handler(signal.SIGUSR1, on_signal)
 
 
 def _stop_on_signals(stop: "asyncio.Future[int]") -> None:

@@ -56,11 +56,17 @@ class Metrics:
     """All metrics of one engine. `info`: labels of vllm:cache_config_info."""
 
     def __init__(
-        self, model: str, max_model_len: int, info: Mapping[str, str], adapters: Sequence[str], started: float
+        self,
+        model: str,
+        max_model_len: int,
+        info: Mapping[str, str],
+        adapters: Sequence[str],
+        started: float,
+        rank: int = 0,
     ) -> None:
-        """`started`: Unix seconds, for the `_created` series."""
-        self._labels = f'engine="0",model_name="{model}"'
-        self._info = info
+        """`started`: Unix seconds, for the `_created` series. `rank` is the label `engine`."""
+        self._labels = f'engine="{rank}",model_name="{model}"'
+        self._info = {**info, "engine": str(rank)}
         self._adapters = adapters
         self._started = started
         self.lora_active: dict[str, int] = {}
@@ -87,12 +93,13 @@ class Metrics:
         self.prefill_forwards += step.prefill_forwards
         self.step_tokens.observe(step.tokens)
         for request in step.admitted:
-            local = request.cached_tokens - request.store_tokens
+            external = request.store_tokens + request.pulled_tokens
+            local = request.cached_tokens - external
             self.prompt_tokens += request.prompt_tokens
             self.prefix_queries += request.prompt_tokens
             self.prefix_hits += local
             self.external_queries += request.prompt_tokens - local
-            self.external_hits += request.store_tokens
+            self.external_hits += external
         self.generation_tokens += len(step.emitted)
         now, last = step.ends_s, self._last_token
         previous, times = -1.0, 0
@@ -127,8 +134,9 @@ class Metrics:
         if request.produced > 1:
             self.tpot_s.observe(decode_s / (request.produced - 1))
 
-    def render(self, scheduler: Scheduler) -> str:
-        page = _Page(self._labels, self._started)
+    def write(self, page: "Page", scheduler: Scheduler) -> None:
+        """Adds the series of this engine to a page."""
+        page.begin(self._labels, self._started)
         waiting = scheduler.waiting_count
         page.gauge("num_requests_running", "Requests in execution batches.", len(scheduler.running))
         page.gauge("num_requests_waiting", "Requests waiting to be processed.", waiting)
@@ -195,7 +203,6 @@ class Metrics:
                 "waiting_lora_adapters": ",".join(sorted(waiting_for)),
             }
             page.plain("lora_requests_info", "Running stats on LoRA requests.", labels, self._started)
-        return page.text()
 
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
@@ -203,56 +210,56 @@ _CACHED_SOURCES = ("device", "host", "p2p", "disk", "external_unspecified")
 _Values = float | Mapping[str, float]
 
 
-class _Page:
-    """Writes Prometheus text format 0.0.4 as prometheus_client does."""
+class Page:
+    """Writes Prometheus text format 0.0.4 as prometheus_client does: families one after the other, each with
+    the series of all engines."""
 
-    def __init__(self, labels: str, started: float) -> None:
-        self._labels = labels
-        self._started = started
-        self._lines: list[str] = []
+    def __init__(self) -> None:
+        self._labels = ""
+        self._started = 0.0
+        self._families: dict[str, list[str]] = {}
+
+    def begin(self, labels: str, started: float) -> None:
+        """What follows are the series of the engine with these labels."""
+        self._labels, self._started = labels, started
 
     def gauge(self, name: str, help_text: str, values: _Values) -> None:
-        self._head(name, help_text, "gauge")
-        self._series(name, values)
+        self._series(self._family(name, help_text, "gauge"), name, values)
 
     def counter(self, name: str, help_text: str, values: _Values) -> None:
-        self._head(f"{name}_total", help_text, "counter")
-        self._series(f"{name}_total", values)
-        self._head(f"{name}_created", help_text, "gauge")
+        self._series(self._family(f"{name}_total", help_text, "counter"), f"{name}_total", values)
         by_label = dict.fromkeys(values, self._started) if isinstance(values, Mapping) else self._started
-        self._series(f"{name}_created", by_label)
+        self._series(self._family(f"{name}_created", help_text, "gauge"), f"{name}_created", by_label)
 
     def histogram(self, name: str, help_text: str, histogram: Histogram) -> None:
-        self._head(name, help_text, "histogram")
+        lines = self._family(name, help_text, "histogram")
         total = 0
         bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
         for le, n in zip(bounds, histogram.counts, strict=True):
             total += n
-            self._lines.append(f'vllm:{name}_bucket{{{self._labels},le="{le}"}} {float(total)}')
-        self._series(f"{name}_count", total)
-        self._series(f"{name}_sum", histogram.sum)
-        self._head(f"{name}_created", help_text, "gauge")
-        self._series(f"{name}_created", self._started)
+            lines.append(f'vllm:{name}_bucket{{{self._labels},le="{le}"}} {float(total)}')
+        self._series(lines, f"{name}_count", total)
+        self._series(lines, f"{name}_sum", histogram.sum)
+        self._series(self._family(f"{name}_created", help_text, "gauge"), f"{name}_created", self._started)
 
     def info(self, name: str, help_text: str, labels: Mapping[str, str]) -> None:
-        self.plain(name, help_text, {**labels, "engine": "0"}, 1.0)
+        self.plain(name, help_text, labels, 1.0)
 
     def plain(self, name: str, help_text: str, labels: Mapping[str, str], value: float) -> None:
         """Writes a gauge with its own labels."""
-        self._head(name, help_text, "gauge")
         inner = ",".join(f'{key}="{text}"' for key, text in sorted(labels.items()))
-        self._lines.append(f"vllm:{name}{{{inner}}} {float(value)}")
+        self._family(name, help_text, "gauge").append(f"vllm:{name}{{{inner}}} {float(value)}")
 
     def text(self) -> str:
-        return "\n".join(self._lines) + "\n"
+        return "".join(f"{line}\n" for family in self._families.values() for line in family)
 
-    def _head(self, name: str, help_text: str, kind: str) -> None:
-        self._lines.append(f"# HELP vllm:{name} {help_text}")
-        self._lines.append(f"# TYPE vllm:{name} {kind}")
+    def _family(self, name: str, help_text: str, kind: str) -> list[str]:
+        head = [f"# HELP vllm:{name} {help_text}", f"# TYPE vllm:{name} {kind}"]
+        return self._families.setdefault(name, head)
 
-    def _series(self, name: str, values: _Values) -> None:
+    def _series(self, lines: list[str], name: str, values: _Values) -> None:
         if not isinstance(values, Mapping):
-            self._lines.append(f"vllm:{name}{{{self._labels}}} {float(values)}")
+            lines.append(f"vllm:{name}{{{self._labels}}} {float(values)}")
             return
         for label, value in values.items():
-            self._lines.append(f"vllm:{name}{{{self._labels},{label}}} {float(value)}")
+            lines.append(f"vllm:{name}{{{self._labels},{label}}} {float(value)}")

@@ -25,6 +25,7 @@ import heapq
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import Protocol
 
 from perilune_gateway.model.engine_model import EngineModel
 from perilune_lab.engine.kv_cache import Change, KvCache, Stored
@@ -75,18 +76,34 @@ class Limits:
     """One forward per missed prompt instead of one for all."""
 
 
+class Connector(Protocol):
+    """Hands KV over to other engines and fetches it there, see `connector`."""
+
+    def takes(self, request: Request) -> bool:
+        """Whether the request's prompt is fetched; `Scheduler.fetched` ends that."""
+
+    def keeps(self, request: Request) -> bool:
+        """Whether the blocks of an ended request stay until `Scheduler.release`."""
+
+
 class Scheduler:
     def __init__(
-        self, cache: KvCache, model: EngineModel, limits: Limits | None = None, store: Store | None = None
+        self,
+        cache: KvCache,
+        model: EngineModel,
+        limits: Limits | None = None,
+        store: Store | None = None,
+        connector: Connector | None = None,
     ) -> None:
         self.cache = cache
         self.model = model
         self.limits = limits or Limits()
         self.store = store
+        self.connector = connector
         self.running: list[Request] = []
         """In order of admission."""
         self.loading: list[Request] = []
-        """Admitted requests whose blocks are being loaded from the store."""
+        """Admitted requests whose blocks are being loaded from the store or another engine."""
         self.step: EngineStep | None = None
         """The step in progress."""
         self._arriving: list[tuple[float, int, Request]] = []
@@ -216,7 +233,6 @@ class Scheduler:
             self._preempt(step, victim)
             if victim is request:
                 return 0
-        request.computed = end
         step.batch.append(request)
         if new == 1 and request.produced:
             step.decoded.append(request)
@@ -239,7 +255,6 @@ class Scheduler:
         step.preempted += 1
         victim.preemptions += 1
         self.cache.release(victim.table)
-        victim.computed = 0
         # Before everyone who has never run.
         heapq.heappush(self._waiting, (self._urgency(victim), victim.ordinal - (1 << 62), victim))
 
@@ -252,7 +267,7 @@ class Scheduler:
 
     def _admit(self, step: EngineStep, now: float, budget: int) -> int:
         """Admits waiting requests while budget, slots and blocks last; returns the tokens left."""
-        cache, size = self.cache, self.cache.block_size
+        cache = self.cache
         while self._waiting and budget > 0:
             if len(self.running) + len(self.loading) >= self.limits.max_sequences:
                 break
@@ -264,14 +279,13 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             cache.attach(table, hits)
-            request.computed = len(hits) * size
             if request.ordinal < 0:
                 request.ordinal = next(self._ordinal)
                 request.scheduled_s = now
                 request.cached_tokens = request.computed
                 if request.report_full:
-                    cache.announce_again(table, len(hits))
-                if self._load(request, now):
+                    cache.announce_again(table, len(hits[0]))
+                if self._fetch(request) or self._load(request, now):
                     continue
                 step.admitted.append(request)
             if self._is_miss(total - request.computed):
@@ -283,6 +297,31 @@ class Scheduler:
             budget -= self._schedule(step, request, budget)
         return budget
 
+    # other engines
+
+    def _fetch(self, request: Request) -> bool:
+        """Starts to fetch the prompt's KV from another engine if the request says so. The last token is
+        computed here."""
+        if self.connector is None or not self.connector.takes(request):
+            return False
+        self.cache.grow(request.table, request.prompt_tokens, register=False)
+        request.loaded_tokens, request.ready_s = request.computed, inf
+        self.loading.append(request)
+        return True
+
+    def fetched(self, request: Request, now: float, *, arrived: bool) -> None:
+        """The prompt's KV has come from another engine, or it will not come and is computed."""
+        if arrived:
+            request.pulled_tokens = request.prompt_tokens - request.cached_tokens
+            request.cached_tokens = request.prompt_tokens
+            request.loaded_tokens = request.prompt_tokens - 1
+        request.ready_s = now
+
+    def release(self, request: Request) -> None:
+        """Frees the blocks that an ended request kept."""
+        self.cache.release(request.table)
+        self._blocked = False
+
     # the shared store
 
     def _load(self, request: Request, now: float) -> bool:
@@ -291,13 +330,14 @@ class Scheduler:
         if self.store is None:
             return False
         table, size = request.table, self.cache.block_size
-        first = len(table.blocks)
+        first = table.length
         found = self.store.leading(table.chain[first : (request.prompt_tokens - 1) // size])
         if not found:
             return False
         request.store_tokens = found * size
         request.cached_tokens += request.store_tokens
-        self.cache.grow(table, (first + found) * size, register=False)
+        request.loaded_tokens = (first + found) * size
+        self.cache.grow(table, request.loaded_tokens, register=False)
         begin = max(now, self._store_free_s)
         request.ready_s = self._store_free_s = begin + self.model.store_s(request.store_tokens)
         self.loading.append(request)
@@ -306,8 +346,7 @@ class Scheduler:
     def _join_loaded(self, step: EngineStep, now: float) -> None:
         for request in [request for request in self.loading if request.ready_s <= now]:
             self.loading.remove(request)
-            request.computed = len(request.table.blocks) * self.cache.block_size
-            self.cache.grow(request.table, request.computed)
+            self.cache.grow(request.table, request.loaded_tokens)
             self.running.append(request)
             step.admitted.append(request)
             step.begins += self._is_miss(len(request.table.tokens) - request.computed)
@@ -327,7 +366,7 @@ class Scheduler:
                 digests=[table.chain[i]],
                 parent=table.chain[i - 1] if i else None,
                 tokens=table.tokens[i * size : (i + 1) * size],
-                first_block=i,
+                positions=(i,),
                 namespace=table.namespace,
                 session_id=table.session_id,
                 shared=True,
@@ -363,5 +402,6 @@ class Scheduler:
     def _end(self, request: Request, finish: Finish, now: float) -> None:
         request.finish = finish
         request.finished_s = now
-        self.cache.release(request.table)
+        if self.connector is None or not self.connector.keeps(request):
+            self.cache.release(request.table)
         self._blocked = False

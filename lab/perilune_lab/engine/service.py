@@ -32,6 +32,15 @@ MOST_UNSENT_BYTES = 1 << 20
 """A stream whose client has not taken this much gets nothing more until its end."""
 
 
+class CoreDeadError(Exception):
+    """The engine core has died; only the HTTP server is left."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        )  # vLLM's words
+
+
 class Sink(Protocol):
     """Receives the bytes of a stream."""
 
@@ -82,7 +91,12 @@ class Service:
         time_scale: float,
         request_log: IO[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
+        """Data-parallel rank."""
+        self.dead = False
+        """The engine core has died."""
         self.scheduler = scheduler
         self.text = text
         self.metrics = metrics
@@ -105,7 +119,10 @@ class Service:
         return len(self._answers)
 
     def submit(self, answer: Answer, arrived_s: float) -> None:
-        """`arrived_s`: engine time when the request came; reading it took part of its overhead already."""
+        """`arrived_s`: engine time when the request came; reading it took part of its overhead already.
+        Raises CoreDeadError."""
+        if self.dead:
+            raise CoreDeadError
         self._run_steps(self.now())
         self._answers[answer.request] = answer
         self.scheduler.add(answer.request, arrived_s)
@@ -116,6 +133,8 @@ class Service:
         if self._answers.pop(request, None) is None:
             return
         self._unflushed.pop(request, None)
+        if self.dead:
+            return
         now = self.now()
         self._run_steps(now)
         if request.finish is None:
@@ -123,13 +142,42 @@ class Service:
             self._ended(request)
         self._wake.set()
 
+    def fetched(self, request: Request, *, arrived: bool) -> None:
+        """A prompt's KV has come from another engine, or it will not come."""
+        now = self.now()
+        self._run_steps(now)
+        self.scheduler.fetched(request, now, arrived=arrived)
+        self._wake.set()
+
+    def release(self, request: Request) -> None:
+        """The blocks of an ended leg of a hand-off are no longer needed."""
+        self._run_steps(self.now())
+        self.scheduler.release(request)
+        self._wake.set()
+
+    def die(self) -> None:
+        """Ends the engine core as its kill -9 does: nothing is computed or published any more, and every
+        request that runs fails with CoreDeadError."""
+        self.dead = True
+        self._unflushed.clear()
+        if self.publisher is not None:
+            self.publisher.close()
+        for answer in self._answers.values():
+            if not answer.done.done():
+                answer.done.set_exception(CoreDeadError())
+        self._answers.clear()
+        self._wake.set()
+
     def reset_prefix_cache(self) -> bool:
+        """Raises CoreDeadError."""
+        if self.dead:
+            raise CoreDeadError
         self._run_steps(self.now())
         return self.scheduler.cache.reset()
 
     async def run(self) -> None:
-        """Drives the engine until cancelled."""
-        while True:
+        """Drives the engine until it dies or is cancelled."""
+        while not self.dead:
             self._run_steps(self.now())
             if self._unflushed:
                 await self._flush()
@@ -194,23 +242,25 @@ class Service:
     def _ended(self, request: Request) -> None:
         self.metrics.request_ended(request)
         if self._log is not None:
-            self._log.write(msgspec.json.encode(log_entry(request)) + b"\n")
+            self._log.write(msgspec.json.encode(log_entry(request, self.rank)) + b"\n")
             self._log.flush()
 
 
-def log_entry(request: Request) -> Mapping[str, object]:
+def log_entry(request: Request, rank: int = 0) -> Mapping[str, object]:
     """One line of the request log. Times are engine seconds since the engine's start, null for what did not
     happen; `admitted` counts admissions from 0, null if it was never admitted."""
     table = request.table
     return {
         "request_id": request.request_id,
         "admitted": request.ordinal if request.ordinal >= 0 else None,
+        "rank": rank,
         "session_id": table.session_id,
         "cache_salt": table.namespace.salt,
         "lora": table.namespace.lora_name,
         "prompt_tokens": request.prompt_tokens,
         "cached_tokens": request.cached_tokens,
         "store_tokens": request.store_tokens,
+        "pulled_tokens": request.pulled_tokens,
         "output_tokens": request.produced,
         "finish": request.finish,
         "preemptions": request.preemptions,

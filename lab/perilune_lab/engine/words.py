@@ -31,9 +31,10 @@ class Text(Protocol):
     """What the server needs of a tokenizer. `chat` raises TypeError, KeyError or ValueError for messages that
     have not the API's form."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """`special`: with the ids that the tokenizer puts around a text."""
 
-    def chat(self, messages: Messages, tools: Messages) -> list[int]: ...
+    def chat(self, messages: Messages, tools: Messages, special: bool = False) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -54,10 +55,10 @@ class LabText:
         self._vocabulary = vocabulary
         self._tokenizer = LabTokenizer(vocabulary)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return self._tokenizer.encode(text)
 
-    def chat(self, messages: Messages, tools: Messages) -> list[int]:
+    def chat(self, messages: Messages, tools: Messages, special: bool = False) -> list[int]:
         return self._tokenizer.encode_chat(messages, tools)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -83,17 +84,17 @@ class ModelText:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
         environment.globals["raise_exception"] = _refuse
-        self._template = environment.from_string(_template(folder))
+        self._template = environment.from_string(_template(folder), globals=_special_tokens(folder))
         self._first, self._following = self._find_words()
         if not self._first or not self._following:
             raise ValueError(f"{folder}: no words in this vocabulary survive being tokenized again")
         self._decode_one = lru_cache(maxsize=65_536)(lambda token: self.decode([token]))
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def chat(self, messages: Messages, tools: Messages) -> list[int]:
+    def chat(self, messages: Messages, tools: Messages, special: bool = False) -> list[int]:
         from jinja2 import TemplateError
 
         try:
@@ -104,8 +105,7 @@ class ModelText:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses: {error}") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode(text, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -126,7 +126,7 @@ class ModelText:
         vocabulary = range(self._tokenizer.get_vocab_size())
         for token in vocabulary:
             word = self.decode([token])
-            if _is_word(word) and token in self.encode(f"\n{word} a"):
+            if _is_word(word) and token in self.encode(f"\n{word} a", False):
                 first.append(token)
                 if len(first) == _FIRST_WORDS:
                     break
@@ -135,7 +135,7 @@ class ModelText:
             for token in set(vocabulary).difference(first):
                 text = self.decode([first[0], token])
                 word = text.removeprefix(begin + " ")
-                if word != text and _is_word(word) and self.encode(text) == [first[0], token]:
+                if word != text and _is_word(word) and self.encode(text, False) == [first[0], token]:
                     following[token] = " " + word
                     if len(following) == _FOLLOWING_WORDS:
                         break
@@ -170,6 +170,17 @@ def _template(folder: Path) -> str:
     if not isinstance(template, str):
         raise ValueError(f"{folder}: no chat template in tokenizer_config.json or chat_template.jinja")
     return template
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The tokens that a template may name, such as `bos_token`."""
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    tokens = {
+        name: config[name]
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if config.get(name)
+    }
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

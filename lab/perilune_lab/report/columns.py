@@ -31,6 +31,8 @@ def _rows(runs: Sequence[Run]) -> Iterable[tuple[str, list[str]]]:
     yield "requests", [str(r.requests) for r in runs]
     yield "succeeded", [as_percent(r.success_rate) for r in runs]
     yield "rejected (429)", [str(r.rejected) if r.rejected else "" for r in runs]
+    for name in ("prompt", "cached", "completion"):
+        yield f"{name} tokens", [cell(getattr(r.tokens, name, UNSET), "{:,}") for r in runs]
     yield "APC", ["" if isinstance(r.apc, UnsetType) else as_percent(r.apc) for r in runs]
     yield (
         "ceiling any / intra",

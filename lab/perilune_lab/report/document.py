@@ -37,6 +37,16 @@ class Ceiling(msgspec.Struct, frozen=True):
     """Only prefixes that the session itself computed count."""
 
 
+class Tokens(msgspec.Struct, frozen=True):
+    """Tokens as the engines counted them, of requests that succeeded and whose answer had a `usage`."""
+
+    requests: int
+    prompt: int
+    completion: int
+    cached: int | UnsetType = UNSET
+    """Prompt tokens served from prefix cache; absent if no answer reported them."""
+
+
 class Migrations(msgspec.Struct, frozen=True):
     """Sessions that the gateway moved. Sessions without affinity change endpoints without a migration."""
 
@@ -97,6 +107,8 @@ class Run(msgspec.Struct, frozen=True):
     apc: float | UnsetType = UNSET
     """Prompt tokens served from prefix cache / prompt tokens, of requests that succeeded; absent if the
     server does not report cached tokens."""
+    tokens: Tokens | UnsetType = UNSET
+    """Absent if no answer reported its counts."""
     apc_ceiling: Ceiling | UnsetType = UNSET
     ttft_s: Quantiles | UnsetType = UNSET
     """First token − submit, at the client."""
@@ -130,9 +142,9 @@ class Run(msgspec.Struct, frozen=True):
     rate: float | UnsetType = UNSET
     """Load: sessions per second of generated traffic, times as fast as recorded for a trace file."""
     seeds: tuple[int, ...] | UnsetType = UNSET
-    """That the numbers are means over; counts are sums."""
+    """Seeds of the pooled runs: the numbers are means over them, counts are sums."""
     intervals: dict[str, tuple[float, float]] | UnsetType = UNSET
-    """95 % of the mean over seeds, by bootstrap; keys are paths like `ttft_s.p90`."""
+    """95 % intervals of the means over seeds, by bootstrap; keys are paths like `ttft_s.p90`."""
     floor_ttft_s: Quantiles | UnsetType = UNSET
     """TTFT if every turn were alone, its session's prefix cached."""
     regret: float | UnsetType = UNSET

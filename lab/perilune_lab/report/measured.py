@@ -18,6 +18,7 @@ from perilune_lab.report.document import (
     PerEndpoint,
     Run,
     Scheduling,
+    Tokens,
     hotspot,
     quantiles,
 )
@@ -37,16 +38,16 @@ class Measured:
     policy: str
     results: Sequence[Result]
     sessions: Iterable[Session]
-    """That were played: at least those of the results."""
+    """Sessions that were played, at least those of the results."""
     mode: Mode
     time_scale: float = 1.0
     speed: float = 1.0
     complete: bool = True
-    """Everything was played: not cut by time, not interrupted."""
+    """Whether the whole trace was played, neither cut by time nor interrupted."""
     engine: EngineModel | None = None
-    """Of the endpoints, where it is known: for ideal times."""
+    """Model of the endpoints' engines, from which ideal times follow; None if it is unknown."""
     cooldown_s: float = 30.0
-    """The policy's, in engine seconds: two moves within it are thrash."""
+    """The policy's cooldown in engine seconds. A session that moves twice within it thrashes."""
     queue_samples: Sequence[Sequence[float]] = ()
     """Queue length of every endpoint, sampled evenly in time."""
     scheduling: Scheduling | None = None
@@ -71,6 +72,7 @@ def run(measured: Measured) -> Run:
         rejected=sum(r.rejected for r in results),
         success_rate=len(good) / len(results) if results else 0.0,
         apc=_apc(good),
+        tokens=_tokens(good),
         apc_ceiling=_ceiling(good, turns, found),
         ttft_s=quantiles(scale * r.ttft_s for r in good if r.ttft_s is not None),
         tpot_s=quantiles(scale * r.tpot_s for r in good if r.tpot_s is not None),
@@ -113,9 +115,22 @@ def _inside(r: Result, scale: float) -> bool:
 
 
 def _apc(good: Sequence[Result]) -> float | UnsetType:
-    telling = [r for r in good if r.cached_tokens is not None]
-    prompt = sum(r.prompt_tokens for r in telling)
-    return sum(r.cached_tokens or 0 for r in telling) / prompt if prompt else UNSET
+    reported = [r for r in good if r.cached_tokens is not None]
+    prompt = sum(r.prompt_tokens for r in reported)
+    return sum(r.cached_tokens or 0 for r in reported) / prompt if prompt else UNSET
+
+
+def _tokens(good: Sequence[Result]) -> Tokens | UnsetType:
+    counted = [r for r in good if r.counted]
+    cached = [r.cached_tokens for r in counted if r.cached_tokens is not None]
+    if not counted:
+        return UNSET
+    return Tokens(
+        requests=len(counted),
+        prompt=sum(r.prompt_tokens for r in counted),
+        completion=sum(r.output_tokens for r in counted),
+        cached=sum(cached) if cached else UNSET,
+    )
 
 
 def _ceiling(

@@ -18,15 +18,15 @@ class PlayedTurn(NamedTuple):
     """A turn that succeeded."""
 
     moved: bool
-    """Its session left its host with it."""
+    """Whether the session left its host with this turn."""
     calm: bool
-    """It found its host not hot."""
+    """Whether the host was not hot when the turn was submitted."""
     submitted_s: float
 
 
 def migrations(sessions: Iterable[Sequence[PlayedTurn]], span_s: float, cooldown_s: float) -> Migrations:
-    """`sessions`: each one's turns in order, one at least in all; `cooldown_s`: two moves within it are
-    thrash."""
+    """Counts moves. `sessions` are the turns of each session in order, at least one turn in all. A session
+    that moves twice within `cooldown_s` thrashes."""
     turns, moves, accurate, judged, thrash = 0, 0, 0, 0, 0
     for rows in sessions:
         turns += len(rows)

@@ -40,8 +40,8 @@ GAP_QUANTILES_S = (
 """(probability, seconds) of tool gaps, measured on a coding agent's traffic; between them log-linear."""
 
 _RECENT_TASKS = 64
-_MARKUP_TOKENS = 8
-"""Allowance for what a chat template adds to a message."""
+_MARKUP_TOKENS = 20
+"""Allowance for what a chat template adds to a message, a call of a tool to every second one included."""
 _RANKS = 1000
 
 

@@ -46,15 +46,17 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("trace", metavar="FILE|agentic", help="a trace file, or generated agentic traffic")
-    command.add_argument("--limit", type=count, metavar="N", help="only the first N requests")
-    command.add_argument("--seed", type=int, default=0, metavar="N", help="agentic: seed (default 0)")
+    command.add_argument("--limit", type=count, metavar="N", help="read only the first N requests")
     command.add_argument(
-        "--sessions", type=count, default=1000, metavar="N", help="agentic: sessions (default 1000)"
+        "--seed", type=int, default=0, metavar="N", help="agentic: seed of the traffic (default 0)"
+    )
+    command.add_argument(
+        "--sessions", type=count, default=1000, metavar="N", help="agentic: number of sessions (default 1000)"
     )
     command.add_argument(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="agentic: skew of the sessions' weights"
     )
-    command.add_argument("--json", type=output, metavar="FILE", help="write the numbers there too")
+    command.add_argument("--json", type=output, metavar="FILE", help="also write the numbers as JSON")
     args = parser.parse_args(argv)
     try:
         trace = open_trace(args.trace, args.limit, args.seed, args.sessions, Agentic(zipf_alpha=args.zipf))
@@ -81,7 +83,7 @@ def tables(found: Stats) -> tuple[Table, Table]:
         spreads.add_column(name, justify="right", no_wrap=True)
     for name, spread in _spreads(found):
         if isinstance(spread, Spread):
-            spreads.add_row(name, *(_number(value) for value in msgspec.structs.astuple(spread)))
+            spreads.add_row(name, *(as_short_number(value) for value in msgspec.structs.astuple(spread)))
     shares = Table(show_header=False, box=SIMPLE_HEAD)
     shares.add_column("", no_wrap=True)
     shares.add_column("", justify="right", no_wrap=True)
@@ -115,7 +117,7 @@ def _shares(found: Stats) -> Iterator[tuple[str, str]]:
     yield "prefill, of compute: infinite cache", as_percent(found.prefill_compute.infinite_cache)
 
 
-def _number(value: float) -> str:
+def as_short_number(value: float) -> str:
     """At most six characters, so that a row fits 80 columns."""
     for least, unit, letter in ((999_500, 1e6, "M"), (9_999.5, 1e3, "k")):
         if value >= least:

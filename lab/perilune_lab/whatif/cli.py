@@ -34,7 +34,7 @@ from perilune_lab.whatif.arms import WhatIf
 from perilune_lab.whatif.text import document, render
 
 NOTHING = 1
-TELL_EVERY_S = 5.0
+PROGRESS_EVERY_S = 5.0
 _GZIP_MAGIC = b"\x1f\x8b"
 _PLAIN_WIDTH = 160
 
@@ -67,7 +67,7 @@ class Options:
 
 def replay(options: Options, err: Console) -> WhatIf:
     """Raises SpecError with file and line."""
-    found, told_at = WhatIf(options.policies, options.params), time.monotonic()
+    found, printed_at = WhatIf(options.policies, options.params), time.monotonic()
     total = sum(_size(path) for path in options.decisions)
     before = 0
     for path in options.decisions:
@@ -77,8 +77,8 @@ def replay(options: Options, err: Console) -> WhatIf:
                     found.take(entry, str(path))
                     if options.limit is not None and found.decisions >= options.limit:
                         return found
-                    if time.monotonic() - told_at >= TELL_EVERY_S:
-                        told_at = time.monotonic()
+                    if time.monotonic() - printed_at >= PROGRESS_EVERY_S:
+                        printed_at = time.monotonic()
                         share = f"{(before + raw.tell()) / total:.0%}: " if total and raw.seekable() else ""
                         err.print(f"{share}{found.decisions:,} decisions", highlight=False)
         except (OSError, EOFError) as error:

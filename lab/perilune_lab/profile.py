@@ -1,0 +1,206 @@
+"""`perilune profile`: measures how fast an engine is, and writes it as the pool's cost model.
+
+    prompts of several lengths, each new and with half of it cached ─▶ Measured ─▶ fit ─▶ a table, YAML
+
+1. Each prompt is sent alone, with one token of output, some times over; the time to the end of that answer is
+   its time to the first token. How many of its tokens there are, and how many were cached, the engine itself
+   says (`usage`).
+2. `prefillScale` is the median of measured / predicted seconds, where the prediction is that of one H20 for
+   overhead and prefill. The error that is left at each prompt is shown.
+3. One longer answer shows the seconds per output token. Nothing in the pool depends on it; it is shown.
+
+Not done: transfers between engines, since an OpenAI URL does not reach them; load by others during the
+measurement, which makes the engine look slower.
+
+Exit status: 0; 1 when the target cannot be reached or answers without counts; 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from uuid import uuid4
+
+import uvloop
+from rich.table import Table
+
+from perilune_gateway.model import H20_30B
+from perilune_lab.arguments import count, output, positive, url
+from perilune_lab.client import Load, TargetError, models, run_load
+from perilune_lab.console import Console
+from perilune_lab.result import Result
+from perilune_lab.traces.model import Segment, Session, Style, Turn
+from perilune_lab.vocabulary import Vocabulary
+
+DOWN = 1
+SHORTEST = 512
+DECODED = 64
+"""Tokens of the answer that shows the speed of decode."""
+
+_EPILOG = """\
+examples:
+  perilune profile --target http://10.0.0.1:8000
+  perilune profile --target http://10.0.0.1:8000 --max-tokens 65536 --repeat 5 --yaml cost.yaml
+
+Name one engine itself, not a gateway, and let nobody else use it meanwhile. The engine has to report cached
+tokens (vLLM: --enable-prompt-tokens-details). Put the lines that it writes under spec.engine of the pool.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One kind of prompt. Seconds are the engine's: wall seconds × time scale."""
+
+    tokens: int
+    cached: int
+    ttft_s: float
+    """Median over the repetitions."""
+
+    @property
+    def predicted_s(self) -> float:
+        """By the model of one H20."""
+        new = self.tokens - self.cached
+        return H20_30B.request_overhead_s(self.tokens) + H20_30B.prefill_s(new, self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    prompts: Sequence[Measured]
+    tpot_s: float | None
+
+    @property
+    def scale(self) -> float:
+        """The pool's `prefillScale`."""
+        return median(row.ttft_s / row.predicted_s for row in self.prompts)
+
+    def error(self, row: Measured) -> float:
+        """Measured / predicted − 1 with that scale."""
+        return row.ttft_s / (self.scale * row.predicted_s) - 1.0
+
+    @property
+    def largest_error(self) -> float:
+        return max(abs(self.error(row)) for row in self.prompts)
+
+
+def lengths(max_tokens: int) -> list[int]:
+    """From SHORTEST in steps of four times, ending with `max_tokens`."""
+    found = [max_tokens]
+    while found[0] // 4 >= SHORTEST:
+        found.insert(0, found[0] // 4)
+    return found
+
+
+async def measure(
+    target: str, *, model: str = "", max_tokens: int = 16_384, repeat: int = 3, time_scale: float = 1.0
+) -> Profile:
+    """Raises TargetError if the target cannot be reached, refuses a prompt, or reports no counts."""
+    model = model or (await models(target) or [""])[0]
+    load = Load(target, model, Style.TEXT, concurrency=1, time_scale=time_scale, send_session=False)
+    words = Vocabulary().words_for
+
+    async def played(*turns: Turn) -> list[Result]:
+        results = await run_load([Session(turns[0].session, 0.0, turns)], load, words)
+        for result in results:
+            if not result.succeeded:
+                raise TargetError(f"a prompt of {turns[-1].prompt_tokens} words was refused: {result.error}")
+            if not result.counted or result.cached_tokens is None:
+                raise TargetError("its answers do not report tokens (--enable-prompt-tokens-details of vLLM)")
+        return results
+
+    async def turns_of(length: int) -> list[Result]:
+        """A new prompt of half the length, then one of the whole length that begins with it."""
+        name = uuid4().hex  # no cache has seen it
+        half = Segment(f"{name}-1", length // 2)
+        rest = Segment(f"{name}-2", length - half.tokens)
+        return await played(Turn(name, 0, (half,), 1), Turn(name, 1, (half, rest), 1))
+
+    await turns_of(SHORTEST)  # the first request of an engine is slower
+    prompts: list[Measured] = []
+    for length in lengths(max_tokens):
+        repeated = [await turns_of(length) for _ in range(repeat)]
+        for results in zip(*repeated, strict=True):
+            tokens, cached = results[0].prompt_tokens, min(r.cached_tokens or 0 for r in results)
+            ttft_s = median(r.finished_at_s - r.submitted_at_s for r in results) * time_scale
+            prompts.append(Measured(tokens, cached, ttft_s))
+    (answer,) = await played(Turn("d", 0, (Segment(uuid4().hex, SHORTEST),), DECODED))
+    return Profile(prompts, None if answer.tpot_s is None else answer.tpot_s * time_scale)
+
+
+def table(profile: Profile, title: str) -> Table:
+    grid = Table(title=title, title_justify="left")
+    for name in ("prompt tokens", "cached", "TTFT", "by the model", "error"):
+        grid.add_column(name, justify="right")
+    for row in profile.prompts:
+        times = (row.ttft_s, profile.scale * row.predicted_s)
+        grid.add_row(
+            f"{row.tokens:,}",
+            f"{row.cached:,}",
+            *(f"{seconds * 1e3:,.1f} ms" for seconds in times),
+            f"{profile.error(row):+.0%}",
+        )
+    return grid
+
+
+def as_yaml(profile: Profile) -> str:
+    """The pool's cost model: fields of `spec.engine`."""
+    longest = max(row.tokens for row in profile.prompts)
+    return (
+        f"# By perilune profile, with prompts of up to {longest} tokens;"
+        f" largest error {profile.largest_error:.0%}\n"
+        f"prefillScale: {profile.scale:.3g}\n"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        profile = uvloop.run(
+            measure(
+                args.target,
+                model=args.model,
+                max_tokens=args.max_tokens,
+                repeat=args.repeat,
+                time_scale=args.time_scale,
+            )
+        )
+    except TargetError as error:
+        print(f"perilune profile: {error}", file=sys.stderr)
+        return DOWN
+    console = Console(highlight=False)
+    console.print(table(profile, f"{args.target}: {profile.scale:.3g} × the time of one H20"))
+    if profile.tpot_s is not None:
+        console.print(f"{profile.tpot_s * 1e3:,.1f} ms per output token, alone")
+    text = as_yaml(profile)
+    if args.yaml:
+        args.yaml.write_text(text, encoding="utf-8")
+        print(f"cost model: {args.yaml}", file=sys.stderr)
+    else:
+        print(text, end="")
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Raises SystemExit(2) with a message for a wrong call."""
+    parser = argparse.ArgumentParser(
+        prog="perilune profile",
+        description="Measure an engine's prefill by length and cached part; write the pool's cost model.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", required=True, type=url, metavar="URL", help="an engine: http://host:port, without /v1")
+    add("--model", default="", metavar="NAME", help="what requests ask for [the target's first]")
+    add("--max-tokens", type=_length, default=16_384, metavar="N", help="of the longest prompt [%(default)s]")
+    add("--repeat", type=count, default=3, metavar="N", help="times that each prompt is sent [%(default)s]")
+    add("--time-scale", type=positive, default=1.0, metavar="X", help="of a simulated engine [%(default)s]")
+    add("--yaml", type=output, metavar="FILE", help="where the cost model goes [standard output]")
+    return parser.parse_args(argv)
+
+
+def _length(text: str) -> int:
+    if (tokens := count(text)) < SHORTEST:
+        raise argparse.ArgumentTypeError(f"must be at least {SHORTEST}, got {text}")
+    return tokens
