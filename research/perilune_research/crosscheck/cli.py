@@ -55,11 +55,11 @@ def conclude(options: Options, pairs: Sequence[Pair], out: Console) -> int:
         if options.json:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(pairs), indent=2) + b"\n")
     finally:  # the rest comes all the same
-        status = _tell(pairs, out)
+        status = _print(pairs, out)
     return status
 
 
-def _tell(pairs: Sequence[Pair], out: Console) -> int:
+def _print(pairs: Sequence[Pair], out: Console) -> int:
     out.print(table(pairs))
     found = verdicts(pairs)
     for holds, text in found:
@@ -103,25 +103,42 @@ def parse(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--policies", default=",".join(POLICIES), metavar="A,B", help="[%(default)s]")
-    add("--endpoints", type=count, default=default.endpoints, metavar="N", help="[%(default)s]")
-    add("--seconds", type=positive, default=default.seconds, metavar="S", help="of traffic [%(default)s]")
+    add(
+        "--policies",
+        default=",".join(POLICIES),
+        metavar="A,B",
+        help="policies that are compared [%(default)s]",
+    )
+    add(
+        "--endpoints",
+        type=count,
+        default=default.endpoints,
+        metavar="N",
+        help="number of engines [%(default)s]",
+    )
+    add(
+        "--seconds",
+        type=positive,
+        default=default.seconds,
+        metavar="S",
+        help="length of the traffic [%(default)s]",
+    )
     add(
         "--rate",
         type=positive,
         default=default.rate,
         metavar="X",
-        help="sessions/s and endpoint [%(default)s]",
+        help="sessions that begin per second and endpoint [%(default)s]",
     )
-    add("--seed", type=int, default=default.seed, metavar="N", help="[%(default)s]")
+    add("--seed", type=int, default=default.seed, metavar="N", help="seed of the traffic [%(default)s]")
     add(
         "--plays",
         type=count,
         default=default.plays,
         metavar="N",
-        help="live ones of each policy, taken together: single plays differ [%(default)s]",
+        help="live runs of each policy, whose results are pooled because single runs differ [%(default)s]",
     )
-    add("--json", type=output, metavar="FILE", help="write both reports of each policy")
+    add("--json", type=output, metavar="FILE", help="write what was measured, live and simulated")
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
     if args.endpoints > _MOST_ENGINES:

@@ -45,7 +45,7 @@ class Compared(msgspec.Struct, frozen=True):
             other = "" if clear else f" from those of {seeds}"
             said += [
                 f"Verdicts differ{other} for {', '.join(close)}, where the limit lies within an interval:"
-                " these seeds do not tell."
+                " these seeds do not decide it."
             ]
         return " ".join((*said, "All others agree."))
 
@@ -83,8 +83,9 @@ def document(findings: Findings, judged: tuple[Bar, ...], before: Document | Non
 
 
 def _compared(findings: Findings, before: Document | None) -> Compared | UnsetType:
-    """Of other code nothing is compared: seeds are not all that differs. With seeds of both nothing is
-    proved: then what was compared before is kept."""
+    """The earlier evaluation to compare with. There is none if other code computed it, because then more than
+    the seeds differs. If both share seeds, agreement would prove nothing, so that evaluation's own comparison
+    is kept."""
     if before is None or before.code != fingerprint():
         return UNSET
     if set(before.seeds) & set(findings.size.seeds):

@@ -84,12 +84,12 @@ examples (after `python -m perilune_research`):
   fastpath --policies perilune --turns 500 --sessions-per-s 3
 
 columns:
-  turns        of sessions that the gateway knew, each weighed twice on the same state
-  body read    the headers did not suffice; one decision, so the same
-  equal        of the turns decided by the headers: where the body would have sent them, too
-  same         of all turns, those whose body is read included; the bar holds here
-  tokens, held how far the guesses were off, median and 99 % quantile: the prompt's length, and what the
-               host holds of it, both relative to the prompt
+  turns        turns of sessions that the gateway knew
+  body read    turns whose headers did not suffice, so that the body decides in any case
+  equal        share of the turns decided by headers that the body would have sent to the same endpoint
+  same         share of all turns with the same decision, turns whose body is read included; --bar limits it
+  tokens, held error of the estimated length of the prompt, and of what the host holds of it, relative to the
+               prompt: median and 99 % quantile
 """
 
 
@@ -98,9 +98,9 @@ def parse(argv: Sequence[str]) -> Options:
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m perilune_research fastpath",
-        description="Weighs every turn of a known session twice on the same state, by its headers alone and"
+        description="Decides every turn of a known session twice on the same state, by its headers alone and"
         " by its body, over agentic traffic with hot hosts, rewritten prompts, engine restarts, evictions,"
-        " sub-agents and reused ids; count how often and why the decisions differ. Engines and time are"
+        " sub-agents and reused ids; counts how often and why the decisions differ. Engines and time are"
         " simulated, the decisions are the gateway's.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,21 +111,27 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="NAMES",
         help=f"all, or some of: {', '.join(POLICIES)} (default %(default)s)",
     )
-    parser.add_argument("--turns", type=count, default=default.turns, help="to weigh (default %(default)s)")
-    parser.add_argument("--endpoints", type=count, default=default.endpoints, help="(default %(default)s)")
+    parser.add_argument(
+        "--turns", type=count, default=default.turns, help="turns to decide twice (default %(default)s)"
+    )
+    parser.add_argument(
+        "--endpoints", type=count, default=default.endpoints, help="number of engines (default %(default)s)"
+    )
     parser.add_argument(
         "--sessions-per-s",
         type=positive,
         default=default.sessions_per_s,
         metavar="RATE",
-        help="that begin; 1 loads 8 endpoints well, 3 too much (default %(default)s)",
+        help="sessions that begin per second; 1 loads 8 endpoints well, 3 too much (default %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=default.seed, help="(default %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=default.seed, help="seed of traffic and decisions (default %(default)s)"
+    )
     parser.add_argument(
         "--bar",
         type=not_negative,
         default=default.bar,
-        help="least share of same decisions (default %(default)s)",
+        help="smallest share of equal decisions that passes (default %(default)s)",
     )
     args = parser.parse_args(argv)
     policies = live_policies(args.policies, "--policies")
@@ -162,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     for policy in options.policies:
         started = time.monotonic()
         line = Line(f"{policy}: turns weighed", options.turns)
-        done.append(measure(options, policy, line.tell))
+        done.append(measure(options, policy, line.show))
         line.end(f"{policy}: {time.monotonic() - started:.0f} s")
     print(
         f"simulated, seed {options.seed}, {options.endpoints} endpoints, {options.sessions_per_s} sessions/s"
@@ -181,7 +187,7 @@ class Line:
         self._what, self._total = what, total
         self._on = sys.stderr.isatty()
 
-    def tell(self, n: int) -> None:
+    def show(self, n: int) -> None:
         if self._on:
             print(f"\r{self._what} {n} of {self._total} ", end="", file=sys.stderr, flush=True)
 

@@ -250,7 +250,7 @@ class Rig:
         for step in engine.scheduler.advance(self.now):
             if step.changes:
                 payload = encode_batch(step.changes, BLOCK, self.now)
-                self._at(self.now + self.setting.event_lag_s, partial(self._heard, engine, payload))
+                self._at(self.now + self.setting.event_lag_s, partial(self._on_events, engine, payload))
             for running in step.emitted:
                 if running.produced == 1:
                     self.router.on_response(engine.running[running].ticket, 200, engine.address, True)
@@ -258,7 +258,7 @@ class Rig:
                 self._done(engine.running.pop(running))
         self._plan(engine)
 
-    def _heard(self, engine: RigEngine, payload: bytes) -> None:
+    def _on_events(self, engine: RigEngine, payload: bytes) -> None:
         for event in kv_events.decode(payload).events:
             self.router.lifecycle.on_applied(self._blocks.apply(engine.address, event, self.now))
 
@@ -290,7 +290,7 @@ class Rig:
 
     def _up(self, engine: RigEngine) -> None:
         engine.up = True
-        self.router.lifecycle.on_applied(self._blocks.reset(engine.address, 0))
+        self.router.lifecycle.on_applied(self._blocks.reset(engine.address, self.now))
 
     def _scrape(self) -> None:
         for engine in self._engines.values():

@@ -16,7 +16,6 @@ from math import inf
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.feeds.engine_metrics import interval_s
 from perilune_gateway.model import Load, Location
-from perilune_gateway.routing.lifecycle import TELLING_PREFILL_S
 from perilune_gateway.state.calibration import Calibration
 from perilune_research.simulator.engine import SimulatedEngine
 from perilune_research.simulator.fabric import SimulatedFabric
@@ -233,8 +232,9 @@ class Beliefs:
         self._touch(e)
 
     def observe_prefill(self, request: SimulatedRequest, now: float) -> None:
-        """The event that ends its prefill has come. Engines prefill one after the other, so it ran from the
-        end of the one before, or from its own decision; a pull took what its prefill does not explain."""
+        """Learns from the event that ends the request's prefill. Engines prefill one request after the other,
+        so this prefill began at the end of the previous one or at its own decision, then with its overhead,
+        whichever was later. What the predicted prefill does not explain counts as the time of the pull."""
         e, new = request.endpoint, request.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
         alone_s = now - max(request.submitted_s, before)
@@ -250,14 +250,16 @@ class Beliefs:
                 know.transfer(source, address, max(0.001, alone_s - rest_s), pull_s, now)
                 for links in self._links:
                     links.pop(source, None)
-        elif expected_s >= TELLING_PREFILL_S:
+        elif expected_s:
+            if before <= request.submitted_s:
+                expected_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
             know.prefill(address, alone_s, expected_s, now)
             know.ttft(address, now - request.submitted_s, request.expected_ttft_s, now)
             self._learned(e, now)
 
     def _learned(self, e: int, now: float) -> None:
-        """Something was observed of `e`. What is believed of the pool has changed with it, on which all
-        others lean: those of which nothing is known at once, the rest every few seconds."""
+        """Takes over an observation of `e`. It also changes the ratios of the whole pool, the priors of all
+        other endpoints: those without observations follow at once, the rest every few seconds."""
         know, n = self.calibration, len(self.endpoints)
         self.unseen.discard(e)
         self.changed.add(e)

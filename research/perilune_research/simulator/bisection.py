@@ -1,7 +1,7 @@
 """The largest value for which something still holds, when testing one value is expensive.
 
-From a first guess in steps of 2 until it is bracketed, then by halves on a logarithmic scale: 6 to 10 tests
-for 2 to 3 %, guess and answer within a factor 4.
+The search doubles or halves the first guess until the value is bracketed, then bisects on a logarithmic
+scale. It takes 6 to 10 tests for a tolerance of 2 to 3 % if the guess is right within a factor of 4.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ _SPAN = 64.0
 
 
 def last_that(holds: Callable[[float], bool], guess: float, tolerance: float) -> tuple[float, float]:
-    """(largest x > 0 found for which `holds`, smallest found for which not), `tolerance` apart, for a test
-    that holds below some x and not above. (0, x): it holds nowhere above guess / 64; (x, inf): it holds up to
-    64 × guess."""
+    """Returns (the largest x found for which `holds`, the smallest found for which it does not), at most
+    `tolerance` apart as a share. `holds` must be true below some x and false above it. (0, x) means that it
+    is false down to guess / 64, (x, inf) that it is true up to 64 × guess."""
     low, high = 0.0, inf
     x = guess
     while not low and x >= guess / _SPAN:

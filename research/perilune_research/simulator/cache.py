@@ -1,12 +1,14 @@
-"""One engine's KV cache as runs: what is held of each, who uses it, who goes first when room is needed.
+"""One engine's KV cache as runs: how much of each run is cached, by how many requests it is used, and what
+is evicted first.
 
-vLLM's rules at the grain of runs: a sequence pins what it uses; when the last user leaves, a path is released
-tail first and joins the end of the LRU queue, so an ancestor always outlives what hangs from it; room is
-taken from the queue's front, a run's last tokens first. Depths count from the beginning of a prompt (see
-`runs`).
+The rules are vLLM's, applied to runs instead of blocks. A sequence pins what it uses. When its last user
+leaves, a path is released from its end to its beginning and joins the end of the LRU queue, so a run is
+always evicted after those that continue it. Room is taken from the front of the queue, a run's last tokens
+first. Depths count from the beginning of a prompt (see `runs`).
 
-Cost: O(runs of a path) per call, two to five; eviction O(1) amortised. Not modelled: that equal blocks
-computed by two sequences side by side are there twice; the unused rest of a sequence's last block.
+Cost: O(runs of a path) per call, two to five; eviction O(1) amortised. Not modelled: equal
+blocks that two sequences compute at the same time and that vLLM then keeps twice; the unused rest of a
+sequence's last block.
 """
 
 from __future__ import annotations

@@ -47,9 +47,12 @@ class SimulatedEngine:
         store: SimulatedStore | None = None,
         host: SimulatedStore | None = None,
         measured_from_s: float = 0.0,
+        noise: Callable[[], float] | None = None,
     ) -> None:
+        """`noise`: draws a factor for each step that prefills."""
         self.number = number
         self.hardware = hardware
+        self._noise = noise
         self.model = hardware.engine
         self.cache = cache
         self.store = store
@@ -326,7 +329,8 @@ class SimulatedEngine:
         self._busy = self._mixed = True
         self._began_s = now
         self._steps = 1 if sequences else 0
-        self._plan(now + self.model.step_s(tokens, attended, sequences, self._context_tokens, begins))
+        step_s = self.model.step_s(tokens, attended, sequences, self._context_tokens, begins)
+        self._plan(now + (step_s * self._noise() if self._noise else step_s))
 
     def _begin_decode(self, now: float) -> None:
         cache = self.cache

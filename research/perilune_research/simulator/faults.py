@@ -28,6 +28,12 @@ class Faults:
     only what the gateway remembers of the session."""
     engine_belief: float = 1.3
     """Ratio of believed to true seconds of prefill, at the start."""
+    speed_spread: float = 1.0
+    """Engines are unequal: the compute times of each are multiplied by its own factor, drawn log-uniformly
+    between 1 / this and this. The gateway is told that all are equal."""
+    step_noise: float = 0.0
+    """Standard deviation of the logarithm of a factor on each step that prefills; its mean is 1. Runs of
+    decode steps have none, since it evens out over many steps."""
     link_belief: float = 0.7
     """Ratio of believed to true seconds of a transfer on a link without faults, at the start. Below 1, the
     gateway believes that links are faster than they are."""
@@ -42,10 +48,20 @@ NAMES = {
     "estimates": "token_error",
     "engine-belief": "engine_belief",
     "link-belief": "link_belief",
+    "unequal": "speed_spread",
+    "noise": "step_noise",
 }
-DEFAULTS = {"slow-links": "10", "outliers": "0.05", "dead": "0@60", "lag": "2", "estimates": "0.2"}
+DEFAULTS = {
+    "slow-links": "10",
+    "outliers": "0.05",
+    "dead": "0@60",
+    "lag": "2",
+    "estimates": "0.2",
+    "unequal": "1.5",
+    "noise": "0.2",
+}
 _FROM_0_TO_1 = {"outlier_share", "token_error"}
-_MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s"}
+_MAY_BE_0 = _FROM_0_TO_1 | {"event_lag_s", "dead_endpoint", "dead_at_s", "step_noise"}
 
 
 def parse(text: str) -> Faults:
@@ -80,4 +96,6 @@ def _number(part: str, field: str, text: str) -> float:
         raise SpecError(f"{part}: must be {limits} - at `--faults`")
     if field == "dead_endpoint" and not value.is_integer():
         raise SpecError(f"{part}: must be an endpoint's number, from 0 - at `--faults`")
+    if field == "speed_spread" and value < 1.0:
+        raise SpecError(f"{part}: must be 1 or above - at `--faults`")
     return value

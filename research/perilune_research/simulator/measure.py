@@ -214,12 +214,6 @@ def interval(sample: Sequence[float], share: float = 0.95) -> tuple[float, float
     return quantile(means, (1 - share) / 2), quantile(means, (1 + share) / 2)
 
 
-def paired(ours: Iterable[float], theirs: Iterable[float]) -> tuple[float, float, float]:
-    """(mean, low, high) of the differences `ours` − `theirs`, seed by seed."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    return mean(differences), *interval(differences)
-
-
 def ratio(ours: Sequence[float], theirs: Sequence[float], share: float = 0.95) -> tuple[float, float, float]:
     """(mean of ours / mean of theirs, low, high), by bootstrap over pairs of one seed; inf where theirs are
     all 0."""

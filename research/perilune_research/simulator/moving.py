@@ -39,6 +39,7 @@ class Moving:
         self.planner.configure(setting.migration, setting.policy_name)
         self.on = bool(self.planner.triggers)
         self.pullable = setting.pullable
+        self.ahead = False
         self.interval_s = setting.migration.interval_seconds
         self._beliefs, self._index, self._store, self._all = beliefs, index, store, sessions
         self._at: list[dict[int, KnownSession]] = [{} for _ in beliefs.endpoints]

@@ -105,37 +105,54 @@ def _parser() -> argparse.ArgumentParser:
         "--trace",
         default=AGENTIC,
         metavar="FILE|agentic",
-        help="Mooncake's, Qwen-Bailian's or our schema [%(default)s]",
+        help="a trace (Mooncake's, Qwen-Bailian's or our schema), or generated traffic [%(default)s]",
     )
     add("--policies", default="all", metavar="A,B", help=_POLICIES)
-    add("--rates", default="R/2,R,1.25R", metavar="X,Y", help="numbers or multiples of R [%(default)s]")
-    add("--reference", default="lmetric", metavar="POLICY", help="what R is found with [%(default)s]")
-    add("--endpoints", type=count, default=8, metavar="N", help="[%(default)s]")
-    add("--seeds", type=count, default=16, metavar="N", help="paired over policies [%(default)s]")
+    add(
+        "--rates",
+        default="R/2,R,1.25R",
+        metavar="X,Y",
+        help="loads, as numbers or multiples of R [%(default)s]",
+    )
+    add("--reference", default="lmetric", metavar="POLICY", help="policy that defines R [%(default)s]")
+    add("--endpoints", type=count, default=8, metavar="N", help="number of engines [%(default)s]")
+    add(
+        "--seeds",
+        type=count,
+        default=16,
+        metavar="N",
+        help="how many, the same for all policies [%(default)s]",
+    )
     add("--seeds-from", type=count, default=1, metavar="N", help="first seed [%(default)s]")
-    add("--mode", type=Mode, choices=list(Mode), default=Mode.THINKTIME, help="[%(default)s]")
+    add(
+        "--mode",
+        type=Mode,
+        choices=list(Mode),
+        default=Mode.THINKTIME,
+        help="when turns are submitted, see below [%(default)s]",
+    )
     add(
         "--window",
         type=positive,
         default=_DEFAULT.window_s,
         metavar="S",
-        help="of generated traffic [%(default)s]",
+        help="length of generated traffic [%(default)s]",
     )
     add(
         "--warmup",
         type=not_negative,
         default=_DEFAULT.warmup_s,
         metavar="S",
-        help="of it, not measured [%(default)s]",
+        help="first part of the window, which is not measured [%(default)s]",
     )
-    add("--limit", type=count, metavar="N", help="of a file, the first N requests")
+    add("--limit", type=count, metavar="N", help="play only the first N requests of a file")
     add(
         "--zipf", type=not_negative, default=0.0, metavar="A", help="skew of generated sessions [%(default)s]"
     )
-    add("--store", metavar="3GBps", help="a shared KV store, as one engine reads it")
-    add("--host-tokens", type=count, default=0, metavar="N", help="DRAM tier of one endpoint [none]")
-    add("--link", choices=sorted(LINKS), default="idle", help="KV transfer [%(default)s]")
-    add("--kv-tokens", type=count, metavar="N", help="KV pool of one endpoint [281600]")
+    add("--store", metavar="3GBps", help="add a shared KV store, which one engine reads at this speed")
+    add("--host-tokens", type=count, default=0, metavar="N", help="size of each endpoint's DRAM tier [none]")
+    add("--link", choices=sorted(LINKS), default="idle", help="speed of KV transfers [%(default)s]")
+    add("--kv-tokens", type=count, metavar="N", help="size of each endpoint's KV pool [281600]")
     add(
         "--context-tokens",
         type=count,
@@ -153,9 +170,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="BLOCK.NAME=V",
         help="a parameter of a policy, e.g. ear.cooldownSeconds=10, of migration or of enginePriority",
     )
-    add("--jobs", type=count, default=os.cpu_count() or 1, metavar="N", help="processes [%(default)s]")
+    add(
+        "--jobs",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="number of parallel processes [%(default)s]",
+    )
     add("--json", type=output, metavar="FILE", help="write the report (docs/report.md)")
-    add("--png", type=figure, metavar="FILE", help="draw it, as .png, .svg or .pdf")
+    add("--png", type=figure, metavar="FILE", help="draw the report, as .png, .svg or .pdf")
     return parser
 
 

@@ -66,7 +66,6 @@ class Seen:
     """Statistics of the decisions."""
 
     decisions: int = 0
-    shortlisted: int = 0
     refused: int = 0
     by_reason: dict[str, int] = field(default_factory=dict)
     decision_s: array[float] = field(default_factory=lambda: array("d"))
@@ -207,7 +206,6 @@ class SimulatedGateway:
             others.append(self.beliefs.number[offer.target])
         common = self.index.common(request.run, _WIDELY_HELD)
         numbers = self._shortlist.of(overlaps, others, common, now)
-        self.seen.shortlisted += 1
         if self._faults.token_error:
             return numbers, overlaps
         run, depth, block = request.run, request.prompt_tokens, self._block
@@ -332,7 +330,8 @@ class SimulatedGateway:
         cached = max(chosen.overlap.device_tokens, decision.cached_tokens)
         new = request.uncached_tokens = max(0, tokens - cached)
         request.predicted_s = chosen.engine.prefill_s(new, cached)
-        request.expected_ttft_s = chosen.load.pending_prefill_s + request.predicted_s
+        overhead_s = chosen.engine.request_overhead_s(tokens)
+        request.expected_ttft_s = chosen.load.pending_prefill_s + overhead_s + request.predicted_s
         request.prefill_endpoint = prefilling
         routing = self.setting.routing
         if weight := routing.engine_priority.ageing_weight:

@@ -1,4 +1,4 @@
-"""Which endpoints of a large fleet a policy looks at, so that it chooses as it would among all.
+"""Chooses the endpoints of a large fleet that a policy looks at, so that it decides as it would among all.
 
 1. Every holder of the prefix, and the session's host.
 2. The `LEAST_LOADED` by what policies call load: pending prefill tokens, requests in flight, sessions.
@@ -6,16 +6,16 @@
    in seconds (policy/cost.py) at three lengths, since observed speed, decodes and sessions weigh differently
    in each. Endpoints whose speed was observed and endpoints believed to be like the pool are ranked apart,
    since an observation moves the estimates of all the latter together.
-4. The cheapest of each of the smallest numbers of sessions, by which policies choose among costs that no
-   prediction tells apart.
-5. The least loaded and the cheapest of those that hold what is held too widely to look at every holder.
+4. The cheapest endpoints without sessions and those with one session, because policies choose the endpoint
+   with the fewest sessions when costs are nearly equal.
+5. For a prefix with too many holders to look at each of them: the least loaded and the cheapest holders.
 6. The least loaded and the cheapest among the neighbours (one spine) of the deepest holder, and the cheapest
    beside (one rack) each of the deepest: they pull its KV faster than others.
 
-Orders are kept sorted: an endpoint is placed again when something about it changed, three or four a request.
-Cost: about 70 µs per endpoint placed again, 50 µs to answer; some 42 candidates of 1,000. Memory: 1 KB an
-endpoint. Not seen: engine metrics between two changes; a policy that ranks by something else altogether
-(mooncake, which minds neither decodes nor sessions, chooses as from all in 80 to 95 % only).
+The rankings stay sorted: an endpoint is placed again after each change, three or four times a request. Cost:
+about 70 µs per placement and 50 µs per answer, which has some 42 candidates of 1,000; 1 KB of memory per
+endpoint. Limits: changes of engine metrics alone are not seen, and a policy that ranks by other facts may
+decide differently (mooncake, which considers neither decodes nor sessions, agrees in 80 to 95 %).
 """
 
 from __future__ import annotations
@@ -93,25 +93,27 @@ class _Costs:
 
 
 class Shortlist:
+    """The rankings of all ready endpoints, and the choice from them."""
+
     def __init__(self, beliefs: Beliefs, params: PeriluneParams) -> None:
         self._beliefs = beliefs
         self._params = params
         self._load = Ranking()
         self._costs = [_Costs() for _ in range(1 + len(_PROMPTS))]
-        """By time to the first token; by whole cost, at each length."""
+        """One ranking by time to the first token, then one by whole cost for each length of `_PROMPTS`."""
         self._by_sessions = _Costs()
-        """By sessions, then by whole cost at the middle length."""
+        """Ordered by number of sessions, then by whole cost at the middle length."""
         spines = {e.place.spine for e in beliefs.endpoints}
         self._beside = {e.place.rack: Ranking() for e in beliefs.endpoints}
-        """By whole cost at the middle length."""
+        """Rack → its endpoints by whole cost at the middle length."""
         self._near = {spine: (Ranking(), _Costs()) for spine in spines}
-        """By load; by whole cost at the middle length."""
+        """Spine → its endpoints by load, and by whole cost at the middle length."""
 
     def of(
         self, overlaps: Mapping[int, int], others: Iterable[int], common: Collection[int], now: float
     ) -> list[int]:
-        """Endpoints to look at, ascending. `overlaps`: tokens held by endpoint; `others`: these too;
-        `common`: holders of what is held widely."""
+        """The endpoints to look at, in ascending order. `overlaps`: how many tokens each holder holds, all of
+        which are included, as are `others`. `common`: holders of a prefix with too many holders."""
         self._catch_up(now)
         chosen = {*overlaps, *others, *self._load.first(LEAST_LOADED)}
         for costs in self._costs:

@@ -13,7 +13,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -108,7 +108,8 @@ class Simulation:
         self.store = SimulatedStore(workload.runs, fleet.store_tokens) if fleet.store else None
         self.index = RunIndex(workload.runs, CLAIM_TTL_S, faults.event_lag_s)
         self.fabric = SimulatedFabric(h, faults, Random(rng.getrandbits(64)))
-        self.engines = [self._engine(e, h) for e in range(fleet.endpoints)]
+        uneven = Random(f"{seed} speeds and noise")
+        self.engines = [self._engine(e, h, uneven) for e in range(fleet.endpoints)]
         split = fleet.prefill_endpoints
         roles = [Role.BOTH if not split else Role.PREFILL if e < split else Role.DECODE for e in self._all()]
         self.beliefs = Beliefs(self.engines, h, faults, self.fabric, roles)
@@ -134,7 +135,13 @@ class Simulation:
     def _all(self) -> range:
         return range(self.fleet.endpoints)
 
-    def _engine(self, e: int, hardware: Hardware) -> SimulatedEngine:
+    def _engine(self, e: int, hardware: Hardware, uneven: Random) -> SimulatedEngine:
+        faults = self.faults
+        if faults.speed_spread > 1.0:
+            factor = faults.speed_spread ** uneven.uniform(-1.0, 1.0)
+            hardware = replace(hardware, engine=hardware.engine.scaled(factor))
+        noise = partial(uneven.lognormvariate, -(faults.step_noise**2) / 2, faults.step_noise)
+
         def schedule(at_s: float, version: int) -> None:
             self.tie += 1
             heapq.heappush(self.heap, (at_s, self.tie, e, version, None))
@@ -154,6 +161,7 @@ class Simulation:
             if self.fleet.host_tokens
             else None,
             measured_from_s=self.workload.warmup_s,
+            noise=noise if faults.step_noise else None,
         )
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:

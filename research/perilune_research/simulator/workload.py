@@ -86,10 +86,10 @@ def prepare(
     window_s: float = inf,
     warmup_s: float = 0.0,
 ) -> Workload:
-    """`speed`: the trace's starts and timestamps (not its gaps) come so much faster. `window_s`: only turns
-    that an unloaded system would see that early, as a recording of that length has them: without, the tail of
-    a few long sessions runs for hours on an idle fleet. Raises SpecError where the mode needs timestamps that
-    the trace does not have."""
+    """Prepares a trace. `speed` divides its start times and timestamps, but not its gaps. `window_s` keeps
+    the turns that an unloaded system would see before that time, as a recording of that length would; without
+    a window the last few long sessions run for hours on an idle fleet. Turns before `warmup_s` are played and
+    not measured. Raises SpecError if the mode needs timestamps that the trace does not have."""
     runs, ends = build([session.turns for session in trace.sessions])
     first_s = min((s.start_s for s in trace.sessions), default=0.0)
     jobs = []
