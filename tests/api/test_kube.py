@@ -94,7 +94,7 @@ async def test_a_wrong_authority_is_an_error(tmp_path: Path) -> None:
     ("environ", "told"),
     [
         ({"KUBERNETES_SERVICE_HOST": "h"}, "in this pod: Service host/port is not set"),
-        ({"KUBECONFIG": "/nonexistent/config"}, "at /nonexistent/config: "),
+        ({"KUBECONFIG": "/nonexistent/config"}, "there is no /nonexistent/config; set KUBECONFIG"),
     ],
     ids=["in a pod without its environment", "no such file"],
 )

@@ -9,7 +9,7 @@ from perilune_api import pool
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
 from perilune_api.topology import Bandwidth, Level, Place
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/local/pool.yaml"
 
 
 def document(**spec: object) -> str:
@@ -24,7 +24,7 @@ def test_the_example_loads_and_is_short() -> None:
 
 
 def test_the_smallest_document() -> None:
-    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy.name == "ear"
+    assert pool.parse("metadata: {name: p}\nspec: {model: {name: m}}").spec.routing.policy.name == "perilune"
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,20 @@ def test_the_smallest_document() -> None:
         pytest.param("{}", "missing required field `metadata`", id="no metadata"),
         pytest.param(document(engine={"blockSize": 0}), ">= 1 - at `$.spec.engine.blockSize`", id="range"),
         pytest.param(document(engine={"blockSiz": 1}), "unknown field `blockSiz`", id="typo"),
+        *(
+            pytest.param(
+                f"metadata: {{name: p}}\nspec: {{model: {{name: m}}, engine: {{hashing: {{seed: {seed}}}}}}}",
+                "put a text into quotes - at `$.spec.engine.hashing.seed`",
+                id=f"seed {seed[:12]}",
+            )
+            for seed in ("2026-13-01", "!!int abc", "9" * 5_000, "!!timestamp x")
+        ),
+        pytest.param("[" * 100_000, "nested too deeply - in line 1", id="nested too deeply"),
         pytest.param(document(engine={"blockSize": "x"}), "at `$.spec.engine.blockSize`", id="type"),
         *(
             pytest.param(
                 document(**{field: {}}),
-                f"a list of endpoints, such as examples/pool.yaml - at `$.spec.{field}`",
+                f"a list of endpoints, such as examples/local/pool.yaml - at `$.spec.{field}`",
                 id=f"an InferencePool with {field}",
             )
             for field in ("gateway", "mooncake", "rollout", "scaling")
@@ -55,7 +64,14 @@ def test_the_smallest_document() -> None:
             pytest.param(
                 document(endpoints=[{"address": address}]), "at `$.spec.endpoints[0].address`", id=address
             )
-            for address in ("127.0.0.1:65536", "127.0.0.1:0", "127.0.0.256:1", "[::1::2]:1")
+            for address in (
+                "127.0.0.1:８０００",
+                "１27.0.0.1:8000",
+                "127.0.0.1:65536",
+                "127.0.0.1:0",
+                "127.0.0.256:1",
+                "[::1::2]:1",
+            )
         ),
         pytest.param(
             document(endpoints=[{"address": "127.0.0.1:1", "events": ["foo"]}]),
@@ -79,6 +95,11 @@ def test_the_smallest_document() -> None:
             "at `$.spec.endpoints[0].replay`",
             id="replay without events",
         ),
+        pytest.param(
+            "spec:\n  model: {name: m\n",
+            "Not YAML: did not find expected ',' or '}' - in line 3, column 1",
+            id="no YAML",
+        ),
         pytest.param(document(model={"name": "m", "aliases": ["m"]}), "'m' is given twice", id="alias"),
         pytest.param(
             document(routing={"policy": {"name": "static_pd"}}),
@@ -87,7 +108,7 @@ def test_the_smallest_document() -> None:
         ),
         pytest.param(
             document(routing={"policy": "ear"}),
-            "Write `policy: {name: ear}`: a policy is an object now - at `$.spec.routing.policy`",
+            "Write `policy: {name: ear}`: a policy is an object - at `$.spec.routing.policy`",
             id="a policy as it was written before",
         ),
         pytest.param(

@@ -22,7 +22,7 @@ from perilune_api.quantities import quantity
         ("0", 0),
     ],
 )
-def test_what_kubernetes_takes(given: int | str, amount: Decimal) -> None:
+def test_it_takes_the_quantities_that_kubernetes_takes(given: int | str, amount: Decimal) -> None:
     assert quantity(given) == amount
 
 

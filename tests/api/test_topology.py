@@ -17,7 +17,7 @@ HERE = Place("n1", "r1", "s1")
         pytest.param(Place(), Level.FABRIC, id="unknown"),
     ],
 )
-def test_distance(other: Place, level: Level) -> None:
+def test_distance_is_the_narrowest_common_level(other: Place, level: Level) -> None:
     assert distance(HERE, other) is level
     assert distance(other, HERE) is level
 

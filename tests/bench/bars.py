@@ -65,7 +65,7 @@ def write_section(file: Path, name: str, text: str) -> None:
     file.write_text(f"{before.rstrip()}\n\n{begin}\n{text.strip()}\n{end}{after}")
 
 
-def publish(request, name: str, text: str) -> None:
+def publish(request: pytest.FixtureRequest, name: str, text: str) -> None:
     """Print it, with `--write` document it, and with `--strict-bars` fail for the bars it says are missed."""
     print(f"\n{text}")
     if request.config.getoption("--write"):

@@ -13,6 +13,7 @@ decision slower, since whoever shares the CPU's caches goes on meanwhile. p99 ar
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import islice
 from statistics import median
 from time import perf_counter, thread_time
@@ -40,7 +41,7 @@ def nothing() -> None:
     """Between two decisions."""
 
 
-def turn(rig: Rig, between=nothing) -> float:
+def turn(rig: Rig, between: Callable[[], None] = nothing) -> float:
     """Milliseconds of a decision."""
     name = rig.dice.choice(rig.names)
     rig.now += 0.05
@@ -86,7 +87,7 @@ def turns_by_headers(rig: Rig, count: int) -> list[float]:
 
 def batch(rig: Rig) -> bytes:
     """An engine's announcement of 100 blocks that begin a prompt."""
-    hashes, tokens = [rig.dice.getrandbits(64) for _ in range(100)], rig._tokens(100 * BLOCK)
+    hashes, tokens = [rig.dice.getrandbits(64) for _ in range(100)], rig.tokens(100 * BLOCK)
     event = {"type": "BlockStored", "block_hashes": hashes, "token_ids": tokens, "block_size": BLOCK}
     return msgspec.msgpack.encode([0.0, [event], 0])
 
@@ -126,7 +127,7 @@ def beside_ingest(rig: Rig, names: EngineBlocks) -> dict[str, list[float]]:
 
 @pytest.mark.bench
 @pytest.mark.timeout(600)
-def test_decision(request):
+def test_decision(request: pytest.FixtureRequest) -> None:
     rig = Rig(sessions=240)
     names = EngineBlocks(rig.index, BLOCK, store=False)
     alone = [turns(rig, TURNS) for _ in range(ROUNDS)]
@@ -136,7 +137,7 @@ def test_decision(request):
     cold = []
     for n in range(COLD):
         name = f"cold-{n}"
-        rig.prompts[name] = type(rig.prompts["session-0"])("I", rig._tokens(33_000))
+        rig.prompts[name] = type(rig.prompts["session-0"])("I", rig.tokens(33_000))
         asked = rig.ask(name)
         started = thread_time()
         rig.router.on_tokens(*asked)

@@ -2,6 +2,7 @@
 policy. CPU time of one thread for each decision, of some rounds the cheapest."""
 
 from collections.abc import Callable
+from pathlib import Path
 from time import thread_time, time
 
 import pytest
@@ -27,7 +28,7 @@ def us_each(step: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 @pytest.mark.bench
-def test_decision_log(request, tmp_path):
+def test_decision_log(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     rig = Rig(sessions=DECISIONS)
     records = list(rig.decisions.query(n=DECISIONS))
     pool, numbers = rig.router.pool, range(DECISIONS)

@@ -214,7 +214,7 @@ def document(found: Found, rounds: int, transport: str) -> str:
 
 @pytest.mark.bench
 @pytest.mark.timeout(1200)
-async def test_growing_conversations(tmp_path, request):
+async def test_growing_conversations(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     option = request.config.getoption
     rounds, transport = option("--rounds"), option("--transport")
     found = await measure(tmp_path, rounds, transport, option("--against"))

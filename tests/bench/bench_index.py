@@ -9,6 +9,7 @@ engines' names of it; each block is held by two endpoints.
 import gc
 import random
 import tracemalloc
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter, process_time
 
@@ -46,7 +47,7 @@ def naive(sets: dict[str, set[int]], prompt: list[int]) -> dict[str, int]:
     return found
 
 
-def us(work, rounds: int = 30) -> float:
+def us(work: Callable[[], object], rounds: int = 30) -> float:
     """Median microseconds of one call."""
     times = []
     for _ in range(rounds):
@@ -130,7 +131,7 @@ def bytes_per_block(dice: random.Random, held: int) -> float:
 
 @pytest.mark.bench
 @pytest.mark.timeout(300)
-def test_index(request) -> None:
+def test_index(request: pytest.FixtureRequest) -> None:
     dice = random.Random(1)
     tokens = [dice.randrange(150_000) for _ in range(BLOCKS * BLOCK_SIZE)]
     prompt = blocks.chain(tokens, BLOCK_SIZE, 0)

@@ -23,7 +23,7 @@ from running_envoy import Envoy
 from perilune_api import pool as spec
 from perilune_gateway.extproc import Transport
 from perilune_lab import envoy
-from perilune_lab.child import start
+from perilune_lab.child import Child, start
 
 REQUESTS = 200_000
 ENDPOINTS = Path(__file__).with_name("cheap_endpoints.py")
@@ -76,7 +76,7 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
     counts: list[int] = []
     async with AsyncExitStack() as stack:
 
-        async def child(name, *command):
+        async def child(name: str, *command: str) -> tuple[Child, dict[str, str]]:
             started = await start(name, (sys.executable, *command), dict(os.environ), folder)
             stack.push_async_callback(started.stop, 5.0)
             return started, await started.until_ready(20)
@@ -135,7 +135,7 @@ async def run(folder: Path, transport: Transport) -> tuple[list[float], list[int
 @pytest.mark.bench
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("transport", list(Transport), ids=str)
-async def test_memory(tmp_path, request, transport):
+async def test_memory(tmp_path: Path, request: pytest.FixtureRequest, transport: Transport) -> None:
     if shutil.which("wrk") is None:
         pytest.skip("wrk is not installed (Debian: apt install wrk)")
     mbytes, counts = await run(tmp_path, transport)

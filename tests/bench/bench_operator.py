@@ -83,7 +83,7 @@ def serve(items: list[Object], ready: str) -> bool:
         for p in items
         if "status" in p
     ]
-    return len(told) == POOLS and all(r == ready and c.get("Progressing") == "False" for r, c in told)
+    return len(told) == POOLS and all(r == ready and c.get("Reconciling") == "False" for r, c in told)
 
 
 @asynccontextmanager
@@ -93,7 +93,7 @@ async def cluster(server: ApiServer) -> AsyncIterator[Client]:
         await client.request("POST", "/api/v1/namespaces", {"metadata": {"name": NAMESPACE}})
         rules = yaml.safe_load((CHART / "files/lease-rules.yaml").read_text())
         await grant(client, NAMESPACE, "Role", rules)
-        room = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+        room = {"cpu": "64", "memory": "512Gi", "ephemeral-storage": "1Ti", "pods": "110"}
         for i in range(NODES):
             labels = {"topology.kubernetes.io/rack": f"r{i // 4}"}
             node = {"metadata": {"name": f"n{i}", "labels": labels}}

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 
 import pytest
 from tokenizers import Tokenizer as HfTokenizer
 
-from perilune_gateway.request.openai import parse
+from perilune_gateway.request.openai import ChatPrompt, ParsedRequest, parse
 from perilune_gateway.request.tokens import chat_template
 from perilune_gateway.request.tokens.conversation import read
 from perilune_lab.vocabulary import Vocabulary, write_tokenizer
@@ -26,7 +27,7 @@ def best_us(step: Callable[[], object], rounds: int) -> float:
 
 
 @pytest.mark.bench
-def test_parse(tmp_path):
+def test_parse(tmp_path: Path) -> None:
     vocabulary = Vocabulary()
     write_tokenizer(tmp_path, vocabulary)
     turns = [
@@ -35,8 +36,13 @@ def test_parse(tmp_path):
 
     body = json.dumps({"model": "m", "stream": True, "session_id": "s", "messages": turns}).encode()
     request = parse(PATH, body)
-    template = chat_template.load(tmp_path).default
-    conversation = read(request.api, request.prompt)
+    templates = chat_template.load(tmp_path)
+    assert isinstance(request, ParsedRequest)
+    chat, api = request.prompt, request.api
+    assert isinstance(chat, ChatPrompt)
+    assert templates is not None
+    template = templates.default
+    conversation = read(api, chat)
     text = template.render(conversation)
     tokenizer = HfTokenizer.from_file(str(tmp_path / "tokenizer.json"))
     n_tokens = len(tokenizer.encode(text))
@@ -44,7 +50,7 @@ def test_parse(tmp_path):
     steps_us = {
         "parse": best_us(lambda: parse(PATH, body), 200),
         "prefix text": best_us(request.prefix_text, 200),
-        "conversation": best_us(lambda: read(request.api, request.prompt), 50),
+        "conversation": best_us(lambda: read(api, chat), 50),
         "template": best_us(lambda: template.render(conversation), 50),
         "encode": best_us(lambda: tokenizer.encode_batch_fast([text])[0].ids, 5),
     }

@@ -13,15 +13,17 @@ import venv
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import bars
 import pytest
+from msgspec import UNSET
 
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator import large_fleet, measure
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
-from perilune_research.simulator.h20 import H20
+from perilune_research.simulator.h20 import H20, Hardware
 from perilune_research.simulator.harness import Comparison, OfferedLoad, piece
 from perilune_research.simulator.policies import POLICIES
 
@@ -33,10 +35,13 @@ BLOCK, WORKERS = 16, 8
 POLYNOMIAL = replace(H20, engine=replace(H20.engine, attention_flops=0.0, flops_per_s=6.06e9 * 60_000))
 """Prefills 60,000 tokens a second: TTFT like that of Dynamo's own engine model on this trace."""
 
+Found = dict[str, Any]
+"""What a replay found, by name."""
+
 
 @pytest.mark.bench
 @pytest.mark.parametrize("policy", POLICIES)
-def test_speed_at_8_endpoints(policy: str):
+def test_speed_at_8_endpoints(policy: str) -> None:
     comparison = Comparison((policy,))
     workload = comparison.load.workload(1.0, 2, comparison.fleet)
     runs = [comparison.play(policy, workload, 1) for _ in range(3)]
@@ -47,7 +52,7 @@ def test_speed_at_8_endpoints(policy: str):
 
 
 @pytest.mark.bench
-def test_decisions_at_1000_endpoints():
+def test_decisions_at_1000_endpoints() -> None:
     """Time per decision with a shortlist, and how often it chooses as a look at all would: the same endpoint,
     or one among which the look at all drew it."""
     load = replace(OfferedLoad(), window_s=20.0, warmup_s=0.0)
@@ -79,7 +84,7 @@ def peer() -> Path:
     return python
 
 
-def theirs(python: Path, trace: Path, router: str) -> dict:
+def theirs(python: Path, trace: Path, router: str) -> Found:
     pool = H20.kv_pool_tokens
     given = {"trace": str(trace), "router": router, "block": BLOCK, "pool_tokens": pool, "workers": WORKERS}
     script = Path(__file__).with_name("dynamo_replay.py")
@@ -90,10 +95,11 @@ def theirs(python: Path, trace: Path, router: str) -> dict:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def ours(policy: str, hardware=POLYNOMIAL) -> dict:
+def ours(policy: str, hardware: Hardware = POLYNOMIAL) -> Found:
     comparison = Comparison(
         (policy,),
         OfferedLoad(str(TRACE), Mode.TIMESTAMPS),
@@ -106,6 +112,7 @@ def ours(policy: str, hardware=POLYNOMIAL) -> dict:
     outcome = comparison.play(policy, workload, 1)
     cpu_s = process_time() - began
     run = measure.run(outcome, workload)
+    assert run.ttft_s is not UNSET
     return {
         "requests": run.succeeded,
         "cpu_s": cpu_s,
@@ -117,7 +124,7 @@ def ours(policy: str, hardware=POLYNOMIAL) -> dict:
 
 @pytest.mark.bench
 @pytest.mark.timeout(1800)
-def test_beside_dynamo_offline_replay(tmp_path: Path, request: pytest.FixtureRequest):
+def test_beside_dynamo_offline_replay(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not TRACE.exists():
         pytest.skip(f"the trace is not there: {TRACE}")
     python = peer()
@@ -136,7 +143,7 @@ def test_beside_dynamo_offline_replay(tmp_path: Path, request: pytest.FixtureReq
         assert mine["reused"] == pytest.approx(other["reused"], abs=0.02)
 
 
-def document(rows: list) -> str:
+def document(rows: list[tuple[str, str, Found, Found, Found]]) -> str:
     lines = [*_HEAD, *_TABLE]
     for policy, router, mine, other, h20 in rows:
         speed = [found["requests"] / found["cpu_s"] for found in (mine, other)]

@@ -15,12 +15,13 @@ METRICS_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length
 
 
 class Endpoint(asyncio.Protocol):
-    def connection_made(self, transport):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         self.head = b""
         self.left = 0
 
-    def data_received(self, data):
+    def data_received(self, data: bytes) -> None:
         if self.left:
             self.left -= len(data)
         else:

@@ -4,10 +4,12 @@ whose tables say that a bar is missed fail."""
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))  # benchmarks share modules: bars, decision_rig
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", action="store_true", help="write results to docs/benchmarks.md")
     parser.addoption("--strict-bars", action="store_true", help="a missed bar fails the benchmark")
     parser.addoption("--rounds", type=int, default=3, help="of which one counts (default %(default)s)")

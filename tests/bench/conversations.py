@@ -91,7 +91,7 @@ class Client:
         self._connections = [await asyncio.open_connection(*self._at) for _ in range(self._count)]
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for _, writer in self._connections:
             writer.close()
             await writer.wait_closed()

@@ -18,7 +18,7 @@ from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
 from perilune_gateway.routing.router import Encode, new_router
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.pool_state import PoolState
-from perilune_gateway.state.prefix_index import FIRST, PrefixIndex
+from perilune_gateway.state.prefix_index import PrefixIndex
 
 BLOCK = 16
 PROMPT_TOKENS = 33_600
@@ -52,16 +52,16 @@ class Rig:
             clock=lambda: self.now,
             rng=self.dice,
         )
-        self.shared = self._tokens(SHARED_TOKENS)
+        self.shared = self.tokens(SHARED_TOKENS)
         self.prompts: dict[str, array[int]] = {}
         for n in range(sessions):
             name = f"session-{n}"
-            self.prompts[name] = array("I", self.shared + self._tokens(PROMPT_TOKENS - SHARED_TOKENS))
+            self.prompts[name] = array("I", self.shared + self.tokens(PROMPT_TOKENS - SHARED_TOKENS))
             self.turn(name)
         self.names = list(self.prompts)
         """Of the sessions."""
 
-    def _tokens(self, count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
         return [self.dice.randrange(150_000) for _ in range(count)]
 
     def ask(self, name: str) -> tuple[Encode, Tokens]:
@@ -69,7 +69,7 @@ class Rig:
         prompt = self.prompts[name]
         if len(prompt) > PROMPT_TOKENS + 10 * TURN_TOKENS:
             del prompt[PROMPT_TOKENS - 10 * TURN_TOKENS :]
-        prompt.extend(self._tokens(TURN_TOKENS))
+        prompt.extend(self.tokens(TURN_TOKENS))
         head = RequestHead("POST", "/v1/completions", {"x-session-id": name})
         request = ParsedRequest(Api.COMPLETIONS, "m", TokenPrompt(()))
         return Encode(head, request, 4 * len(prompt)), Tokens(len(prompt), TokenSource.LOCAL, prompt)
@@ -80,7 +80,7 @@ class Rig:
         chain = blocks.chain(self.prompts[name], BLOCK, 0)
         for at in range(0, len(chain), 512):
             row, parent = chain[at : at + 512], chain[at - 1] if at else 0
-            self.index.stored(target, Tier.DEVICE, row, self.now, parent=parent if at else FIRST)
+            self.index.stored(target, Tier.DEVICE, row, self.now)
             self.router.lifecycle.on_applied(Applied(target, parent=parent, stored=tuple(row)))
         self.router.on_response(routed.ticket, 200, target, True)
         self.router.finished(routed.ticket, Outcome.COMPLETED)

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 
-from dynamo._core import run_mocker_trace_replay
+from dynamo._core import run_mocker_trace_replay  # type: ignore[import-not-found]  # in its own environment
 
 
 def main() -> None:

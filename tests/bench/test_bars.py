@@ -1,6 +1,8 @@
 """Missed bars are said, and fail a benchmark where that is asked for."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import bars
 import pytest
@@ -9,7 +11,7 @@ from bars import Bar
 MET, MISSED = Bar("decision, p50", 0.1, 0.2, "ms"), Bar("blocks/s", 400_000, 500_000, least=True)
 
 
-def request_with(**options: bool) -> SimpleNamespace:
+def request_with(**options: bool) -> Any:
     return SimpleNamespace(config=SimpleNamespace(getoption=lambda name: options[name.strip("-")[:6]]))
 
 
@@ -23,18 +25,20 @@ def request_with(**options: bool) -> SimpleNamespace:
         pytest.param("| a bar is MISSED | met |", [], id="within a cell"),
     ],
 )
-def test_missed_bars_are_the_rows_that_say_so(text: str, rows: list[str] | None):
+def test_missed_bars_are_the_rows_that_say_so(text: str, rows: list[str] | None) -> None:
     assert bars.missed(text) == ([text] if rows is None else rows)
 
 
-def test_a_missed_bar_fails_only_where_bars_are_strict(capsys):
+def test_a_missed_bar_fails_only_where_bars_are_strict(capsys: pytest.CaptureFixture[str]) -> None:
     text = bars.table([MET, MISSED])
     bars.publish(request_with(write=False, strict=False), "index", text)
     bars.publish(request_with(write=False, strict=True), "index", bars.table([MET]))
     assert text in capsys.readouterr().out
 
 
-def test_a_strict_bar_fails_after_all_is_printed_and_written(capsys, monkeypatch, tmp_path):
+def test_a_strict_bar_fails_after_all_is_printed_and_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(bars, "DOCUMENT", tmp_path / "benchmarks.md")
     text = bars.table([MET, MISSED])
     with pytest.raises(pytest.fail.Exception, match="blocks/s"):

@@ -65,7 +65,7 @@ def test_links_lead_to_files_and_headings(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_exist(name):
+def test_commands_of_the_documents_exist(name):
     wrong = [
         (" ".join(command)[:80], error)
         for block in shell_blocks(name)

@@ -76,14 +76,14 @@ def test_the_commands_lead_to_routed_and_explained_requests(tmp_path, ports, pro
         return re.sub(r":(\d+)\b", lambda found: f":{ports.get(found[1], found[1])}", text)
 
     document = tmp_path / "pool.yaml"
-    document.write_text(elsewhere((ROOT / "examples" / "pool.yaml").read_text()))
+    document.write_text(elsewhere((ROOT / "examples/local/pool.yaml").read_text()))
     page = (ROOT / "docs" / "quickstart.md").read_text()
     answers, request_id = [], ""
     for words in (words for block in blocks(page) if block.run for words in commands(block)):
         name = words[0].removeprefix(".venv/bin/")
         name = f"perilune {words[1]}" if name == "perilune" else name
         words = [*words, *shlex.split(DEFAULTS.get(name, ""))]
-        words = [elsewhere(word).replace("examples/pool.yaml", str(document)) for word in words]
+        words = [elsewhere(word).replace("examples/local/pool.yaml", str(document)) for word in words]
         words = [request_id if word == "REQUEST_ID" else word for word in words]
         if words[0].startswith(".venv/bin/"):
             words[0] = str(Path(sys.executable).with_name(words[0].removeprefix(".venv/bin/")))

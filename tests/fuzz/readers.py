@@ -44,6 +44,7 @@ with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
     from perilune_gateway.request.known_bodies import KnownBodies
     from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
     from perilune_gateway.request.tokens import Tokenizer
+    from perilune_gateway.state.block_tokens import BlockTokens
     from perilune_gateway.state.engine_blocks import EngineBlocks
     from perilune_gateway.state.parity import ParityCheck
     from perilune_gateway.state.prefix_index import PrefixIndex
@@ -53,6 +54,9 @@ class Nobody:
     """Listens to no events, gives no tokens."""
 
     def on_applied(self, applied: object) -> None:
+        pass
+
+    def on_learning(self, endpoint: str, learning: bool) -> None:
         pass
 
     async def encode(self, request: ParsedRequest) -> Refusal:
@@ -140,7 +144,7 @@ def events(data: bytes) -> None:
     except ProtocolError:
         return
     blocks = EngineBlocks(PrefixIndex(1_000, 30.0), 4, store=True, max_names=2_000)
-    sink = EventSink(blocks, ParityCheck(Hashing(), 4), Nobody(), lambda: 1.0)
+    sink = EventSink(blocks, ParityCheck(Hashing(), 4), Nobody(), lambda: 1.0, BlockTokens(4, 10_000))
     sink.batch("a", batch.rank or 0, batch, 0.0)
 
 

@@ -18,7 +18,7 @@ WRONG = {
 @pytest.mark.parametrize(
     ("option", "value", "says"), [(o, value, says) for o, (says, values) in WRONG.items() for value in values]
 )
-def test_a_wrong_value(capsys, option: str, value: str, says: str) -> None:
+def test_a_wrong_value_is_named(capsys, option: str, value: str, says: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         arguments(["--pool", "x", f"{option}={value}"])
     said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import socket
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
+from token_requests import COMPLETIONS, request
 
+from perilune_api import extproc_pb2 as pb
 from perilune_api.pool import (
     EndpointSpec,
     Limits,
@@ -25,41 +28,124 @@ from perilune_api.pool import (
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
+from perilune_gateway.model import EngineMetrics, RequestHead, Routed, Tier, TokenSource
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
 
 
-def pool(endpoints: int = 0, routing: Routing | None = None, model: str = "m") -> Pool:
-    listed = tuple(EndpointSpec(f"10.0.0.{i + 1}:8000") for i in range(endpoints))
-    return Pool(Metadata("p"), Spec(Model(model), routing=routing or Routing(), endpoints=listed))
+A = "10.0.0.1:8000"
+
+
+def pool(*addresses: str, routing: Routing | None = None, model: str = "m") -> Pool:
+    endpoints = tuple(map(EndpointSpec, addresses))
+    return Pool(Metadata("p"), Spec(Model(model), routing=routing or Routing(), endpoints=endpoints))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-async def gateway(tmp_path):
-    first = pool()
-    made = main.Gateway(first, PoolFile(tmp_path / "pool.yaml", first))
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def gateway(tmp_path, clock):
+    first = pool(routing=Routing(limits=Limits(decision_seconds=3600)))
+    made = main.Gateway(first, PoolFile(tmp_path / "pool.yaml", first), clock=clock)
     yield made
     await made.tokenizer.close()
     await made.events.close()
 
 
-async def test_what_sessions_and_decisions_may_take_follows_the_document(gateway) -> None:
-    session = SessionKeys(idle_seconds=60, max_sessions=7)
-    limits = Limits(decision_seconds=4, max_body_bytes=9)
-    gateway.on_pool(pool(routing=Routing(session=session, limits=limits)))
-    assert (gateway.state.sessions.idle_s, gateway.state.sessions.max_sessions) == (60, 7)
-    assert gateway.tokenizer.timeout_s == 4 * main.TOKENS_SHARE
-    assert gateway.service.limits.max_body_bytes == 9
+def is_known(gateway: main.Gateway, session: str) -> bool:
+    """Whether a turn of the session is decided by its headers."""
+    headers = {"x-session-id": session, "content-length": "100"}
+    return isinstance(gateway.router.on_headers(RequestHead("POST", COMPLETIONS, headers)), Routed)
+
+
+def first_turn(gateway: main.Gateway, session: str) -> None:
+    head = RequestHead("POST", COMPLETIONS, {"x-session-id": session})
+    assert isinstance(gateway.router.on_body(head, b'{"model": "m", "prompt": [1, 2]}'), Routed)
+
+
+async def test_a_changed_document_limits_the_sessions_that_are_kept(gateway, clock) -> None:
+    gateway.on_pool(pool(A))
+    for session in ("one", "two"):
+        first_turn(gateway, session)
+    assert is_known(gateway, "one")
+    session = SessionKeys(idle_seconds=60, max_sessions=1)
+    gateway.on_pool(pool(A, routing=Routing(session=session)))
+    first_turn(gateway, "three")
+    assert [is_known(gateway, name) for name in ("one", "two", "three")] == [False, False, True]
+    clock.now += 61.0
+    assert not is_known(gateway, "three")
+
+
+async def test_a_changed_document_limits_the_size_of_bodies(gateway) -> None:
+    gateway.on_pool(pool(A, routing=Routing(limits=Limits(max_body_bytes=9))))
+    stream = gateway.service.open()
+    names = ((":method", "POST"), (":path", COMPLETIONS), ("content-length", "10"))
+    headers = pb.HeaderMap(headers=[pb.HeaderValue(key=name, value=value) for name, value in names])
+    asked = pb.ProcessingRequest(request_headers=pb.HttpHeaders(headers=headers))
+    (answer,) = stream.receive(asked.SerializeToString()).messages
+    assert pb.ProcessingResponse.FromString(answer).immediate_response.status.code == 413
+    stream.closed()
+
+
+async def test_a_changed_document_limits_the_wait_for_tokens(gateway) -> None:
+    """Of an engine that never answers."""
+    asked = request(COMPLETIONS, prompt="some words")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        gateway.on_pool(pool(address, routing=Routing(limits=Limits(decision_seconds=0.1))))
+        assert (await gateway.tokenizer.encode(asked)).source is TokenSource.ESTIMATE
 
 
 async def test_a_scrape_that_ends_after_its_endpoint_left_makes_no_series(gateway) -> None:
-    gateway.on_pool(pool(endpoints=1))
-    address = "10.0.0.1:8000"
-    gateway.on_metrics(address, None, 0.0)
-    assert address.encode() in generate_latest(gateway.metrics.registry)
+    gateway.on_pool(pool(A))
+    gateway.on_metrics(A, None, 0.0)
+    assert A.encode() in generate_latest(gateway.metrics.registry)
     gateway.on_pool(pool())
-    gateway.on_metrics(address, None, 1.0)
-    assert address.encode() not in generate_latest(gateway.metrics.registry)
+    gateway.on_metrics(A, None, 1.0)
+    assert A.encode() not in generate_latest(gateway.metrics.registry)
+
+
+@pytest.mark.parametrize(
+    ("after", "held"),
+    [
+        pytest.param(EngineMetrics(prefix_queries_tokens=10, started_s=5.0), 0, id="counters began anew"),
+        pytest.param(EngineMetrics(prefix_queries_tokens=200, started_s=9.0), 0, id="a later process"),
+        pytest.param(EngineMetrics(prefix_queries_tokens=200, started_s=5.0), 2, id="the same process"),
+    ],
+)
+async def test_an_engine_that_came_back_is_not_ready_while_its_old_blocks_are_believed(
+    gateway, after: EngineMetrics, held: int
+) -> None:
+    gateway.on_pool(pool(A))
+    address, chain = A, (11, 12)
+    gateway.state.index.stored(address, Tier.DEVICE, chain, 0.0)
+    gateway.on_metrics(address, EngineMetrics(prefix_queries_tokens=100, started_s=5.0), 1.0)
+    gateway.state.fleet.suspect(address, 2.0)
+    gateway.on_metrics(address, after, 3.0)
+    assert gateway.state.fleet.view(3.0)[0].endpoint.ready
+    assert gateway.state.index.leading(address, chain, 3.0) == held
+
+
+async def test_what_a_restarted_engine_has_announced_by_itself_stays(gateway) -> None:
+    gateway.on_pool(pool(A))
+    address, chain = A, (11, 12)
+    gateway.on_metrics(address, EngineMetrics(prefix_queries_tokens=100), 1.0)
+    gateway.blocks.reset(address, 2.0)
+    gateway.state.index.stored(address, Tier.DEVICE, chain, 2.5)
+    gateway.on_metrics(address, EngineMetrics(prefix_queries_tokens=10), 3.0)
+    assert gateway.state.index.leading(address, chain, 3.0) == 2
 
 
 async def test_another_model_needs_another_gateway(gateway) -> None:
@@ -116,8 +202,7 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
         ),
     ],
 )
-def test_what_a_start_fails_of_is_told_in_a_line(tmp_path, monkeypatch, options, status, says) -> None:
-    """By a process of its own: what a gateway sets up is the whole process's."""
+def test_a_start_that_fails_says_why_in_one_line(tmp_path, options, status, says) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "pool").write_text("metadata: {name: p}\nspec: {model: {name: m}, endpoints: []}\n")
     command = [sys.executable, "-m", "perilune_gateway.main", *options]

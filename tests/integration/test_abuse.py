@@ -276,7 +276,8 @@ async def test_a_session_may_be_called_anything(victim: Victim, session_id: str)
     listed = await victim.page("/api/decisions?n=2")
     assert [row["reason"] for row in listed["decisions"]] == ["host", "cold"]
     found = await victim.page("/api/sessions/" + quote(session_id, safe=""))
-    assert len(session_id) > 1000 or found["session_id"] == session_id
+    hashed = len(session_id) > 1000 or session_id.startswith("inferred-")
+    assert hashed or found["session_id"] == session_id
 
 
 @in_one_mode
@@ -564,7 +565,8 @@ async def test_the_pool_file_may_be_garbage_for_a_while(victim: Victim) -> None:
     async def is_content() -> bool:
         return not await complains()
 
-    for garbage in (b"\x00\xff", b"{" * 10_000, good.replace(b"16", b"-16")):
+    negative = b"metadata: {name: p}\nspec: {model: {name: m}, engine: {blockSize: -16}}"
+    for garbage in (b"\x00\xff", b"{" * 10_000, negative):
         victim.stack.pool_file.write_bytes(garbage)
         await until(complains)
         assert await victim.send() == (200, "")

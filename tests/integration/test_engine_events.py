@@ -8,11 +8,10 @@ import time
 
 import aiohttp
 import pytest
-import zmq.asyncio
 
 from perilune_api.pool import HashAlgorithm, Hashing
-from perilune_gateway.feeds import kv_feed
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
+from perilune_gateway.feeds import kv_feed, zmq_sockets
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
 from perilune_gateway.model.kv_events import BlockStored
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -39,7 +38,7 @@ class Sink:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self.parity.observe(endpoint, event)
-            self.removed += self.blocks.apply(endpoint, event, 0.0, rank).removed
+            self.removed += self.blocks.apply(endpoint, event, 0.0).removed
         self._changed.set()
 
     def reset(self, endpoint, rank, cause) -> None:
@@ -62,7 +61,7 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         *("--hash-algorithm", algorithm, "--hash-seed", "7"),
         stdout=asyncio.subprocess.PIPE,
     )
-    context = zmq.asyncio.Context()
+    context = zmq_sockets.new_context()
     sink, counters = Sink(hashing), Counters()
     feed = None
     try:
@@ -70,7 +69,8 @@ async def test_predicted_hits_equal_the_engines(algorithm):
         line = (await asyncio.wait_for(engine.stdout.readline(), 30)).decode()
         said = dict(re.findall(r"(\w+)=(\S+)", line))
         publisher = Publisher(ENGINE, 0, said["events"], said["replay"])
-        feed = asyncio.create_task(kv_feed.run(publisher, sink, time.time, context, counters, 10.0))
+        shared = Shared(context, time.time, random.Random(1), replay_timeout_s=10.0)
+        feed = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters))
         dice = random.Random(1)
         kinds = [("sim-30b", ""), ("sim-30b", "salt"), ("adapter", ""), ("adapter", "salt")]
         talks = [(kinds[n % 4], [dice.randrange(300) for _ in range(200)]) for n in range(12)]

@@ -294,7 +294,7 @@ async def test_unknown_endpoint_falls_back_silently(rig, mode, destination):
         pytest.param("{b},{c}", 503, id="a list: 503"),
     ],
 )
-async def test_original_dst(rig, mode, cluster, destination, status):
+async def test_a_header_with_one_address_is_obeyed_by_original_dst(rig, mode, cluster, destination, status):
     envoy = await rig.envoy(rig.gateway, mode=mode, cluster=cluster)
     to = destination.format(b=rig.addresses[1], c=rig.addresses[2])
     answer = await ask(rig, envoy, **rig.headers(rig.new_id(), to=to, phase="body"))
@@ -320,7 +320,7 @@ RETRY_ON = "connect-failure,refused-stream,reset,gateway-error"
         pytest.param("a", "a=die", "bc", id="the only one breaks off: another"),
     ],
 )
-async def test_list_and_retries(rig, mode, size, to, ill, served):
+async def test_the_next_address_of_the_list_serves_a_retry(rig, mode, size, to, ill, served):
     envoy = await rig.envoy(rig.gateway, mode=mode, retry_on=RETRY_ON)
     addresses = dict(zip("abc", rig.addresses, strict=True)) | {"?": "127.0.0.1:1"}
     test_id, route = rig.new_id(), ",".join(addresses[name] for name in to)
@@ -350,7 +350,7 @@ async def test_retry_in_full_duplex_needs_a_body_within_the_buffer_limit(rig, si
         pytest.param(Mode.HEADERS, "TRAILERS", True, id="trailers asked for: as long as the response"),
     ],
 )
-async def test_stream_lasts(stub_rig, mode, response, kept):
+async def test_a_stream_lasts_while_the_answer_runs(stub_rig, mode, response, kept):
     stub_rig.processor.acts = ACTS
     modes = {"response_header_mode": "SKIP"}
     if response == "TRAILERS":
@@ -432,7 +432,7 @@ async def test_mode_override_is_ignored_in_full_duplex(stub_rig):
 
 
 @pytest.mark.parametrize("server", ["ours", "with the default policy of gRPC"])
-async def test_pings_without_data(rig, server):
+async def test_pings_without_data_keep_the_connection(rig, server):
     """The default policy drops a peer after a few of them."""
     rig.processor.acts = {"": leave}
     address = rig.gateway if server == "ours" else rig.processor.address

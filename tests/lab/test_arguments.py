@@ -21,7 +21,7 @@ from perilune_lab.arguments import assignments, count, figure, not_negative, out
         (url, "https://h/", "https://h"),
     ],
 )
-def test_what_is_meant(kind: Callable[[str], object], text: str, value: object):
+def test_values_are_read(kind: Callable[[str], object], text: str, value: object):
     assert kind(text) == value
 
 

@@ -81,7 +81,7 @@ def test_the_version_is_printed(capsys):
         pytest.param("xyzzy", "unknown command 'xyzzy' (commands: demo, engine", id="far"),
     ],
 )
-def test_unknown_command(capsys, word, says):
+def test_an_unknown_command_suggests_a_near_one(capsys, word, says):
     assert cli.main([word, "--endpoints", "4"]) == 2
     assert says in capsys.readouterr().err
 
@@ -93,7 +93,7 @@ def raises(error):
     return main
 
 
-def test_ctrl_c(mains):
+def test_ctrl_c_ends_a_command_with_130(mains):
     mains(demo=raises(KeyboardInterrupt()))
     assert cli.main(["demo"]) == 130
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
     [(Mode.BUFFERED, True, True), (Mode.BUFFERED, False, False), (Mode.FULL_DUPLEX, True, False)],
     ids=["buffered, open", "buffered, closed", "full duplex is never open"],
 )
-def test_failure_mode(mode, fail_open, allows):
+def test_requests_pass_without_a_gateway_only_with_fail_open(mode, fail_open, allows):
     _, ext_proc, *_ = parts(config(ENDPOINTS, GATEWAY, mode=mode, fail_open=fail_open))
     assert ext_proc["failure_mode_allow"] is allows
 
@@ -67,7 +68,7 @@ def test_addresses_are_split():
 
 @pytest.mark.parametrize("cluster", Cluster)
 @pytest.mark.parametrize("mode", Mode)
-async def test_envoy_accepts_it(mode, cluster, tmp_path):
+async def test_envoy_accepts_the_configuration(mode, cluster, tmp_path):
     bootstrap = config(ENDPOINTS, GATEWAY, mode=mode, cluster=cluster, access_log=tmp_path / "log")
     (tmp_path / "envoy.json").write_text(json.dumps(bootstrap))
     process = await asyncio.create_subprocess_exec(
@@ -148,7 +149,7 @@ def test_command_line_refuses_gateways_in_one_word(capsys):
     assert said in capsys.readouterr().err
 
 
-POOL = Path(__file__).parents[2] / "examples" / "pool.yaml"
+POOL = Path(__file__).parents[2] / "examples/local/pool.yaml"
 
 
 def test_endpoints_come_from_a_pool_document(capsys):
@@ -177,11 +178,21 @@ def test_a_pool_document_without_endpoints_is_a_wrong_call(tmp_path, document, s
 def test_run_replaces_this_process_by_envoy(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(os, "execv", lambda program, argv: called.append((program, argv)))
-    envoy.main([*ENDPOINTS, "--run"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    assert envoy.main([*ENDPOINTS, "--run", "--listen", listen]) is None
     [(program, argv)] = called
     assert program == argv[0] == str(envoy.binary())
     assert json.loads(argv[argv.index("--config-yaml") + 1])["static_resources"]["listeners"]
-    assert capsys.readouterr().out == "Envoy listens on http://127.0.0.1:10000; Ctrl-C ends it\n"
+    assert capsys.readouterr().out == f"Envoy listens on http://{listen}; Ctrl-C ends it\n"
+
+
+def test_run_does_not_share_a_port_with_another_envoy(monkeypatch, capsys):
+    monkeypatch.setattr(os, "execv", lambda program, argv: pytest.fail("Envoy was started"))
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        assert envoy.main([*ENDPOINTS, "--run", "--listen", listen]) == 1
+    assert capsys.readouterr().err == f"perilune envoy: cannot listen on {listen}: Address already in use\n"
 
 
 def test_run_without_an_installed_envoy_says_what_is_missing(monkeypatch, capsys):

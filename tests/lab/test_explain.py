@@ -59,6 +59,8 @@ async def gateway(*records: DecisionRecord):
         moves=dict,
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
+        about=dict,
+        wall=lambda: 0.0,
     )
     admin = Admin(data)
     port = await admin.start()
@@ -94,7 +96,7 @@ async def test_a_decision_is_told_in_words_and_numbers(capsys):
     assert any(line.startswith("sticky a (same) host ") for line in lines)
 
 
-async def test_a_refusal(capsys):
+async def test_a_refusal_is_explained(capsys):
     refused = structs.replace(
         decided(2),
         verdict=Refusal(RefuseReason.OVERLOADED, "every endpoint has 9 s queued"),

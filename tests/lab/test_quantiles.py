@@ -9,11 +9,11 @@ from perilune_lab.quantiles import mean, quantile
     ("values", "q", "expected"),
     [([7], 0.9, 7), ([1, 2], 0.5, 1.5), ([0, 10, 20], 0.25, 5), ([0, 10, 20], 1.0, 20), ([1, 2, 3], 0, 1)],
 )
-def test_linear_between_ranks(values: list[float], q: float, expected: float):
+def test_quantiles_are_linear_between_ranks(values: list[float], q: float, expected: float):
     assert quantile(values, q) == expected
 
 
-def test_nothing_has_neither():
+def test_no_values_have_neither_quantile_nor_mean():
     for function in (mean, lambda values: quantile(values, 0.5)):
         with pytest.raises(ValueError, match="no values"):
             function([])

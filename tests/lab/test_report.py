@@ -37,6 +37,7 @@ def result(session: str = "a", turn: int = 0, at: float = 0.0, **changes: object
         prompt_tokens=100,
         cached_tokens=50,
         output_tokens=3,
+        counted=True,
     )
     return replace(base, **changes)
 
@@ -103,6 +104,18 @@ def test_apc_is_weighted_by_tokens_and_counts_only_what_is_told():
     assert run(result(cached_tokens=None)).apc is UNSET
 
 
+def test_tokens_are_those_that_engines_counted():
+    rows = (
+        result("a", prompt_tokens=300, cached_tokens=None),
+        result("b", prompt_tokens=100, cached_tokens=48),
+        result("c", prompt_tokens=7, counted=False),
+        result("d", error="503"),
+    )
+    assert run(*rows).tokens == report.Tokens(requests=2, prompt=400, completion=6, cached=48)
+    assert run(result(cached_tokens=None)).tokens == report.Tokens(1, 100, 3)
+    assert run(result(counted=False)).tokens is UNSET
+
+
 def test_the_ceiling_is_an_infinite_caches():
     sessions = (session("a", 2), session("b", 1))
     found = run(result("a", 0), result("a", 1, at=5.0), result("b", 0, at=1.0), sessions=sessions)
@@ -119,7 +132,7 @@ def test_hotspot_is_over_endpoints():
     assert run(result(endpoint="")).per_endpoint is UNSET
 
 
-def test_per_endpoint():
+def test_each_endpoint_has_its_own_numbers():
     found = run(
         result("a"), result("b"), result("b", 1), result("c", endpoint="e0", cached_tokens=None)
     ).per_endpoint
@@ -156,7 +169,7 @@ def test_migrations_come_from_the_gateways_reasons(
     assert (found.total, found.accuracy, found.thrash_rate) == (total, accuracy, thrash)
 
 
-def test_rates_of_migrations():
+def test_migrations_are_counted_with_their_rates():
     found = run(result("a", 0), result("a", 1, at=27.0, reason="moved"))
     assert found.migrations == Migrations(1, 2.0, 0.5, accuracy=UNSET, thrash_rate=0.0)
     assert run(result(reason="")).migrations is UNSET

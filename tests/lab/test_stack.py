@@ -139,7 +139,7 @@ async def test_engine_options_reach_a_real_engine(run):
         pytest.param(False, True, ["engine-0"], id="Envoy needs the gateway"),
     ],
 )
-async def test_runs_only_parts(run, parts, with_gateway, with_envoy, names):
+async def test_only_the_wanted_parts_run(run, parts, with_gateway, with_envoy, names):
     stack = small(parts(), engines=1, with_gateway=with_gateway, with_envoy=with_envoy)
     async with stack:
         assert list(stack.children) == names
@@ -304,7 +304,7 @@ async def test_children_die_with_a_killed_parent(run, parts, tmp_path):
         pytest.param("x ready a=1,2 b=?c=d", {"a": "1,2", "b": "?c=d"}, id="lists and equal signs"),
     ],
 )
-def test_ready_line(line, facts):
+def test_the_facts_of_a_ready_line_are_read(line, facts):
     assert ready_facts(line) == facts
 
 

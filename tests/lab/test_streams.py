@@ -22,7 +22,7 @@ def at_once(data: bytes) -> streams.Answer:
     return streams.read([(1.0, data)])
 
 
-def test_a_chat_answer():
+def test_a_chat_answer_is_measured():
     assert at_once(CHAT) == streams.Answer(
         text=" ba né",
         token_times_s=(1.0, 1.0),
@@ -81,7 +81,7 @@ def test_any_cut_says_the_same(cuts: list[int]):
         pytest.param(b'data: {"choices":[{"delta":{"content":" x"', streams.Answer(), id="half-an-event"),
     ],
 )
-def test_other_answers(data: bytes, expected: streams.Answer):
+def test_other_answers_are_measured(data: bytes, expected: streams.Answer):
     assert at_once(data) == expected
 
 
@@ -91,5 +91,5 @@ def test_garbage_is_an_error_and_not_an_exception():
 
 
 @given(st.binary(max_size=200))
-def test_never_raises(data: bytes):
+def test_any_bytes_are_read_without_an_exception(data: bytes):
     streams.read([(0.0, b"data: " + data + b"\n\n")])

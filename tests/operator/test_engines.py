@@ -76,7 +76,8 @@ def test_every_container_of_an_engine_asks_for_as_much() -> None:
     store = {"enabled": True, "segmentSize": "1Gi", "localBufferSize": "0"}
     pod = template_of({"engine": {"resources": given}, "mooncake": {"store": store}})["spec"]
     (waits,), (serves,) = pod["initContainers"], pod["containers"]
-    assert waits["resources"]["limits"] == waits["resources"]["requests"] == {"cpu": "2", "memory": "2Gi"}
+    both = {"cpu": "2", "memory": "2Gi"}
+    assert waits["resources"] == {"requests": both | {"ephemeral-storage": "58Gi"}, "limits": both}
     device = {"nvidia.com/gpu": "1"}
     assert serves["resources"]["limits"] == waits["resources"]["limits"] | device
 
@@ -95,6 +96,10 @@ def test_another_client_configuration_takes_other_engines(mooncake: Object, roll
     assert (one != other) is rolls
 
 
+SEVERAL_TIMES = {"--middleware"}
+"""Arguments of which vLLM takes the user's beside ours."""
+
+
 def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -> None:
     model = {"name": "m", "aliases": ["n"], "loras": [{"name": "a", "path": "/a"}]}
     spec = {"model": model, "routing": {"enginePriority": {"ageingWeight": 1}}}
@@ -103,7 +108,7 @@ def test_every_argument_that_is_rendered_for_an_engine_is_refused_from_users() -
     store = {"transfer": "offload", "store": {"enabled": True}}
     for change, known in (
         ({"engine": {"kind": "simulated"} | seed}, SIMULATED_ARGS),
-        ({"engine": wide | seed, "mooncake": store}, VLLM_ARGS | FORBIDDEN_ARGS.keys()),
+        ({"engine": wide | seed, "mooncake": store}, VLLM_ARGS | FORBIDDEN_ARGS.keys() | SEVERAL_TIMES),
     ):
         objects = made(spec | change, Observed("u", 1, kinds=frozenset({LWS}))).objects or ()
         (engine,) = (

@@ -2,7 +2,8 @@
 golden/NAME.out.yaml (objects and status).
 
 `GOLDEN=write make test ARGS=tests/operator/test_golden.py` writes them anew; read the diff. To keep them
-short, what every object of a pool shares (labels, owner, namespace) is checked once and left out.
+short, what every object of a pool shares (labels, owner, namespace) is checked once and left out, and so is
+the ConfigMap that repeats the pod templates (test_revision.py).
 """
 
 import os
@@ -68,7 +69,7 @@ def short(obj: Object) -> Object:
     assert [o["uid"] for o in owners] == ["uid-1"]
     labels = meta.pop("labels")
     assert labels["app.kubernetes.io/managed-by"] == "perilune-operator"
-    data = {k: yaml.safe_load(v) for k, v in obj["data"].items()} if "data" in obj else None
+    data = {k: "Python" if k.endswith(".py") else yaml.safe_load(v) for k, v in obj.get("data", {}).items()}
     rest = {k: v for k, v in obj.items() if k not in ("metadata", "data")}
     return {**rest, "metadata": meta, **({"data": data} if data else {})}
 
@@ -76,6 +77,7 @@ def short(obj: Object) -> Object:
 def shown(plan: Plan, only: list[str]) -> str:
     objects = [short(obj) for obj in plan.objects or ()]
     kept = [obj for obj in objects if not only or f"{obj['kind']}/{obj['metadata']['name']}" in only]
+    kept = [obj for obj in kept if not obj["metadata"]["name"].endswith("-rendered")]
     names = [f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects]
     conditions = [f"{c.type}={c.status} {c.reason}: {c.message}" for c in plan.status.conditions]
     text = {"objects": names, "ready": plan.status.ready, "conditions": conditions, "shown": kept}

@@ -1,5 +1,6 @@
 """Leadership with two candidates at a server that has one Lease, and time that is a number."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -22,11 +23,15 @@ class Server:
     def __init__(self) -> None:
         self.lease: Object = {}
         self.down = False
+        self.reads_together: asyncio.Barrier | None = None
+        """Answers reads only when as many have come."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if self.down:
             assert request.transport is not None
             request.transport.close()
+        if request.method == "GET" and self.reads_together:
+            await self.reads_together.wait()
         body = await request.json() if request.can_read_body else {}
         version = self.lease.get("metadata", {}).get("resourceVersion", "")
         if request.method == "GET" and not self.lease:
@@ -138,21 +143,14 @@ async def test_a_leader_that_cannot_reach_the_server_stops_in_time(rig: Rig) -> 
     assert await rig.one.asks()
 
 
-async def test_one_of_two_that_try_at_once_wins(rig: Rig) -> None:
+async def test_one_of_two_that_ask_at_once_wins(rig: Rig) -> None:
+    """Both read the free Lease before either of them writes it."""
     await rig.one.asks()
     await rig.one.lease.release()
-    for candidate in (rig.one, rig.two):
-        assert (await candidate.lease.get(NAME, "ns"))[0]
-    record = (await rig.one.lease.get(NAME, "ns"))[1]
-    for name in ("acquire_time", "renew_time"):
-        setattr(record, name, "2026-01-01 00:00:00.5")
-    record.lease_duration = "10"  # type: ignore[union-attr]
-    won = []
-    for candidate in (rig.one, rig.two):
-        record.holder_identity = candidate.lease.identity  # type: ignore[union-attr]
-        won.append(await candidate.lease.update(NAME, "ns", record))  # type: ignore[arg-type]
-    assert won == [True, False]
-    assert (rig.one.leads, rig.two.leads) == (True, False)
+    rig.server.reads_together = asyncio.Barrier(2)
+    won = await asyncio.gather(rig.one.asks(), rig.two.asks())
+    assert sorted(won) == [False, True]
+    assert rig.server.holder == ("one" if won[0] else "two")
 
 
 async def test_an_operator_that_ends_releases_the_lease(rig: Rig) -> None:

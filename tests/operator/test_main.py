@@ -18,6 +18,17 @@ def test_what_cannot_be_meant_is_refused(given: str, said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-def test_where_it_listens() -> None:
+def test_it_listens_where_the_option_says() -> None:
     assert arguments([]).listen == ("127.0.0.1", 8080)
     assert arguments(["--listen=0.0.0.0:9"]).listen == ("0.0.0.0", 9)
+    assert arguments(["--listen=[::1]:9"]).listen == ("::1", 9)
+    assert arguments(["--listen=:9"]).listen == (None, 9)
+
+
+@pytest.mark.parametrize(("own", "family"), [("10.0.0.1", "ipv4"), ("fd00::1", "ipv6"), ("", "ipv4")])
+def test_pods_listen_at_addresses_of_the_operators_own_family(
+    own: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POD_IP", own)
+    assert arguments([]).ip_family == family
+    assert arguments(["--ip-family=ipv6"]).ip_family == "ipv6"

@@ -60,7 +60,7 @@ MODES = ["envoyGateway", "inferenceExtension"]
 
 @pytest.mark.parametrize("gateway", GATEWAYS)
 @pytest.mark.parametrize("mode", MODES)
-def test_every_name_fits(gateway: str, mode: str) -> None:
+def test_the_longest_pool_name_makes_valid_names(gateway: str, mode: str) -> None:
     made = objects(gateway, mode)
     assert {o["kind"] for o in made} >= {"Service", "Deployment", "HTTPRoute", "NetworkPolicy"}
     for obj in made:

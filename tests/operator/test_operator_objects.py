@@ -87,9 +87,9 @@ async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, op
     before = await client.request("POST", services, mine)
     await client.request("POST", pools(namespace), pool())
     body = await becomes(
-        client, pools(namespace, "/p"), lambda p: condition(p, "Progressing").get("reason") == "ApplyFailed"
+        client, pools(namespace, "/p"), lambda p: condition(p, "Reconciling").get("reason") == "ApplyFailed"
     )
-    assert "Service p exists and is not this pool's" in condition(body, "Progressing")["message"]
+    assert "Service p exists and is not this pool's" in condition(body, "Reconciling")["message"]
     assert await client.request("GET", f"{services}/p") == before
     assert await client.request("GET", deployments(namespace, "/p-engine"))
     await client.request("DELETE", f"{services}/p")
@@ -155,7 +155,7 @@ async def test_what_the_api_server_refuses_of_a_spec_touches_nothing(
         now = await client.request("GET", deployments(namespace, name))
         assert now["metadata"]["generation"] == before["metadata"]["generation"]
     document = await client.request("GET", config_maps(namespace, "/p-gateway"))
-    assert "name: ear" in document["data"]["pool.yaml"]
+    assert "sticky" not in document["data"]["pool.yaml"]
 
     good = {"spec": {"engine": {"podTemplate": None}}}
     await merge(client, pools(namespace, "/p"), good)

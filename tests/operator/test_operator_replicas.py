@@ -31,7 +31,7 @@ async def test_a_scale_down_waits_for_the_gateways_word(
         client, pools(namespace, "/p"), lambda p: condition(p, "Draining")["reason"] == "SessionsLeaving"
     )
     assert chosen["metadata"]["name"] in condition(body, "Draining")["message"]
-    assert (body["status"]["ready"], condition(body, "Progressing")["status"]) == ("1/1", "True")
+    assert (body["status"]["ready"], condition(body, "Reconciling")["status"]) == ("1/1", "True")
     engine = await client.request("GET", deployments(namespace, "/p-engine"))
     assert engine["spec"]["replicas"] == 2
 
@@ -41,7 +41,7 @@ async def test_a_scale_down_waits_for_the_gateways_word(
     body = await becomes(
         client,
         pools(namespace, "/p"),
-        lambda p: condition(p, "Draining")["status"] == condition(p, "Progressing")["status"] == "False",
+        lambda p: condition(p, "Draining")["status"] == condition(p, "Reconciling")["status"] == "False",
     )
     assert body["status"]["ready"] == "1/1"
 

@@ -29,7 +29,7 @@ async def test_rights_in_one_namespace_are_enough_for_its_pools(
     try:
         await client.request("POST", pools(namespace), pool())
         body = await becomes(client, pools(namespace, "/p"), lambda p: bool(condition(p, "Ready")))
-        assert condition(body, "Progressing")["reason"] != "ApplyFailed"
+        assert condition(body, "Reconciling")["reason"] != "ApplyFailed"
         assert await client.request("GET", deployments(namespace, "/p-engine"))
     finally:
         operator.stop(signal.SIGKILL)

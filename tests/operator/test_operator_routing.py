@@ -94,7 +94,7 @@ async def test_two_pools_behind_one_envoy_gateway(routed: tuple[Client, str], ro
     assert "AddressNotAssigned" in condition(body, "RouteProgrammed")["message"]
     await program(client, GATEWAYS.format(namespace) + "/g", "True")
     body = await route_is(client, namespace, "p", "True", "Programmed")
-    assert condition(body, "Progressing").get("reason") != "ApplyFailed"
+    assert condition(body, "Reconciling").get("reason") != "ApplyFailed"
     other = await client.request("GET", pools(namespace, "/q"))
     assert condition(other, "RouteProgrammed")["reason"] == "WaitingForRoute"
     await accept_routing(client, namespace, "q")
@@ -173,3 +173,35 @@ async def test_a_gateway_of_the_inference_extension(routed: tuple[Client, str], 
         return await client.request("GET", where.removesuffix("/p"))
 
     await until(left, lambda listed: not listed["items"])
+
+
+async def test_the_operators_client_policy_gives_way_and_comes_back(
+    routed: tuple[Client, str], router: Operator
+) -> None:
+    client, namespace = routed
+    await client.request("POST", GATEWAYS.format(namespace), GATEWAY)
+    matches = [{"path": {"type": "PathPrefix", "value": "/coder/v1"}}]
+    gateway = {"parent": {"name": "g"}, "matches": matches}
+    await client.request("POST", pools(namespace), pool(gateway=gateway))
+    where = POLICIES.format(namespace) + "clienttrafficpolicies"
+
+    async def names() -> set[str]:
+        listed = await client.request("GET", where)
+        return {item["metadata"]["name"] for item in listed["items"]}
+
+    await until(names, lambda found: found == {"g-perilune"})
+    route = await until(lambda: client.request("GET", f"{ROUTES.format(namespace)}/p"), bool)
+    assert route["spec"]["rules"][0]["matches"] == matches
+    target = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "g"}
+    theirs = {
+        "apiVersion": "gateway.envoyproxy.io/v1alpha1",
+        "kind": "ClientTrafficPolicy",
+        "metadata": {"name": "theirs"},
+        "spec": {"targetRefs": [target]},
+    }
+    await client.request("POST", where, theirs)
+    await until(names, lambda found: found == {"theirs"})
+    note = {"metadata": {"annotations": {"note": "look again"}}}
+    await merge(client, pools(namespace, "/p"), note)
+    await client.request("DELETE", f"{where}/theirs")
+    await until(names, lambda found: found == {"g-perilune"})

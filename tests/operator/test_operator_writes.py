@@ -24,7 +24,7 @@ async def test_nothing_is_written_when_nothing_changes(
         lambda p: (
             condition(p, "GatewayReady").get("status") == "True"
             and condition(p, "EnginesReady").get("status") == "True"
-            and condition(p, "Progressing").get("status") == "False"
+            and condition(p, "Reconciling").get("status") == "False"
         ),
     )
     rounds = await operator.metric("perilune_operator_rounds_total")

@@ -98,7 +98,13 @@ def test_placement_in_the_schedulers_words(wanted: tuple[Placement, ...], expect
 
 
 def node(name: str, labels: Object, gpus: int = 8) -> Object:
-    room = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    room = {
+        "cpu": "64",
+        "memory": "512Gi",
+        "ephemeral-storage": "1Ti",
+        "pods": "110",
+        "nvidia.com/gpu": str(gpus),
+    }
     ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": "2026-01-01T00:00:00Z"}
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name, **labels}},

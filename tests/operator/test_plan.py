@@ -94,13 +94,18 @@ def test_the_gateways_document_can_be_read_back(spec: Object, nodes: Any) -> Non
     assert document.spec.model.name == "m"
     assert document.spec.endpoints == ()
     assert document.spec.engine.store == convert(spec).mooncake.store.enabled
+    assert bool(document.spec.engine.store_master) == document.spec.engine.store
 
 
 def test_a_refused_spec_plans_no_objects() -> None:
     refused = plan("p", "ns", SpecError("why - at `$.spec.x`"), Observed("u", 2), NOW, Defaults())
     assert refused.objects is None
+    words = "why - at `$.spec.x`"
     assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
-        ("Accepted", "False", "why - at `$.spec.x`")
+        ("Accepted", "False", words),
+        ("Reconciling", "False", words),
+        ("Stalled", "True", words),
+        ("Ready", "False", words),
     ]
 
 
@@ -169,7 +174,7 @@ def test_engines_of_an_earlier_spec_serve_until_there_are_others(
         {"model": {"name": "m"}} | after, Observed("u", 1, pods=pods, children=children, kinds=kinds)
     )
     assert sorted(k.name for k in planned.kept) == kept
-    progress = {c.type: c for c in planned.status.conditions}["Progressing"]
+    progress = {c.type: c for c in planned.status.conditions}["Reconciling"]
     assert ("of an earlier spec" in progress.message) is bool(kept)
 
 
@@ -243,7 +248,7 @@ def test_engines_of_another_number_of_nodes_let_their_sessions_leave(
     assert ("old" in said["Draining"].message) is (draining != "NothingLeaving")
     if kept and draining == "SessionsLeaving":
         assert (
-            said["Progressing"].message
+            said["Reconciling"].message
             == "p-engine of an earlier spec is removed once its sessions have left."
         )
         assert planned.again_in <= 31

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from plans import made
 
+from perilune_api.conditions import Condition
 from perilune_operator.observe.facts import Observed
 from perilune_operator.render.pod_template import overlaid
 
@@ -26,7 +27,7 @@ Object = dict[str, Any]
         pytest.param({"n": [2]}, {"a": 1, "l": [{"name": "x", "v": 1}], "n": [2]}, id="other lists whole"),
     ],
 )
-def test_laying_over(over: Object, expected: Object) -> None:
+def test_a_users_template_is_laid_over_the_operators(over: Object, expected: Object) -> None:
     assert overlaid({"a": 1, "l": [{"name": "x", "v": 1}], "n": [1]}, over) == expected
 
 
@@ -40,6 +41,17 @@ def test_a_volume_or_variable_laid_over_another_takes_its_place() -> None:
         "env": [{"name": "POD_IP", "value": "1.2.3.4"}],
     }
     assert overlaid(base, over) == {**over, "env": [*over["env"], {"name": "HOME", "value": "/"}]}
+
+
+def test_tolerations_are_added_to_ours() -> None:
+    """One about a taint that ours is about takes its place: the shortest of two would hold."""
+    gone = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
+    gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    team = {"key": "team", "operator": "Equal", "value": "a", "effect": "NoSchedule"}
+    ours = [gpu, gone | {"tolerationSeconds": 300}]
+    assert overlaid({"tolerations": ours}, {"tolerations": [team]}) == {"tolerations": [team, *ours]}
+    longer = gone | {"tolerationSeconds": 900}
+    assert overlaid({"tolerations": ours}, {"tolerations": [longer]}) == {"tolerations": [longer, gpu]}
 
 
 def test_mounts_are_told_by_their_paths() -> None:
@@ -66,6 +78,11 @@ def test_mounts_are_told_by_their_paths() -> None:
             id="one thing for a list",
         ),
         pytest.param(
+            {"spec": {"tolerations": ["team"]}},
+            "Expected fields - at `$.spec.gateway.podTemplate.spec.tolerations[0]`",
+            id="a toleration that is a word",
+        ),
+        pytest.param(
             {"spec": {"containers": [{"name": "a"}, {"image": "i"}]}},
             "Expected fields, of which `name` is one - at `$.spec.gateway.podTemplate.spec.containers[1]`",
             id="a container without a name would replace ours",
@@ -86,6 +103,5 @@ def test_mounts_are_told_by_their_paths() -> None:
 def test_a_template_that_cannot_be_laid_over_ours_is_refused(over: Object, words: str) -> None:
     refused = made({"model": {"name": "m"}, "gateway": {"podTemplate": over}}, Observed("u", 1))
     assert refused.objects is None
-    assert [(c.type.value, c.status, c.message) for c in refused.status.conditions] == [
-        ("Accepted", "False", words)
-    ]
+    (told,) = [c for c in refused.status.conditions if c.type is Condition.ACCEPTED]
+    assert (told.status, told.message) == ("False", words)

@@ -83,9 +83,9 @@ def test_a_verdict_is_of_one_generation(said: int | None, pending: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("status", "trouble"),
+    ("status", "trouble", "stuck"),
     [
-        pytest.param({}, "", id="nobody says"),
+        pytest.param({}, "", False, id="nobody says"),
         pytest.param(
             {
                 "conditions": [
@@ -93,28 +93,53 @@ def test_a_verdict_is_of_one_generation(said: int | None, pending: bool) -> None
                 ]
             },
             "R: 0/8 nodes",
-            id="no node takes it",
+            False,
+            id="no node takes it, yet",
         ),
         pytest.param(
             {"containerStatuses": [{"image": "i:1", "state": {"waiting": {"reason": "ErrImagePull"}}}]},
-            "ErrImagePull (i:1)",
+            "ImagePullBackOff (i:1)",
+            True,
             id="no image",
+        ),
+        pytest.param(
+            {"containerStatuses": [{"image": "i:1", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+            "ImagePullBackOff (i:1)",
+            True,
+            id="still no image: the same words",
+        ),
+        pytest.param(
+            {"containerStatuses": [{"image": "i", "state": {"running": {}}, "restartCount": 3}]},
+            "CrashLoopBackOff (i)",
+            True,
+            id="runs once more, after three ends",
+        ),
+        pytest.param(
+            {"containerStatuses": [{"state": {"running": {}}, "restartCount": 9, "ready": True}]},
+            "",
+            False,
+            id="ended often, and serves",
         ),
         pytest.param(
             {"initContainerStatuses": [{"image": "i", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]},
             "CrashLoopBackOff (i)",
+            True,
             id="crashes at once",
         ),
         pytest.param(
             {"containerStatuses": [{"image": "i", "state": {"waiting": {"reason": "ContainerCreating"}}}]},
             "",
+            False,
             id="on its way",
         ),
-        pytest.param({"containerStatuses": [{"state": {"running": {}}}]}, "", id="it runs"),
+        pytest.param({"containerStatuses": [{"state": {"running": {}}}]}, "", False, id="it runs"),
     ],
 )
-def test_why_a_pod_does_not_run(status: Object, trouble: str) -> None:
-    assert pod(status=status).trouble == trouble
+def test_why_a_pod_does_not_run_and_whether_somebody_has_to_act(
+    status: Object, trouble: str, stuck: bool
+) -> None:
+    made = pod(status=status)
+    assert (made.trouble, made.stuck) == (trouble, stuck)
 
 
 NAME = "kubernetes.io/metadata.name"

@@ -39,6 +39,11 @@ def container(**fields: Any) -> Object:
 
 TEMPLATE = "$.spec.engine.podTemplate.spec"
 BAD: list[Any] = [
+    pytest.param(
+        {"gateway": {"clients": [{"podSelector": {}}, {"podSelector": {"matchLabel": {}}}]}},
+        "field not declared in schema - at `$.spec.gateway.clients[1].podSelector.matchLabel`",
+        id="a peer that no network policy knows",
+    ),
     pytest.param(engine(foo=1), f"field not declared in schema - at `{TEMPLATE}.foo`", id="no such field"),
     pytest.param(
         engine(nodeSelector="gpu"), f"expected map - at `{TEMPLATE}.nodeSelector`", id="text for fields"
@@ -163,15 +168,16 @@ async def test_what_is_taken_is_asked_once(client: kube.Client, namespace: str) 
     class Counting:
         async def request(self, method: str, where: str, *args: Any, **more: Any) -> Object:
             if method == "PATCH":
-                asked.append(where.rpartition("/")[2])
+                asked.append("/".join(where.rsplit("/", 2)[1:]))
             return await client.request(method, where, *args, **more)
 
     counted = applier(Counting(), Owner(namespace, "p", "u"))
     for spec in ({"replicas": 1}, {"replicas": 1}, {"replicas": 7}):
         assert await counted.look(rendered(namespace, spec), {}) == (frozenset(), ())
-    assert sorted(asked) == ["p-engine", "p-gateway"]
+    kinds = ("deployments", "networkpolicies")
+    assert sorted(asked) == [f"{kind}/p-{part}" for kind in kinds for part in ("engine", "gateway")]
     await counted.look(rendered(namespace, {"engine": {"image": "other"}}), {})
-    assert sorted(asked) == ["p-engine", "p-engine", "p-gateway"]
+    assert asked[4:] == ["deployments/p-engine"]
 
 
 async def test_an_object_that_is_as_wanted_is_not_asked_about() -> None:
@@ -227,7 +233,7 @@ async def test_somebody_elses_object_is_not_the_specs_fault(client: kube.Client,
         ),
     ],
 )
-def test_causes(error: ApiError, found: tuple[tuple[str, str], ...]) -> None:
+def test_a_refusal_names_fields_and_messages(error: ApiError, found: tuple[tuple[str, str], ...]) -> None:
     assert refusal.causes(error) == found
 
 

@@ -45,7 +45,7 @@ def marked(made: Drain) -> dict[str, dict[str, str | None]]:
 GO = {DRAINING: SINCE, COST: "-1"}
 
 
-def test_nothing_to_do() -> None:
+def test_no_engine_is_marked_while_their_number_is_as_wanted() -> None:
     assert of(pod("a"), pod("b"), wanted=2) == Drain(2)
 
 
@@ -66,7 +66,7 @@ def test_who_is_to_go_is_marked_and_kept() -> None:
         pytest.param((pod("b"), pod("a")), "a", id="equals by name"),
     ],
 )
-def test_who_goes_first(pods: tuple[PodFacts, ...], first: str) -> None:
+def test_the_first_engine_to_leave_is_chosen_by_the_rules(pods: tuple[PodFacts, ...], first: str) -> None:
     assert of(*pods, wanted=1, leaving="gone").leaving == (first,)
 
 
@@ -81,7 +81,9 @@ def test_who_goes_first(pods: tuple[PodFacts, ...], first: str) -> None:
         pytest.param(pod("b", draining=EARLIER), 2, 31.0, id="not without the deletion cost"),
     ],
 )
-def test_when_it_goes(b: PodFacts, replicas: int, again_in: float | None) -> None:
+def test_an_engine_is_removed_when_all_gateways_answered_or_time_is_over(
+    b: PodFacts, replicas: int, again_in: float | None
+) -> None:
     made = of(pod("a", created=EARLIER), b, wanted=1, gateways=("g1", "g2"))
     assert made.replicas == replicas
     assert made.again_in == (pytest.approx(again_in) if again_in else float("inf"))
@@ -91,7 +93,7 @@ def test_without_a_ready_gateway_it_takes_its_time() -> None:
     assert of(pod("a"), going("b"), wanted=1, gateways=()).replicas == 2
 
 
-def test_they_go_together() -> None:
+def test_chosen_engines_are_removed_together() -> None:
     """They have one deletion cost: the ReplicaSet might take the one that is not done."""
     done = going("b", drained_by=frozenset({"g1"}))
     assert of(pod("a"), done, going("c"), wanted=1).replicas == 3

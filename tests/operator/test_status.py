@@ -7,6 +7,7 @@ import pytest
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.status import InferencePoolStatus
+from perilune_api.pool import SpecError
 from perilune_operator import status
 from perilune_operator.observe import readers
 from perilune_operator.observe.facts import (
@@ -17,6 +18,7 @@ from perilune_operator.observe.facts import (
     ParentFacts,
     PodFacts,
     Rival,
+    key,
 )
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
@@ -102,7 +104,7 @@ def test_a_pool_that_serves() -> None:
         "EnginesReady": ("True", "Available"),
         "GatewayReady": ("True", "Available"),
         "RouteProgrammed": ("True", "Programmed"),
-        "Progressing": ("False", "UpToDate"),
+        "Reconciling": ("False", "UpToDate"),
         "Draining": ("False", "NothingLeaving"),
         "Ready": ("True", "Serving"),
     }
@@ -140,7 +142,7 @@ def test_a_pool_that_serves() -> None:
         ),
         pytest.param(
             seen(deployment("p-engine", 2, updatedReplicas=1)),
-            Condition.PROGRESSING,
+            Condition.RECONCILING,
             "True",
             Reason.ROLLING_OUT,
             "True",
@@ -148,7 +150,7 @@ def test_a_pool_that_serves() -> None:
         ),
         pytest.param(
             seen(deployment("p-engine", 2, observedGeneration=0)),
-            Condition.PROGRESSING,
+            Condition.RECONCILING,
             "True",
             Reason.ROLLING_OUT,
             "True",
@@ -442,7 +444,7 @@ def test_engines_that_are_made_room_for_do_not_pass_for_those_that_come() -> Non
     """Without GPUs to spare, a Deployment goes at once for a LeaderWorkerSet of the same name."""
     spec = SPEC | {"engine": {"tensorParallel": 16}, "rollout": {"maxSurge": 0, "maxUnavailable": 1}}
     made = of(seen(kinds=ENVOY | {"leaderworkerset.x-k8s.io/LeaderWorkerSet"}), spec)
-    assert conditions(made)["Progressing"] == ("True", "RollingOut")
+    assert conditions(made)["Reconciling"] == ("True", "RollingOut")
 
 
 def test_a_store_is_waited_for() -> None:
@@ -467,7 +469,156 @@ def test_an_event_is_due_for_another_status_or_reason_only() -> None:
     assert [c.type.value for c in status.changed(old, worse)] == ["EnginesReady", "Ready"]
 
 
-def test_a_failed_write_is_said() -> None:
+def test_a_write_that_is_refused_for_good_stalls_the_pool() -> None:
     made = status.with_failure(of(seen()), "Deployment p-engine: denied", seen(), NOW)
-    assert conditions(made)["Progressing"] == ("True", "ApplyFailed")
-    assert "denied" in next(c.message for c in made.conditions if c.type is Condition.PROGRESSING)
+    told = conditions(made)
+    assert told["Stalled"] == ("True", "ApplyFailed")
+    assert told["Reconciling"] == ("False", "ApplyFailed")
+    assert "denied" in next(c.message for c in made.conditions if c.type is Condition.STALLED)
+
+
+def stored(made: InferencePoolStatus) -> Object:
+    return dict(msgspec.to_builtins(made))
+
+
+def generation(made: InferencePoolStatus, kind: Condition = Condition.READY) -> int:
+    return next(c.observed_generation for c in made.conditions if c.type is kind)
+
+
+IMAGE = "ImagePullBackOff (vllm:none)"
+LATE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "Late."}
+QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}
+
+
+def told_by_controller(name: str, said: Object, replicas: int = 1, **state: int) -> tuple[Key, Object]:
+    key, body = deployment(name, replicas, **state)
+    body["status"]["conditions"] = [said]
+    return key, body
+
+
+@pytest.mark.parametrize(
+    ("observed", "reason", "words"),
+    [
+        pytest.param(
+            seen(pods=(pod("a"), replace(pod("b", ready=False), trouble=IMAGE, stuck=True))),
+            "PodCannotStart",
+            f"b: {IMAGE}",
+            id="an engine's image cannot be pulled",
+        ),
+        pytest.param(
+            seen(
+                pods=(
+                    pod("a"),
+                    pod("b"),
+                    replace(pod("g", ready=False), component="gateway", trouble=IMAGE, stuck=True),
+                )
+            ),
+            "PodCannotStart",
+            f"g: {IMAGE}",
+            id="a gateway's",
+        ),
+        pytest.param(
+            seen(told_by_controller("p-engine", QUOTA, 2, updatedReplicas=1)),
+            "PodsRefused",
+            "p-engine: exceeded quota: gpus",
+            id="a quota",
+        ),
+        pytest.param(
+            seen(
+                told_by_controller("p-engine", LATE, 2, updatedReplicas=1),
+                pods=(pod("a"), replace(pod("b", ready=False), trouble="Unschedulable: 0/3 nodes")),
+            ),
+            "DeadlineExceeded",
+            "Late. b: Unschedulable: 0/3 nodes",
+            id="the deadline",
+        ),
+        pytest.param(
+            seen(told_by_controller("p-gateway", LATE)),
+            "DeadlineExceeded",
+            "Late.",
+            id="a gateway's deadline",
+        ),
+    ],
+)
+def test_a_rollout_that_cannot_go_on_is_stalled(observed: Observed, reason: str, words: str) -> None:
+    """kstatus takes Reconciling for progress before it looks at Stalled, so they are never both true."""
+    made = of(replace(observed, status=stored(of(seen())), generation=4))
+    told = conditions(made)
+    assert (told["Stalled"], told["Reconciling"]) == (("True", reason), ("False", reason))
+    assert next(c.message for c in made.conditions if c.type is Condition.STALLED) == words
+    assert generation(made) == 3  # what answers, if anything, is of the generation before
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        pytest.param(seen(), id="it serves"),
+        pytest.param(seen(deployment("p-engine", 2, updatedReplicas=1)), id="a rollout that goes on"),
+        pytest.param(
+            seen(pods=(pod("a"), replace(pod("b", ready=False), trouble="Unschedulable: 0/3 nodes"))),
+            id="a pod that waits for a node: an autoscaler may bring one",
+        ),
+        pytest.param(
+            seen(pods=(pod("a"), pod("b"), replace(pod("c", leaving=True), trouble=IMAGE, stuck=True))),
+            id="a pod that is deleted",
+        ),
+    ],
+)
+def test_what_goes_on_is_not_stalled(observed: Observed) -> None:
+    assert "Stalled" not in conditions(of(observed))
+
+
+def test_ready_is_of_the_generation_that_answers_until_the_next_is_in_force() -> None:
+    first = of(seen())
+    rolling = of(
+        replace(seen(deployment("p-engine", 2, updatedReplicas=1)), status=stored(first), generation=4)
+    )
+    done = of(replace(seen(), status=stored(rolling), generation=4))
+    assert [(conditions(made)["Ready"][0], generation(made)) for made in (first, rolling, done)] == [
+        ("True", 3),
+        ("True", 3),
+        ("True", 4),
+    ]
+    assert rolling.observed_generation == 4
+    assert generation(rolling, Condition.ENGINES_READY) == 4
+
+
+def test_ready_waits_for_a_change_that_was_just_written() -> None:
+    """The objects that the watch shows are those of before."""
+    before = of(seen())
+    planned = of(replace(seen(), status=stored(before), generation=4))
+    now = replace(seen(), status=stored(before), generation=4)
+    made = status.with_more_to_do(planned, "Rolling out p-engine.", Reason.ROLLING_OUT, now, NOW)
+    assert conditions(made)["Reconciling"] == ("True", "RollingOut")
+    assert (conditions(made)["Ready"][0], generation(made)) == ("True", 3)
+
+
+def refusal(**more: Any) -> InferencePoolStatus:
+    return plan("p", "ns", SpecError("no - at `$.spec.x`"), seen(**more), NOW, Defaults()).status
+
+
+def test_a_refused_new_pool_is_stalled_and_not_ready() -> None:
+    told = conditions(refusal())
+    assert told["Accepted"] == told["Ready"] == ("False", "Invalid")
+    assert told["Stalled"] == ("True", "Invalid")
+
+
+def test_a_refused_change_leaves_ready_to_the_generation_that_answers() -> None:
+    planned = plan("p", "ns", convert(SPEC), seen(), NOW, Defaults())
+    kept = {key(o): o for o in planned.objects or () if o["metadata"]["name"] == "p-rendered"}
+    children = dict([*WHOLE, *kept.items()])
+    now = replace(seen(), children=children, generation=4, status=stored(planned.status))
+    bad = SpecError("no - at `$.spec.x`")
+
+    first = plan("p", "ns", bad, now, NOW, Defaults()).status
+    told = conditions(first)
+    assert (told["Accepted"], told["Stalled"]) == (("False", "Invalid"), ("True", "Invalid"))
+    assert (told["Ready"][0], generation(first), first.observed_generation) == ("True", 3, 4)
+
+    gone = replace(now, pods=(pod("a"), pod("b", ready=False)), status=stored(first))
+    later = plan("p", "ns", bad, gone, NOW, Defaults()).status
+    assert conditions(later)["Ready"] == (
+        "False",
+        "WaitingForEngines",
+    )  # the status goes on telling the truth
+    assert (generation(later), later.ready) == (3, "1/2")

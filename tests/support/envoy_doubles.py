@@ -94,6 +94,9 @@ class ScriptedRouter:
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
         self.responses[self.tickets[ticket]] = (status, served, streamed)
 
+    def on_usage(self, ticket: int, cached_tokens: int) -> None:
+        """Nobody asks."""
+
     def finished(self, ticket: int, outcome: Outcome) -> None:
         test_id = self.tickets.pop(ticket, f"ticket {ticket}, which is not held")
         self.outcomes[test_id].append(outcome)

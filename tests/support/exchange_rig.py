@@ -53,6 +53,9 @@ class FakeRouter:
     def on_response(self, ticket, status, served, streamed):
         self.calls.append(("on_response", ticket, status, served, streamed))
 
+    def on_usage(self, ticket, cached_tokens):
+        self.calls.append(("on_usage", ticket, cached_tokens))
+
     def finished(self, ticket, outcome):
         self.calls.append(("finished", ticket, outcome))
 

@@ -24,6 +24,7 @@ class Operator:
         name: str = "one",
         token: str = "operator-token",
         lease_s: int = LEASE_S,
+        flags: tuple[str, ...] = (),
     ) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -39,6 +40,7 @@ class Operator:
                     f"--identity={name}",
                     f"--listen=127.0.0.1:{self.port}",
                     f"--lease-seconds={lease_s}",
+                    *flags,
                 ],
                 env={**os.environ, "KUBECONFIG": str(api_server.kubeconfig(token))},
                 stdout=log,

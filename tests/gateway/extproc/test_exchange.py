@@ -233,7 +233,7 @@ def echo(text: bytes, end: bool = False) -> Echo:
         ),
     ],
 )
-def test_full_duplex(router, events, answers):
+def test_a_full_duplex_body_is_sent_back_in_parts(router, events, answers):
     said, _ = converse(FakeRouter(**router), *events)
     assert readable(said) == answers
 

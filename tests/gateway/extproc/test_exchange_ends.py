@@ -65,6 +65,14 @@ def test_the_router_hears_once_how_a_stream_ended(mode, response, events, outcom
     assert router.finishes == [(7, outcome)]
 
 
+def test_what_the_engine_had_cached_is_told_before_the_end():
+    router = FakeRouter(**ON_HEADERS)
+    usage = [Body(Kind.RESPONSE_BODY, chunk, False) for chunk in (b'{"usage":{"cached_to', b'kens":96}}')]
+    _, exchange = converse(router, request(DUPLEX, DUPLEX), OK, *usage, END)
+    exchange.closed()
+    assert router.calls[-2:] == [("on_usage", 7, 96), ("finished", 7, Outcome.COMPLETED)]
+
+
 @pytest.mark.parametrize(
     "events",
     [[], [request()], [request(), WHOLE], [ResponseHeaders(401)]],

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import certificates
 import grpc
 import grpc.aio
 import pytest
@@ -12,8 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES
 from perilune_api.pool import Limits
-from perilune_gateway.extproc import Server, Transport, grpc_server, new_server
+from perilune_gateway.extproc import Server, Transport, new_server
+from perilune_gateway.extproc.grpc_server import GrpcServer
 from perilune_gateway.extproc.service import Service
+from perilune_gateway.extproc.tls import Tls
 from perilune_gateway.model import Outcome, Refusal, RefuseReason, Tokens, TokenSource
 
 OPTIONS = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own for every channel
@@ -219,7 +222,7 @@ async def test_nonsense_ends_the_call_with_an_error(serving, raw, caplog):
 
 
 @over_one_transport
-async def test_refusal(serving):
+async def test_a_refusal_is_answered_with_its_status(serving):
     async with serving() as rig:
         call = rig.call()
         answer = await ask(call, request_headers(**{REFUSE: "no_endpoint"}))
@@ -286,21 +289,26 @@ async def test_stop_without_grace_cancels_running_streams(serving):
         assert await rig.router.outcome("t") is Outcome.CANCELLED
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
-async def test_a_grpc_server_that_stops_has_connections_of_its_own_to_close(monkeypatch, host):
+@pytest.mark.parametrize(
+    ("host", "over_tls"),
+    [("127.0.0.1", False), ("0.0.0.0", False), ("localhost", False), ("127.0.0.1", True)],
+)
+async def test_a_grpc_server_that_stops_closes_connections_to_itself(tmp_path, monkeypatch, host, over_tls):
     """Each makes gRPC look again at calls that came while it was shutting down; all are gone in the end."""
-    came = []
+    opened = []
 
-    async def noted(*address, real=grpc_server._connection):
-        came.append(await real(*address))
-        return came[-1]
+    async def open_connection(*address, connect=asyncio.open_connection, **options):
+        reader, writer = await connect(*address, **options)
+        opened.append(writer.transport)
+        return reader, writer
 
-    monkeypatch.setattr(grpc_server, "_connection", noted)
-    server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()))
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)
+    tls = Tls(*certificates.make(tmp_path)) if over_tls else None
+    server = new_server(Transport.GRPC, Service(ScriptedRouter(), Tokenizer(None), limits=Limits()), tls)
     await server.start(f"{host}:0")
     await server.stop(10)
-    assert len(came) == len(grpc_server.WAKE_S)
-    assert all(writer is not None and writer.transport.is_closing() for writer in came)
+    assert opened
+    assert all(transport.is_closing() for transport in opened)
 
 
 async def test_a_read_that_grpc_awaits_is_not_cancelled_with_its_call():
@@ -315,7 +323,7 @@ async def test_a_read_that_grpc_awaits_is_not_cancelled_with_its_call():
             return grpc.aio.EOF
 
     service = Service(ScriptedRouter(), Tokenizer(None), limits=Limits())
-    call = asyncio.create_task(grpc_server.GrpcServer(service)._process(None, Context()))
+    call = asyncio.create_task(GrpcServer(service).process(None, Context()))
     await reading.wait()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

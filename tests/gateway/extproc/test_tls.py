@@ -207,22 +207,3 @@ async def test_a_stop_does_not_wait_for_handshakes(tmp_path):
         await asyncio.sleep(0)
     assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
-
-
-async def test_a_grpc_server_that_stops_connects_to_itself_over_tls_too(tmp_path, monkeypatch):
-    came = []
-
-    async def noted(*address, real=grpc_server._connection):
-        came.append(await real(*address))
-        return came[-1]
-
-    monkeypatch.setattr(grpc_server, "_connection", noted)
-    server = new_server(
-        Transport.GRPC,
-        Service(ScriptedRouter(), None, limits=Limits()),
-        Tls(*certificates.make(tmp_path)),
-    )
-    await server.start("127.0.0.1:0")
-    await server.stop(10)
-    assert len(came) == len(grpc_server.WAKE_S)
-    assert all(writer is not None and writer.transport.is_closing() for writer in came)

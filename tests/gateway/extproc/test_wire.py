@@ -56,7 +56,7 @@ def set_by(mutation: pb.HeaderMutation) -> dict[str, str]:
 POST = {":method": "POST", ":path": "/v1/x", "content-length": "12"}
 
 
-def test_request_headers():
+def test_request_headers_become_a_head():
     inbound = decoded(request_headers=headers(POST), protocol_config=pb.ProtocolConfiguration())
     assert inbound == RequestHeaders(
         RequestHead("POST", "/v1/x", POST, None, True), BodyMode.NONE, BodyMode.NONE
@@ -117,7 +117,7 @@ def test_response_headers_that_open_the_stream_tell_its_mode():
         pytest.param([A, "", " "], {A}, id="blanks are nobody"),
     ],
 )
-def test_subset_hint(hint, expected):
+def test_the_subset_hint_is_read_from_the_metadata(hint, expected):
     fields = struct()
     fields.update({"x-gateway-destination-endpoint-subset": hint})
     metadata = pb.Metadata(filter_metadata={"envoy.lb.subset_hint": fields})
@@ -175,7 +175,7 @@ def test_response_headers_that_end_the_response():
     ],
     ids=["request body", "its end", "response body", "request trailers", "response trailers"],
 )
-def test_bodies_and_trailers(fields, expected):
+def test_bodies_and_trailers_are_read(fields, expected):
     assert decoded(**fields) == expected
 
 
@@ -235,6 +235,13 @@ def test_pick_is_header_and_metadata_alike(kind):
     assert set_by(common.header_mutation) == {"x-gateway-destination-endpoint": f"{A},{B}"}
     assert common.clear_route_cache is True
     assert dict(message.dynamic_metadata) == {"envoy.lb": struct(x_gateway_destination_endpoint=f"{A},{B}")}
+
+
+def test_pick_names_the_rank():
+    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,), rank=0)).request_body.response.header_mutation
+    assert {h.header.key: h.header.raw_value for h in mutation.set_headers}["x-data-parallel-rank"] == b"0"
+    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response.header_mutation
+    assert "x-data-parallel-rank" not in {h.header.key for h in mutation.set_headers}
 
 
 def test_pick_may_replace_the_body():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from perilune_gateway.feeds.engine_metrics import interval_s, parse, run
+from perilune_gateway.feeds.engine_metrics import MOST_SERIES, interval_s, parse, run
 from perilune_gateway.model import EngineMetrics
 
 LABELS = ("engine", "model_name")
@@ -163,6 +163,11 @@ class TestParse:
         text += b'vllm:num_requests_waiting{engine="0"} 1\nvllm:num_requests_waiting{engine="1"} 2\n'
         assert parse(text) == EngineMetrics(waiting=3, kv_usage=pytest.approx(0.4))
 
+    def test_a_page_of_nothing_but_needed_series_is_read_in_part(self):
+        """Four megabytes of them would hold the loop that routes for a tenth of a second."""
+        text = b"vllm:num_requests_running 1\n" * (MOST_SERIES + 1)
+        assert parse(text).running == MOST_SERIES
+
     def test_blocks_that_are_not_known_yet(self):
         text = b'vllm:cache_config_info{block_size="32",num_gpu_blocks="None"} 1.0\n'
         assert parse(text) == EngineMetrics(block_size=32)
@@ -256,6 +261,7 @@ class Engine:
         self.status = 200
         self.hang = False
         self.scrapes = 0
+        self.waiting = 0
         self.encoding = ""
         self.headers: dict[str, str] = {}
 
@@ -263,7 +269,11 @@ class Engine:
         self.scrapes += 1
         self.encoding = request.headers["Accept-Encoding"]
         if self.hang:
-            await asyncio.Event().wait()
+            self.waiting += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.waiting -= 1
         return web.Response(body=self.body, status=self.status, headers=self.headers)
 
     @contextlib.asynccontextmanager
@@ -271,7 +281,7 @@ class Engine:
         """`async with engine.serving() as address`"""
         app = web.Application()
         app.add_routes([web.get("/metrics", self.metrics)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
@@ -359,6 +369,28 @@ class TestFeed:
             await sink.until(lambda s: (at_slow, None) in s.told)
             before = sink.told.index((at_slow, None))
             assert sink.told[:before].count((at_quick, EngineMetrics(running=1))) >= 3
+
+    async def test_a_fleet_that_hangs_takes_few_connections_and_starves_nobody(self, monkeypatch):
+        monkeypatch.setattr("perilune_gateway.feeds.engine_metrics.MOST_SCRAPES", 4)
+        engines, sink = [Engine() for _ in range(14)], Sink()
+        async with contextlib.AsyncExitStack() as servers:
+            addresses = [await servers.enter_async_context(engine.serving()) for engine in engines]
+            hanging, quick = engines[:12], addresses[12:]
+            for engine in hanging:
+                engine.hang = True
+            most = 0
+
+            def asked(*told: object) -> None:
+                nonlocal most
+                most = max(most, sum(engine.waiting for engine in hanging))
+                sink(*told)
+
+            async with scraping(lambda: addresses, asked, timeout_s=0.1):
+                await sink.until(lambda s: all((at, None) in s.told for at in addresses[:12]))
+                await sink.until(
+                    lambda s: all(s.told.count((at, EngineMetrics(running=1))) >= 3 for at in quick)
+                )
+        assert 1 <= most <= 4
 
     async def test_endpoints_come_and_go(self):
         a, b, sink = Engine(), Engine(), Sink()

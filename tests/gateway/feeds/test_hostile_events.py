@@ -13,6 +13,7 @@ from perilune_api.pool import Hashing
 from perilune_gateway.feeds.kv_events import Batch, decode
 from perilune_gateway.feeds.pool_events import EventSink
 from perilune_gateway.model import ProtocolError
+from perilune_gateway.state.block_tokens import BlockTokens
 from perilune_gateway.state.engine_blocks import Applied, EngineBlocks
 from perilune_gateway.state.parity import ParityCheck
 from perilune_gateway.state.prefix_index import PrefixIndex
@@ -28,12 +29,15 @@ class Listener:
     def on_applied(self, applied: Applied) -> None:
         self.heard.append(applied)
 
+    def on_learning(self, endpoint: str, learning: bool) -> None:
+        pass
+
 
 def take(*payloads: bytes) -> list[Batch]:
     """Decode and apply; what is no batch is left out."""
     index = PrefixIndex(1_000, 30.0)
     blocks = EngineBlocks(index, BLOCK, store=True, max_names=2_000)
-    sink = EventSink(blocks, ParityCheck(Hashing(), BLOCK), Listener(), lambda: 1.0)
+    sink = EventSink(blocks, ParityCheck(Hashing(), BLOCK), Listener(), lambda: 1.0, BlockTokens(BLOCK))
     batches = []
     for payload in payloads:
         try:

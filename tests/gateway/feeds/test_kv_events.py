@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.feeds.kv_events import decode, live_frames, replay_frames
+from perilune_gateway.feeds.kv_events import decode, live_frames, pieces, replay_frames
 from perilune_gateway.model import ProtocolError
-from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from perilune_gateway.model.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored
 
 pack = msgspec.msgpack.encode
 
@@ -24,6 +24,8 @@ STORED = {
     "lora_name": "l",
     "extra_keys": [["salt"], None],
     "group_idx": 0,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": 128,
 }
 FIELDS = list(STORED)
 
@@ -49,7 +51,19 @@ def test_both_encodings(event):
     batch = decode(pack([1.5, [event], 3]))
     assert (batch.published_s, batch.rank, batch.unknown) == (1.5, 3, 0)
     assert batch.events == (
-        BlockStored((1, 2**64 - 1), None, (5, 6, 7, 8), 2, None, "GPU", "l", (["salt"], None), 0),
+        BlockStored(
+            (1, 2**64 - 1),
+            None,
+            (5, 6, 7, 8),
+            2,
+            None,
+            "GPU",
+            "l",
+            (["salt"], None),
+            0,
+            "sliding_window",
+            128,
+        ),
     )
 
 
@@ -157,6 +171,71 @@ def test_replay_frames(frames, parsed):
 def test_no_replay_frames(frames):
     with pytest.raises(ProtocolError):
         replay_frames(frames)
+
+
+LONG = BlockStored(
+    tuple(range(100, 107)),
+    7,
+    tuple(range(28)),
+    4,
+    medium="GPU",
+    extra_keys=(None, ("a",), None, None, ("b",), None, None),
+)
+
+
+def test_a_long_event_in_pieces_says_the_same():
+    """Blocks, their parents, tokens and keys; what is removed; and everything else is in every piece."""
+    removed = BlockRemoved((1, 2, 3), "CPU")
+    batch = Batch(5.0, (LONG, AllBlocksCleared(), removed), rank=1, unknown=2)
+    found = [*pieces(batch, 3)]
+    events = [event for piece in found for event in piece.events]
+    assert [type(event).__name__ for event in events] == ["BlockStored"] * 3 + [
+        "AllBlocksCleared",
+        "BlockRemoved",
+    ]
+    first, second, third = events[:3]
+    assert [e.block_hashes for e in events[:3]] == [(100, 101, 102), (103, 104, 105), (106,)]
+    assert [e.parent_block_hash for e in events[:3]] == [7, 102, 105]
+    assert first.token_ids + second.token_ids + third.token_ids == LONG.token_ids
+    assert first.extra_keys + second.extra_keys + third.extra_keys == LONG.extra_keys
+    assert {(e.medium, e.block_size) for e in events[:3]} == {("GPU", 4)}
+    assert events[-1] == removed
+    assert all((piece.published_s, piece.rank) == (5.0, 1) for piece in found)
+    assert [*pieces(batch, 10)] == [batch], "it is short enough"
+
+
+def test_removals_in_a_row_become_one():
+    """From the same place only, and in their order among other events."""
+    events = (
+        BlockRemoved((1,), "GPU"),
+        BlockRemoved((2, 3), "GPU"),
+        BlockRemoved((4,), "CPU"),
+        AllBlocksCleared(),
+        BlockRemoved((5,), "GPU", 1),
+        BlockRemoved((6,), "GPU", 1),
+        BlockRemoved((7,), "GPU", 0),
+    )
+    (piece,) = pieces(Batch(0.0, events), 10)
+    assert piece.events == (
+        BlockRemoved((1, 2, 3), "GPU"),
+        BlockRemoved((4,), "CPU"),
+        AllBlocksCleared(),
+        BlockRemoved((5, 6), "GPU", 1),
+        BlockRemoved((7,), "GPU", 0),
+    )
+
+
+def test_a_long_event_without_tokens_has_pieces_without_tokens():
+    """As connectors send them for host memory."""
+    event = BlockStored(tuple(range(5)), None, medium="CPU")
+    found = [piece.events[0] for piece in pieces(Batch(0.0, (event,)), 2)]
+    assert [(e.block_hashes, e.token_ids) for e in found] == [((0, 1), ()), ((2, 3), ()), ((4,), ())]
+
+
+def test_a_malformed_event_stays_whole():
+    """Its reader counts all its blocks as malformed."""
+    event = BlockStored(tuple(range(5)), None, (1, 2, 3), 4)
+    assert [piece.events for piece in pieces(Batch(0.0, (event,)), 2)] == [(event,)]
 
 
 def test_live_frames():

@@ -2,17 +2,26 @@
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
+import time
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
+import replaying_engine
 import zmq
 import zmq.asyncio
+from waiting import until
 
 from perilune_api.pool import SpecError
-from perilune_gateway.feeds import kv_feed
+from perilune_gateway.feeds import kv_feed, zmq_sockets
 from perilune_gateway.feeds.kv_events import Batch, decode
-from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause
+from perilune_gateway.feeds.kv_feed import Counters, Publisher, ResetCause, Shared
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.prefix_index import PrefixIndex
 
@@ -65,12 +74,14 @@ class Engine:
             assert empty == b""
             self.replays.append(int.from_bytes(start, "big"))
             self._asked.set()
-            if not self.answers:
-                continue
-            for seq, payload in list(self.buffer):
-                if seq >= start:
-                    await self._router.send_multipart([who, b"", *self._topic(b"kv"), seq, payload])
-            await self._router.send_multipart([who, b"", *self._topic(b""), b"\xff" * 8, b""])
+            if self.answers:
+                await self.replay(who, start)
+
+    async def replay(self, who: bytes, start: bytes) -> None:
+        for seq, payload in list(self.buffer):
+            if seq >= start:
+                await self._router.send_multipart([who, b"", *self._topic(b"kv"), seq, payload])
+        await self._router.send_multipart([who, b"", *self._topic(b""), b"\xff" * 8, b""])
 
     def _topic(self, topic: bytes) -> list[bytes]:
         return [topic] if self.topic else []
@@ -127,13 +138,13 @@ class Recorder:
 
     def batch(self, endpoint, rank, batch, lag_s) -> None:
         for event in batch.events:
-            self.blocks.apply(endpoint, event, 0.0, rank)
+            self.blocks.apply(endpoint, event, 0.0)
         self.batches.append(batch)
         self.lags.append(lag_s)
         self._changed.set()
 
     def reset(self, endpoint, rank, cause) -> None:
-        self.blocks.reset(endpoint, rank)
+        self.blocks.reset(endpoint, 0.0)
         self.resets.append(cause)
         self._changed.set()
 
@@ -157,24 +168,34 @@ def at(ts: float) -> bytes:
 
 @pytest.fixture
 async def context():
+    """The engine's."""
     context = zmq.asyncio.Context()
     yield context
     context.destroy(linger=0)
 
 
+@pytest.fixture
+def ours():
+    """The feed's."""
+    context = zmq_sockets.new_context()
+    yield context
+    context.destroy(linger=0)
+
+
 @contextlib.asynccontextmanager
-async def feeding(context, engine, *, replay=True, counters=None, timeout_s=2.0):
+async def feeding(engine, ours, *, replay=True, counters=None, timeout_s=2.0):
     sink = Recorder()
-    task = asyncio.create_task(
-        kv_feed.run(
-            Publisher(ENGINE, 0, engine.events_url, engine.replay_url if replay else ""),
-            sink,
-            lambda: 100.0,
-            context,
-            counters or Counters(),
-            timeout_s,
-        )
+    shared = Shared(
+        ours,
+        lambda: 100.0,
+        Random(1),
+        replay_timeout_s=timeout_s,
+        answer_timeout_s=timeout_s,
+        spread_s=0.0,
+        pause_s=0.001,
     )
+    publisher = Publisher(ENGINE, 0, engine.events_url, engine.replay_url if replay else "")
+    task = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters or Counters()))
     try:
         await engine.subscribed()
         yield sink
@@ -184,57 +205,182 @@ async def feeding(context, engine, *, replay=True, counters=None, timeout_s=2.0)
         await engine.stop()
 
 
-class EndlessReplay:
-    """A context whose replay goes on and on, by `step` in its sequence numbers. After `patience` messages the
-    feed, if it is known here, is cancelled."""
+class Endless(Engine):
+    """Its replay goes on and on, by `step` in the sequence numbers."""
 
-    def __init__(self, step: int = 1, patience: int = 0) -> None:
-        self.step, self.patience, self.sent = step, patience, 0
-        self.feed: asyncio.Task[object] | None = None
+    step = 1
 
-    def socket(self, kind: int) -> "EndlessReplay":
-        return self
-
-    def set(self, option: int, value: int) -> None: ...
-    def connect(self, url: str) -> None: ...
-    def close(self, linger: int) -> None: ...
-    async def send_multipart(self, frames: list[bytes]) -> None: ...
-
-    async def recv_multipart(self) -> list[bytes]:
-        await asyncio.sleep(0)
-        self.sent += 1
-        if self.feed and self.sent == self.patience:
-            self.feed.cancel()
-        assert self.sent < 1_000, "nobody else ends it"
-        return [b"", b"topic", (self.sent * self.step).to_bytes(8, "big"), at(1.0)]
-
-    def catch_up(self, counters: Counters) -> asyncio.Task[bool]:
-        feed = kv_feed._Feed(
-            Publisher(ENGINE, 0, "", "tcp://there"), Recorder(), lambda: 1.0, self, counters, 2.0
-        )
-        return asyncio.create_task(feed.catch_up())
+    async def replay(self, who: bytes, start: bytes) -> None:
+        seq = 0
+        while True:
+            await self._router.send_multipart([who, b"", b"kv", seq.to_bytes(8, "big"), at(1.0)])
+            await asyncio.sleep(0)
+            seq += self.step
 
 
-async def test_a_feed_that_is_cancelled_amid_a_replay_ends():
+async def test_a_feed_that_is_cancelled_amid_a_replay_ends(context, ours):
     """Else a gateway that is stopped then would never end."""
-    replay = EndlessReplay(patience=20)
-    replay.feed = replay.catch_up(Counters())
-    with pytest.raises(asyncio.CancelledError):
-        await replay.feed
-    assert replay.sent == 20
+    engine = Endless(context)
+    async with feeding(engine, ours) as sink:
+        await sink.until(lambda: len(sink.batches) >= 20)
 
 
 @pytest.mark.parametrize("step", [0, 1], ids=["the same message again and again", "ever new ones"])
-async def test_a_replay_without_an_end_is_no_answer(monkeypatch, step):
+async def test_a_replay_without_an_end_is_broken_off(context, ours, monkeypatch, step):
     monkeypatch.setattr(kv_feed, "REPLAYED_MESSAGES", 50)
-    counters = Counters()
-    assert not await EndlessReplay(step).catch_up(counters)
-    assert (counters.malformed, counters.replayed) == (1, 0)
+    engine, counters = Endless(context), Counters()
+    engine.step = step
+    async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:
+        await engine.asked()
+        await engine.send(1000, at(5.0))
+        await sink.until(lambda: sink.times[-1:] == [5.0])
+        assert counters.replayed == (1, 50)[step] * len(engine.replays)
+        assert counters.malformed == len(engine.replays)
 
 
-async def test_a_whole_capture(context, captures):
+class Lossy(Engine):
+    """Drops of each replay the messages that the next of `drops` names; -1 is the end."""
+
+    drops: Sequence[set[int]] = ()
+
+    async def replay(self, who: bytes, start: bytes) -> None:
+        drops = self.drops[len(self.replays) - 1] if len(self.replays) <= len(self.drops) else set()
+        for seq, payload in [*self.buffer, (b"\xff" * 8, b"")]:
+            number = -1 if seq == b"\xff" * 8 else int.from_bytes(seq, "big")
+            if seq >= start and number not in drops:
+                await self._router.send_multipart([who, b"", b"kv", seq, payload])
+
+
+@pytest.mark.parametrize(
+    ("drops", "asked"),
+    [
+        pytest.param([{4}], [0, 3], id="one in the middle"),
+        pytest.param([{4, 7}, {7}], [0, 3, 6], id="several holes"),
+        pytest.param([{-1}], [0, 9], id="the end"),
+        pytest.param([{7, 8, 9, -1}, {9, -1}, {-1}], [0, 6, 8, 9], id="the last and the end"),
+    ],
+)
+async def test_what_a_replay_drops_is_asked_for_again_from_the_next_number(context, ours, drops, asked):
+    """A ROUTER drops without a word what its reader's queue has no room for. The message before the next one
+    shows that it is the same engine."""
+    engine, counters = Lossy(context), Counters()
+    engine.drops = drops
+    for seq in range(10):
+        await engine.send(seq, at(seq), dropped=True)
+    async with feeding(engine, ours, counters=counters, timeout_s=0.2) as sink:
+        await sink.until(lambda: len(sink.batches) == 10)
+        await until(lambda: not counters.catching_up)
+        assert sink.times == [*range(10)]
+        assert engine.replays == asked
+        assert (counters.replayed, counters.gaps, sink.resets) == (10, 0, [])
+
+
+async def test_a_replay_that_brings_nothing_new_is_given_up(context, ours, caplog):
+    engine, counters = Lossy(context), Counters()
+    engine.drops = [{*range(3, 10), -1}] * 100
+    for seq in range(10):
+        await engine.send(seq, at(seq), dropped=True)
+    async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:
+        await sink.until(lambda: len(sink.batches) == 3)
+        await until(lambda: not counters.catching_up)
+        engine.buffer.clear()
+        engine.drops = ({10, -1},) * 100
+        await engine.send(10, at(10))
+        await sink.until(lambda: sink.times[-1:] == [10.0])
+        assert sink.resets == [ResetCause.LOST]
+        assert sink.times == [0, 1, 2, 10]
+        assert "KV event replay not answered endpoint=10.0.0.1:8000 rank=0" in caplog.messages
+
+
+class Process:
+    """tests/support/replaying_engine.py"""
+
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, replaying_engine.__file__, *map(str, arguments)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.events_url, self.replay_url = self._process.stdout.readline().split()
+
+    def end(self) -> int:
+        """Returns the number of messages that it put into replies."""
+        said, _ = self._process.communicate("end", timeout=30)
+        return int(said)
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Counting:
+    """A sink that keeps nothing."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.most_bytes = 0
+        self.resets: list[ResetCause] = []
+
+    def batch(self, endpoint, rank, batch, lag_s) -> None:
+        self.blocks.extend(event.block_hashes[-1] for event in batch.events)
+        if len(self.blocks) % 500 == 0:
+            self.most_bytes = max(self.most_bytes, resident_bytes())
+
+    def reset(self, endpoint, rank, cause) -> None:
+        self.resets.append(cause)
+
+
+def names(kept: int, blocks: int) -> list[int]:
+    """The last block of each of its messages."""
+    dice = Random(1)
+    return [replaying_engine.message(dice, blocks, None)[0] for _ in range(kept)]
+
+
+async def test_a_long_replay_is_applied_while_it_is_read(ours):
+    """10,000 messages of 3.3 kB, of which the engine drops what this reader is too slow for."""
+    kept, blocks = 10_000, 40
+    expected, engine = names(kept, blocks), Process(kept, blocks)
+    sink, counters = Counting(), Counters()
+    shared = Shared(ours, time.time, Random(1))
+    publisher = Publisher(ENGINE, 0, engine.events_url, engine.replay_url)
+    before = resident_bytes()
+    feed = asyncio.create_task(kv_feed.run(publisher, sink, shared, counters))
+    try:
+        await until(lambda: len(sink.blocks) >= kept and not counters.catching_up)
+    finally:
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+        sent = engine.end()
+    assert sink.blocks == expected
+    assert sink.resets == []
+    assert sink.most_bytes - before < 80e6, "33 MB of messages; decoded they take 350 MB"
+    assert sent < 5 * kept, "else it asks too often"
+
+
+async def test_ten_gateways_that_start_together_ask_an_engine_little_more_than_once_each(ours):
+    """Its one thread publishes nothing while it answers. It goes on publishing, and every gateway has all."""
+    kept, gateways = 2_000, 10
+    expected, engine = names(kept, 8), Process(kept, 8, 50)
+    sinks, counters = [Counting() for _ in range(gateways)], [Counters() for _ in range(gateways)]
+    publisher = Publisher(ENGINE, 0, engine.events_url, engine.replay_url)
+    feeds = [
+        asyncio.create_task(kv_feed.run(publisher, sinks[n], Shared(ours, time.time, Random(n)), counters[n]))
+        for n in range(gateways)
+    ]
+    try:
+        await until(lambda: all(c.batches > c.replayed + 20 and not c.catching_up for c in counters))
+    finally:
+        for feed in feeds:
+            feed.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)
+        sent = engine.end()
+    for sink in sinks:
+        assert sink.blocks[:kept] == expected
+        assert sink.resets == []
+    assert sent < 2 * gateways * kept
+
+
+async def test_a_whole_capture(context, ours, captures):
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         messages = captures["main"].messages
         for frames in messages:
@@ -268,12 +414,12 @@ async def lose(engine: Engine, sink: Recorder, messages, arrive: int, replay_fra
 
 
 @pytest.mark.parametrize("topic", [True, False], ids=["with topic", "without topic, until 0.25"])
-async def test_dropped_messages_are_replayed(context, captures, replay_frames, topic):
+async def test_dropped_messages_are_replayed(context, ours, captures, replay_frames, topic):
     """Live up to 239, then nothing, then the last: the replay brings what is between, from the very frames
     that a real engine answered."""
     engine, counters = Engine(context, topic=topic), Counters()
     messages = captures["main"].messages
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await lose(engine, sink, messages, 240, replay_frames)
         await sink.until(lambda: len(sink.batches) == 528)
         assert sink.held() == expected(messages)
@@ -282,10 +428,10 @@ async def test_dropped_messages_are_replayed(context, captures, replay_frames, t
         assert (counters.gaps, counters.replayed, counters.rebuilds) == (1, 288, 0)
 
 
-async def test_a_short_replay_buffer_means_to_begin_anew(context, captures, replay_frames):
+async def test_a_short_replay_buffer_means_to_begin_anew(context, ours, captures, replay_frames):
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await lose(engine, sink, messages, 100, replay_frames)
         await sink.until(lambda: len(sink.batches) == 388)
         assert sink.resets == [ResetCause.LOST]
@@ -294,9 +440,9 @@ async def test_a_short_replay_buffer_means_to_begin_anew(context, captures, repl
         assert (counters.gaps, counters.rebuilds) == (1, 1)
 
 
-async def test_a_gap_without_replay_address_means_to_begin_anew(context):
+async def test_a_gap_without_replay_address_means_to_begin_anew(context, ours):
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, replay=False, counters=counters) as sink:
+    async with feeding(engine, ours, replay=False, counters=counters) as sink:
         for seq in (3, 4, 6):
             await engine.send(seq, at(seq))
         await sink.until(lambda: len(sink.batches) == 3)
@@ -305,9 +451,9 @@ async def test_a_gap_without_replay_address_means_to_begin_anew(context):
         assert (counters.gaps, counters.rebuilds) == (1, 1), "the beginning is no gap: nothing was known"
 
 
-async def test_a_silent_replay_address_is_no_answer(context):
+async def test_a_silent_replay_address_is_no_answer(context, ours):
     engine, counters = Engine(context, answers=False), Counters()
-    async with feeding(context, engine, counters=counters, timeout_s=0.05) as sink:
+    async with feeding(engine, ours, counters=counters, timeout_s=0.05) as sink:
         await engine.send(0, at(1))
         await sink.until(lambda: len(sink.batches) == 1)
         await engine.send(2, at(3))
@@ -315,12 +461,12 @@ async def test_a_silent_replay_address_is_no_answer(context):
         assert sink.resets == [ResetCause.LOST]
 
 
-async def test_what_was_announced_before_we_came(context, captures):
+async def test_what_was_announced_before_we_came(context, ours, captures):
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages[:50]
     for frames in messages[:30]:
         await engine.send(int.from_bytes(frames[1], "big"), frames[2])
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await sink.until(lambda: len(sink.batches) == 30)
         for frames in messages[30:]:
             await engine.send(int.from_bytes(frames[1], "big"), frames[2])
@@ -329,23 +475,23 @@ async def test_what_was_announced_before_we_came(context, captures):
         assert (counters.replayed, counters.gaps, sink.resets) == (30, 0, [])
 
 
-async def test_an_engine_that_answers_late(context):
+async def test_an_engine_that_answers_late(context, ours):
     """Nobody answers at first; what was announced before is asked for again at the handshake."""
     engine = Engine(context, answers=False)
     for seq in range(3):
         await engine.send(seq, at(seq), dropped=True)
-    async with feeding(context, engine, timeout_s=0.2) as sink:
+    async with feeding(engine, ours, timeout_s=0.2) as sink:
         await engine.asked()
         engine.answers = True
         await sink.until(lambda: len(sink.batches) == 3)
         assert engine.replays == [0, 0]
 
 
-async def test_a_restarted_engine_holds_nothing(context, captures):
+async def test_a_restarted_engine_holds_nothing(context, ours, captures):
     engine, counters = Engine(context), Counters()
     messages = captures["main"].messages
     last_s = decode(messages[19][2]).published_s
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         for frames in messages[:20]:
             await engine.send(int.from_bytes(frames[1], "big"), frames[2])
@@ -358,10 +504,10 @@ async def test_a_restarted_engine_holds_nothing(context, captures):
         assert (counters.restarts, counters.gaps) == (1, 0)
 
 
-async def test_a_restarted_engine_that_is_already_further(context):
+async def test_a_restarted_engine_that_is_already_further(context, ours):
     """Its numbers exceed ours, but its message of our last number is another one."""
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         for seq in range(3):
             await engine.send(seq, at(seq))
@@ -376,11 +522,11 @@ async def test_a_restarted_engine_that_is_already_further(context):
         assert counters.restarts == 1
 
 
-async def test_an_engine_that_restarts_and_idles_is_found_out(context):
+async def test_an_engine_that_restarts_and_idles_is_found_out(context, ours):
     """Nothing is published after the restart: the question at reconnection shows it."""
     engine, counters = Engine(context), Counters()
     ports = engine.ports
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         await engine.send(0, at(1))
         await sink.until(lambda: len(sink.batches) == 1)
@@ -394,10 +540,10 @@ async def test_an_engine_that_restarts_and_idles_is_found_out(context):
         await again.stop()
 
 
-async def test_a_broken_connection_is_no_restart(context):
+async def test_a_broken_connection_is_no_restart(context, ours):
     engine, counters = Engine(context), Counters()
     ports = engine.ports
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         await engine.send(0, at(1))
         await sink.until(lambda: len(sink.batches) == 1)
@@ -410,9 +556,9 @@ async def test_a_broken_connection_is_no_restart(context):
         await same.stop()
 
 
-async def test_repetitions_are_applied_once(context):
+async def test_repetitions_are_applied_once(context, ours):
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         for seq in (0, 1, 0, 1, 2):
             await engine.send(seq, at(seq))
@@ -421,9 +567,9 @@ async def test_repetitions_are_applied_once(context):
         assert counters.old == 2
 
 
-async def test_a_message_that_cannot_be_read(context):
+async def test_a_message_that_cannot_be_read(context, ours):
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         await engine.send(0, at(1))
         await engine.send_raw([b"only two", b"frames"])
@@ -435,11 +581,11 @@ async def test_a_message_that_cannot_be_read(context):
         assert counters.malformed == 2
 
 
-async def test_an_engine_of_which_nothing_can_be_read_is_told_once(context, caplog):
+async def test_an_engine_of_which_nothing_can_be_read_is_told_once(context, ours, caplog):
     """It speaks with every step."""
     caplog.set_level("INFO", "perilune_gateway.feeds.kv_feed")
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         await engine.send(0, at(1))
         for seq in range(1, 20):
@@ -458,9 +604,9 @@ async def test_an_engine_of_which_nothing_can_be_read_is_told_once(context, capl
         assert len(caplog.messages) == 2, "since it could be read in between"
 
 
-async def test_unknown_events_are_counted(context):
+async def test_unknown_events_are_counted(context, ours):
     engine, counters = Engine(context), Counters()
-    async with feeding(context, engine, counters=counters) as sink:
+    async with feeding(engine, ours, counters=counters) as sink:
         await engine.asked()
         await engine.send(0, pack([0.0, [{"type": "New"}], 0]))
         await sink.until(lambda: len(sink.batches) == 1)
@@ -468,6 +614,7 @@ async def test_unknown_events_are_counted(context):
 
 
 @pytest.mark.parametrize("url", ["tcp://", "nonsense", "tcp://127.0.0.1:none"])
-async def test_no_zmq_address(context, url):
+async def test_no_zmq_address(ours, url):
+    shared = Shared(ours, lambda: 0.0, Random(1))
     with pytest.raises(SpecError, match="ZMQ address"):
-        await kv_feed.run(Publisher(ENGINE, 0, url), Recorder(), lambda: 0.0, context)
+        await kv_feed.run(Publisher(ENGINE, 0, url), Recorder(), shared, Counters())

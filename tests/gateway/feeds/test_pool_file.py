@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from perilune_api.pool import Pool, SpecError, load
 from perilune_gateway.feeds.pool_file import PoolFile
@@ -150,8 +151,8 @@ class TestPoolFile:
 
 class TestRun:
     @contextlib.asynccontextmanager
-    async def watching(self, file, on_pool):
-        task = asyncio.create_task(file.run(on_pool, poll_s=0.01))
+    async def watching(self, file, on_pool, **options):
+        task = asyncio.create_task(file.run(on_pool, poll_s=0.01, **options))
         try:
             yield
         finally:
@@ -180,3 +181,26 @@ class TestRun:
             await asyncio.wait_for(asked.wait(), 10)
         assert "blockSize" in file.last_error
         assert ports(file.current) == [1]
+
+    async def test_a_file_that_cannot_be_read_to_its_end_stalls_nothing(self, file, path):
+        """A FIFO that nobody writes is read like a file on a mount that hangs: without an end."""
+        taken: asyncio.Queue[Pool] = asyncio.Queue()
+        path.unlink()
+        os.mkfifo(path)
+        async with self.watching(file, taken.put_nowait, stalled_s=0.05):
+            await until(lambda: file.last_error)
+            assert f"cannot read {path}: no answer for 0.05 s" in file.last_error
+            assert ports(file.current) == [1]
+            end = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # the reading thread ends with it
+            path.unlink()
+            path.write_text(document(9))
+            os.close(end)
+            assert ports(await asyncio.wait_for(taken.get(), 10)) == [9]
+        assert file.last_error == ""
+
+    async def test_a_stop_does_not_wait_for_a_read_that_does_not_end(self, file, path):
+        path.unlink()
+        os.mkfifo(path)
+        async with self.watching(file, lambda pool: None, stalled_s=0.01):
+            await until(lambda: file.last_error)
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))

@@ -37,6 +37,7 @@ class World:
     bound: list[SessionFacts] = field(default_factory=list)
     prefixes: dict[str, PrefixFacts] = field(default_factory=dict)
     pullable: bool = True
+    ahead: bool = False
     asked: list[tuple[str, int]] = field(default_factory=list)
 
     def endpoints(self, now: float, near: Sequence[str] = ()) -> list[Candidate]:

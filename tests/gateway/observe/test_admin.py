@@ -5,9 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 from routing_objects import fleet, request, session
+from yarl import URL
 
 from perilune_api.policies import PolicyParams
 from perilune_gateway.model import (
@@ -21,7 +24,8 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.admin import PAGES, Admin, AdminData
+from perilune_gateway.observe.admin import PAGES, Admin, AdminData, application
+from perilune_gateway.observe.console import STREAM
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import Health, report
 from perilune_gateway.observe.metrics import Metrics
@@ -57,6 +61,8 @@ class World:
             moves=lambda: {"offers": []},
             health=self.health,
             ready=lambda: self.ready,
+            about=lambda: {"pool": "default/p"},
+            wall=lambda: 0.0,
         )
 
 
@@ -137,7 +143,7 @@ class TestDecisions:
             status, body = await get("/api/decisions/a%2Fb%20c%3F%C3%BC")
         assert (status, body["request_id"]) == (200, "a/b c?ü")
 
-    async def test_unknown_id(self, world):
+    async def test_an_unknown_id_gets_404(self, world):
         async with browsing(world) as get:
             status, body = await get("/api/decisions/nope")
         assert status == 404
@@ -192,7 +198,7 @@ class TestState:
         assert unknown[0] == 404
         assert unknown[1]["error"]["param"] == "id"
 
-    async def test_index_stats(self, world):
+    async def test_the_page_of_the_index_has_its_statistics(self, world):
         async with browsing(world) as get:
             status, body = await get("/api/index/stats")
         assert (status, body["entries"], body["endpoints"]) == (
@@ -238,7 +244,7 @@ class TestPlainPages:
             assert status == 200
             for path in PAGES:
                 assert path in text
-                if "{" not in path:
+                if "{" not in path and path != STREAM:
                     assert (await get(path))[0] == 200
 
     @pytest.mark.parametrize(
@@ -270,3 +276,34 @@ class TestListening:
         await admin.stop()
         assert await admin.start(port=port) == port
         await admin.stop()
+
+
+@web.middleware
+async def as_stranger(request, handler):
+    """As if the client were on another machine."""
+    return await handler(request.clone(remote=request.headers["X-Test-Peer"]))
+
+
+@pytest.mark.parametrize(
+    ("peer", "to_anyone", "path", "status"),
+    [
+        pytest.param("10.1.2.3", False, "/api/decisions", 403, id="a stranger reads no decisions"),
+        pytest.param("fd00::7", False, "/api/sessions/a", 403, id="nor sessions, over IPv6"),
+        pytest.param("10.1.2.3", False, "/%61pi/decisions", 403, id="nor by another spelling"),
+        pytest.param("10.1.2.3", False, "/", 403, id="nor the list"),
+        pytest.param("10.1.2.3", False, "/metrics", 200, id="but metrics"),
+        pytest.param("10.1.2.3", False, "/healthz", 200, id="and probes"),
+        pytest.param("127.0.0.1", False, "/api/decisions", 200, id="port-forward"),
+        pytest.param("::1", False, "/api/decisions", 200, id="port-forward over IPv6"),
+        pytest.param("::ffff:127.0.0.1", False, "/api/decisions", 200, id="the same by a socket of both"),
+        pytest.param("10.1.2.3", True, "/api/decisions", 200, id="anyone who is let"),
+    ],
+)
+async def test_who_may_read_what(world, peer, to_anyone, path, status):
+    app = application(world.data(), to_anyone=to_anyone)
+    app.middlewares.insert(0, as_stranger)
+    async with TestClient(TestServer(app)) as client:
+        answer = await client.get(URL(path, encoded=True), headers={"X-Test-Peer": peer})
+        assert answer.status == status
+        if status == 403:
+            assert "kubectl port-forward" in (await answer.json())["error"]["message"]

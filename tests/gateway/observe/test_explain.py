@@ -169,7 +169,7 @@ class TestCounterfactual:
             ),
         ],
     )
-    def test_other_answers(self, verdict, expected):
+    def test_what_another_policy_answers_is_shown(self, verdict, expected):
         others = dict(counterfactual(record(), {"x": lambda *_: verdict}, PolicyParams(), Random(1)))
         assert others == {"x": expected}
 

@@ -3,9 +3,11 @@
 import pytest
 
 from perilune_gateway.model import Endpoint, Load
-from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
+from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.parity import Parity
 
 
@@ -18,6 +20,11 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
     [
         pytest.param(stats(), [], id="all well"),
         pytest.param(stats(ready=False), [ProblemKind.NOT_READY], id="not ready"),
+        pytest.param(
+            stats(ready=False, ejection=EjectionStats(Cause.LATE, 3.0, 4, 4)),
+            [ProblemKind.EJECTED],
+            id="ejected",
+        ),
         pytest.param(stats(age_s=15.1), [ProblemKind.STALE_METRICS], id="metrics old"),
         pytest.param(stats(age_s=15.0), [], id="metrics just fresh"),
         pytest.param(stats(age_s=float("inf")), [ProblemKind.STALE_METRICS], id="metrics never read"),
@@ -31,6 +38,11 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
             id="down explains the rest",
         ),
         pytest.param(stats(events=EventStats(True, 0.1)), [], id="events flow"),
+        pytest.param(
+            stats(events=EventStats(failure="too many files"), prefix_queries_tokens=9.0),
+            [ProblemKind.FEED_FAILED],
+            id="the feed has failed",
+        ),
         pytest.param(stats(events=EventStats(True)), [], id="connected, no batch yet"),
         pytest.param(stats(events=EventStats(True, 2.5)), [ProblemKind.LATE_EVENTS], id="events late"),
         pytest.param(stats(events=EventStats(True, 0.1, gaps=2)), [], id="gaps replayed"),
@@ -45,9 +57,11 @@ def stats(address: str = "a", *, ready: bool = True, age_s: float = 1.0, **chang
         ),
         pytest.param(stats(block_size=16), [], id="block size equal"),
         pytest.param(stats(block_size=32), [ProblemKind.BLOCK_SIZE], id="block size differs"),
+        pytest.param(stats(waiting_blocks=7), [ProblemKind.LEARNING], id="blocks of unknown parents"),
+        pytest.param(stats(strange_group="cross_attention"), [ProblemKind.KV_GROUP], id="strange layers"),
     ],
 )
-def test_one_endpoint(row, expected):
+def test_a_problem_of_one_endpoint_is_named_with_cause_and_cure(row, expected):
     found = diagnose([row, stats("healthy")], 16)
     assert [p.kind for p in found] == expected
     assert all(p.endpoint == "a" and p.message and p.effect and p.cause and p.cure for p in found)
@@ -61,6 +75,36 @@ def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own(
     (problem,) = ill.problems
     assert (ill.status, problem.kind, problem.endpoint) == (Status.DEGRADED, ProblemKind.DECISION_LOG, "")
     assert problem.message == "/var/log/d cannot be written (disk full); 3 entries are lost"
+
+
+def test_health_says_where_the_cost_model_comes_from_and_how_wrong_it_is_now():
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    new = report([stats(), stats("b")], **about, prefill_scale=0.4).cost_model
+    assert "prefillScale" in new.source
+    assert "0.4" in new.source
+    assert (new.error, new.observations) == (None, 0)
+    measured = [
+        stats(address, calibration=EndpointCalibration(prefill=RatioStats(ratio, 5)))
+        for address, ratio in (("a", 1.5), ("b", 1.3), ("c", 9.0))
+    ]
+    seen = report([*measured, stats("silent")], **about).cost_model
+    assert (seen.error, seen.observations) == (0.5, 15)
+
+
+@pytest.mark.parametrize(
+    ("ingest", "said"),
+    [
+        pytest.param(IngestStats(0.5, 2.0), "", id="at the limit"),
+        pytest.param(IngestStats(0.83, 0.5), "KV events take 83% of", id="too little is left for requests"),
+        pytest.param(IngestStats(0.1, 2.5), "are 2.5 s behind", id="late"),
+        pytest.param(IngestStats(0.9, 0.0, catching_up=3), "3 feeds are catching up", id="just started"),
+    ],
+)
+def test_a_gateway_that_does_not_keep_up_with_events_says_so(ingest, said):
+    about = {"block_size": 16, "pool": "d/p", "policy": "ear", "version": "1", "uptime_s": 2.0}
+    problems = report([stats()], **about, ingest=ingest).problems
+    assert [p.kind for p in problems] == ([ProblemKind.INGEST_BEHIND] if said else [])
+    assert all(said in p.message for p in problems)
 
 
 def test_parity_says_its_own_cause_and_cure():

@@ -23,7 +23,7 @@ from perilune_gateway.model import (
     Step,
     TokenSource,
 )
-from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.observe.metrics import LEFT, Affinity, Metrics, Window, affinity_of
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
@@ -107,7 +107,7 @@ class TestDecided:
         metrics.decided(record(cached_tokens=100))
         assert value(metrics, "cache_hit_ratio") == pytest.approx(0.1)
 
-    def test_token_sources(self, metrics):
+    def test_prompts_are_counted_by_source_of_tokens(self, metrics):
         metrics.decided(record(view=structs.replace(request(), token_source=TokenSource.ESTIMATE)))
         assert value(metrics, "token_counts_total", source="estimate") == 1
         assert value(metrics, "token_counts_total", source="local") == 0
@@ -147,7 +147,7 @@ def test_affinity_says_whether_a_session_stayed_with_its_host(host, decision, ex
     assert affinity_of(host, decision) is expected
 
 
-def test_the_plain_counters(metrics):
+def test_what_happens_is_counted(metrics):
     metrics.refused(RefuseReason.BODY_TOO_LARGE)
     metrics.scrape_failed("a")
     metrics.ended("a", Outcome.COMPLETED)
@@ -201,6 +201,7 @@ class TestMirror:
             sessions_bound=3,
             sessions_evicted=8,
             bodies_parsed_in_part=9,
+            ingest=IngestStats(0.25, 1.5, 12, 4),
         )
 
     def test_without_a_snapshot_there_are_no_node_series(self, metrics):
@@ -226,6 +227,10 @@ class TestMirror:
     @pytest.mark.parametrize(
         ("name", "labels", "expected"),
         [
+            ("ingest_busy_ratio", {}, 0.25),
+            ("ingest_behind_seconds", {}, 1.5),
+            ("ingest_blocks_total", {}, 12),
+            ("ingest_catching_up", {}, 4),
             ("endpoint_pending_prefill_tokens", {"endpoint": "a"}, 5),
             ("endpoint_pending_prefill_seconds", {"endpoint": "a"}, 0.5),
             ("endpoint_in_flight_requests", {"endpoint": "a"}, 2),
@@ -310,5 +315,5 @@ class TestWindow:
         assert window.ratio(now=500) is None
         assert window.ratio(now=1) == 0.5
 
-    def test_nothing_added(self):
+    def test_an_empty_window_has_no_ratio(self):
         assert Window().ratio(now=0) is None

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncIterator
+from random import Random
 
 import pytest
 from router_rig import A, B, Rig, pool
@@ -23,7 +24,11 @@ def rig() -> Rig:
 @pytest.fixture
 async def snapshots(rig: Rig) -> AsyncIterator[Snapshots]:
     blocks = EngineBlocks(rig.router.state.index, rig.block_size, store=False)
-    feeds = EventFeeds(EventSink(blocks, rig.state.parity, rig.router.lifecycle, lambda: rig.now), time.time)
+    feeds = EventFeeds(
+        EventSink(blocks, rig.state.parity, rig.router.lifecycle, lambda: rig.now, rig.state.block_tokens),
+        time.time,
+        Random(1),
+    )
     yield Snapshots(rig.router, blocks, feeds, None, lambda: rig.now)
     await feeds.close()
 

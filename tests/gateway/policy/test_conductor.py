@@ -132,5 +132,5 @@ def test_no_scheduling_draws_and_counts_on_no_cache() -> None:
     ("holders", "distance"),
     [(set(), 0.0), ({"b"}, 0.0), ({"a"}, 1.0), ({"a", "b"}, 0.5), ({"a", "unknown"}, 2.0)],
 )
-def test_mean_distance(holders: set[str], distance: float) -> None:
+def test_the_mean_distance_is_over_all_holders(holders: set[str], distance: float) -> None:
     assert mean_distance(near("b", Level.RACK), holders) == distance

@@ -43,7 +43,7 @@ ASKED = request(tokens=160)
         pytest.param({"pending": 80}, {"prefill_load_scale": 3.0}, 45 + 10, id="prefill scale"),
     ],
 )
-def test_dynamo_cost(there: dict, params: dict, expected: float) -> None:
+def test_dynamo_costs_follow_the_formula(there: dict, params: dict, expected: float) -> None:
     assert costs("dynamo", ASKED, [candidate(**there)], **params) == [expected]
 
 
@@ -52,7 +52,7 @@ def test_dynamo_cost(there: dict, params: dict, expected: float) -> None:
     [({}, 10 * 11), ({"pending": 80, "active_kv": 320}, 15 * 31), ({"cached": 160, "active_kv": 320}, 0)],
     ids=["empty", "loaded", "all cached: free, whatever decodes there"],
 )
-def test_dynamo_product_cost(there: dict, expected: float) -> None:
+def test_dynamo_product_costs_follow_the_formula(there: dict, expected: float) -> None:
     assert costs("dynamo_product", ASKED, [candidate(**there)]) == [expected]
 
 

@@ -101,7 +101,7 @@ def test_nothing_cached_anywhere_is_least_queue() -> None:
     ],
     ids=["TTFT above", "TTFT met", "TBT above", "TBT met", "no SLO"],
 )
-def test_early_rejection(slo: dict[str, float], refused: bool) -> None:
+def test_a_request_that_would_miss_its_slo_is_refused_early(slo: dict[str, float], refused: bool) -> None:
     r = request(tokens=1000, **slo)
     verdict = run(r, [node("a", pending_s=0.2, in_flight=1, active_kv=5_000)])
     assert isinstance(verdict, Refusal) == refused

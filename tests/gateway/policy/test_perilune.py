@@ -125,7 +125,7 @@ def test_a_host_that_lost_the_context_is_a_case_for_the_body() -> None:
     [(0.1, "a", True), (5.0, "a", False), (0.0, "", False), (0.0, "gone", False)],
     ids=["host clearly best", "a move may pay", "new session", "host gone"],
 )
-def test_headers_alone(queue_s: float, host: str, decides: bool) -> None:
+def test_headers_suffice_while_the_host_is_good_enough(queue_s: float, host: str, decides: bool) -> None:
     r = request(tokens=1000, of=session(host), phase=Phase.HEADERS, prefix=prefix(pullable=False, a=900))
     verdict = perilune(r, [node("a", cached=900, pending_s=queue_s), node("b")], PARAMS, Random(0))
     assert (verdict is not NEED_BODY) == decides

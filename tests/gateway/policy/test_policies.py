@@ -63,7 +63,7 @@ def test_random_reaches_every_endpoint_and_follows_its_dice() -> None:
         pytest.param([candidate("a", cached=900), candidate("b", pending=1)], "a", id="one idle"),
     ],
 )
-def test_least_loaded(candidates: list[Candidate], target: str) -> None:
+def test_least_loaded_chooses_the_lowest_load(candidates: list[Candidate], target: str) -> None:
     assert choice("least_loaded", request(), candidates) == (target, Reason.LEAST_LOADED)
 
 
@@ -87,7 +87,7 @@ def test_power_of_two_with_one_endpoint() -> None:
         pytest.param(request(of=session("gone")), ("b", Reason.COLD), id="host gone: least loaded"),
     ],
 )
-def test_sticky(r: RequestView, expected: tuple[str, Reason]) -> None:
+def test_sticky_stays_on_the_host_however_hot(r: RequestView, expected: tuple[str, Reason]) -> None:
     assert choice("sticky", r, fleet(a=10 * T_HOT, b=0)) == expected
 
 
@@ -130,7 +130,9 @@ HOT = T_HOT + 1
         pytest.param(request(of=session("gone")), fleet(a=1, b=0), ("b", Reason.COLD), id="host gone"),
     ],
 )
-def test_ear(r: RequestView, candidates: list[Candidate], expected: tuple[str, Reason]) -> None:
+def test_ear_leaves_only_a_hot_host(
+    r: RequestView, candidates: list[Candidate], expected: tuple[str, Reason]
+) -> None:
     assert choice("ear", r, candidates) == expected
 
 

@@ -149,7 +149,7 @@ BODIES = st.fixed_dictionaries(
 
 @settings(max_examples=50)
 @given(path=st.sampled_from(list(PATHS)), body=BODIES, keep_model=st.booleans())
-def test_any_json(tokenizer, path, body, keep_model):
+def test_any_json_is_parsed_or_refused(tokenizer, path, body, keep_model):
     if keep_model:
         body = GOOD[path] | body | {"model": "m"}
     outcome(tokenizer, path, json.dumps(body).encode())
@@ -161,7 +161,7 @@ def test_any_json(tokenizer, path, body, keep_model):
     cuts=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 8), st.binary(max_size=6)), max_size=5),
 )
 @example(path="/v1/completions", cuts=[(0, 300, b"")])
-def test_any_damage(tokenizer, path, cuts):
+def test_a_damaged_body_is_parsed_or_refused(tokenizer, path, cuts):
     body = bytearray(json.dumps(GOOD[path]).encode())
     for at, length, new in cuts:
         body[at : at + length] = new
@@ -170,7 +170,7 @@ def test_any_damage(tokenizer, path, cuts):
 
 @settings(max_examples=60)
 @given(path=st.sampled_from(list(PATHS)), body=st.binary(max_size=200))
-def test_any_bytes(tokenizer, path, body):
+def test_any_bytes_are_refused_unless_they_begin_an_object(tokenizer, path, body):
     assert isinstance(outcome(tokenizer, path, body), Refusal) or body.lstrip()[:1] == b"{"
 
 
@@ -187,7 +187,7 @@ DEEP = 200_000
         pytest.param(lambda: b"[" * 900 + b"]" * 900, id="as deep as may be"),
     ],
 )
-def test_deep_nesting(tokenizer, path, nest):
+def test_deep_nesting_is_parsed_or_refused(tokenizer, path, nest):
     name = {Api.COMPLETIONS: "prompt", Api.RESPONSES: "input"}.get(PATHS[path], "messages")
     for field in (name, "tools", "metadata", "nobody_reads_this"):
         body = b'{"model": "m", "max_tokens": 1, "%s": %s}' % (field.encode(), nest())
@@ -206,7 +206,7 @@ def test_deep_nesting(tokenizer, path, nest):
         pytest.param("é\u0301👩\u200d" * 50_000, id="marks"),
     ],
 )
-def test_huge_texts(tokenizer, path, text):
+def test_huge_texts_are_counted(tokenizer, path, text):
     said = {"role": "user", "content": text}
     body = GOOD[path] | {
         "prompt": text, "input": text, "messages": [said, said], "session_id": text, "user": text,

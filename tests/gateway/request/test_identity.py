@@ -4,7 +4,7 @@ import pytest
 
 from perilune_api.pool import SessionKeys
 from perilune_gateway.model import SessionKey
-from perilune_gateway.request.identity import MAX_ID, from_headers, with_body
+from perilune_gateway.request.identity import MAX_ID, from_headers, inferred, with_body
 
 KEYS = SessionKeys()
 
@@ -33,9 +33,20 @@ KEYS = SessionKeys()
             id="sub-agent of a sub-agent",
         ),
         pytest.param({"x-session-id": "s", "x-parent-session-id": "p"}, "s", "p", id="parent"),
+        pytest.param({"conversation_id": "t"}, "t", "", id="codex, conversation"),
+        pytest.param({"thread-id": "t", "x-codex-parent-thread-id": "p"}, "t", "p", id="codex, sub-agent"),
+        pytest.param(
+            {"x-session-affinity": "s", "x-session-id": "all", "x-parent-session-id": "p"},
+            "s",
+            "p",
+            id="opencode, whose x-session-id may be a cache key",
+        ),
+        pytest.param(
+            {"x-opencode-session": "s", "x-opencode-parent-session": "p"}, "s", "p", id="opencode's own"
+        ),
     ],
 )
-def test_well_known_headers(headers: dict[str, str], session_id: str, parent_id: str) -> None:
+def test_the_usual_headers_name_the_session(headers: dict[str, str], session_id: str, parent_id: str) -> None:
     identity = from_headers(headers, KEYS)
     assert (identity.session_id, identity.parent_id) == (session_id, parent_id)
 
@@ -45,7 +56,7 @@ def test_the_pools_header_comes_first() -> None:
     assert from_headers({"x-conversation": "mine", "x-session-id": "s"}, keys).session_id == "mine"
 
 
-def test_cookie_where_configured() -> None:
+def test_a_cookie_names_the_session_where_configured() -> None:
     headers = {"cookie": "a=1; sid=abc"}
     assert from_headers(headers, KEYS).session_id == ""
     assert from_headers(headers, SessionKeys(cookie="sid")).session_id == "abc"
@@ -59,6 +70,21 @@ def test_two_users_with_one_session_id_are_two_sessions() -> None:
     assert "Bearer" not in alice.tenant
 
 
+@pytest.mark.parametrize("name", ["authorization", "x-api-key", "api-key"])
+def test_whatever_a_client_authenticates_with_separates_tenants(name: str) -> None:
+    tenants = {from_headers({name: key, "x-session-id": "s"}, KEYS).tenant for key in ("a", "b")}
+    tenants.add(from_headers({"authorization": "shared", "x-api-key": "a"}, KEYS).tenant)
+    assert len(tenants) == 3
+
+
+def test_a_client_cannot_name_an_inferred_session() -> None:
+    key = inferred(from_headers({}, KEYS), "").key
+    assert key is not None
+    assert inferred(from_headers({}, KEYS), "").key != key, "random"
+    assert from_headers({"x-session-id": key.session_id}, KEYS).key != key
+    assert with_body(from_headers({}, KEYS), key.session_id, "", KEYS).key != key
+
+
 def test_tenant_header_replaces_authorization() -> None:
     keys = SessionKeys(tenant_header="X-Org")
     headers = {"authorization": "Bearer a", "x-org": "acme", "x-session-id": "s"}
@@ -69,7 +95,7 @@ def test_huge_ids_are_bounded() -> None:
     assert len(from_headers({"x-session-id": "s" * 10_000}, KEYS).session_id) < MAX_ID
 
 
-def test_final_turn() -> None:
+def test_a_header_marks_the_final_turn() -> None:
     assert from_headers({"x-dynamo-session-final": "true"}, KEYS).final
     assert not from_headers({"x-dynamo-session-final": "no"}, KEYS).final
 

@@ -94,7 +94,7 @@ def test_its_conversation_is_the_bodys_own():
     assert bytes(request.prefix_text()) == bytes(messages)[:-1]
 
 
-def test_it_forgets():
+def test_the_oldest_known_body_is_forgotten():
     it = KnownBodies(max_known=1, chunk_bytes=CHUNK)
     for model in "abc":
         it.parse(CHAT, body(3).replace(b'"m"', f'"{model}"'.encode()))

@@ -16,6 +16,7 @@ from perilune_gateway.request.openai import (
     error_body,
     is_model_path,
     parse,
+    with_full_report,
     with_priority,
 )
 
@@ -44,6 +45,9 @@ def accepted(path, **body) -> ParsedRequest:
         pytest.param(MESSAGES, True, id="messages"),
         pytest.param(CHAT + "?beta=true&x=/", True, id="query string ignored"),
         pytest.param(MESSAGES + "?", True, id="empty query string"),
+        pytest.param("/v1/chat/completion%73", True, id="an escape is decoded as the engine decodes it"),
+        pytest.param("/v1/%63ompletions?x=%2F", True, id="an escape before a query string"),
+        pytest.param("/v1/chat/completion%2573", False, id="an escaped escape"),
         pytest.param("/v1/models", False, id="models"),
         pytest.param("/v1/chat/completions/render", False, id="longer path"),
         pytest.param("/v1/messages/count_tokens", False, id="count_tokens"),
@@ -51,7 +55,7 @@ def accepted(path, **body) -> ParsedRequest:
         pytest.param("", False, id="empty"),
     ],
 )
-def test_model_paths(path, yes):
+def test_only_paths_that_name_a_model_are_parsed(path, yes):
     assert is_model_path(path) is yes
 
 
@@ -71,6 +75,51 @@ def test_a_priority_is_all_that_changes(body: bytes):
     assert parsed.priority == 41
 
 
+@pytest.mark.parametrize(
+    ("body", "xargs"),
+    [
+        pytest.param(b'{"model":"m","prompt":"}"}', {}, id="none"),
+        pytest.param(b'{"model":"m","vllm_xargs":null} ', {}, id="null"),
+        pytest.param(
+            b'{"vllm_xargs":{"session_id":"s","n":1},"model":"m"}', {"session_id": "s", "n": 1}, id="own"
+        ),
+    ],
+)
+def test_asking_for_a_full_report_keeps_the_clients_own_arguments(body: bytes, xargs: dict):
+    changed = json.loads(with_full_report(body))
+    assert changed == json.loads(body) | {"vllm_xargs": {"kv_cache_report_mode": "full"} | xargs}
+
+
+@pytest.mark.parametrize("path", MODEL_PATHS)
+@pytest.mark.parametrize("field", ["kv_transfer_params", "ec_transfer_params"])
+@pytest.mark.parametrize("inside", ["$", "$.vllm_xargs"])
+def test_what_engines_tell_each_other_is_refused_by_name(path, field, inside):
+    given = {"model": "m", "messages": HELLO, "prompt": "x", "input": "x", "max_tokens": 1}
+    told = {field: {"do_remote_prefill": True, "remote_host": "10.0.0.9"}}
+    refusal = parse(path, json.dumps(given | (told if inside == "$" else {"vllm_xargs": told})).encode())
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 400
+    assert f"`{inside}.{field}`" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("given", "user"),
+    [
+        pytest.param({"user": 42}, "42", id="a number"),
+        pytest.param({"user": 10**30}, "", id="a number beyond 64 bits"),
+        pytest.param({"user": {"id": 1}}, "", id="an object"),
+        pytest.param({"metadata": "x", "vllm_xargs": [1], "session_id": 1.5}, "", id="other kinds"),
+        pytest.param({"prompt_cache_key": 7, "cache_salt": 8}, "", id="keys"),
+    ],
+)
+def test_what_the_engine_may_take_is_left_to_the_engine(given, user):
+    assert accepted(CHAT, messages=HELLO, **given).user == user
+
+
+def test_a_field_that_is_null_is_not_there():
+    accepted(CHAT, messages=HELLO, kv_transfer_params=None, vllm_xargs={"ec_transfer_params": None})
+
+
 def test_chat_keeps_the_conversation_undecoded():
     body = b'{"model": "m", "messages": [ {"role":"user", "content":"\\u00e9"} ], "tools": [{"x":1}], "n": 2}'
     request = parse(CHAT + "?a=b", body)
@@ -81,7 +130,7 @@ def test_chat_keeps_the_conversation_undecoded():
     assert (request.api, request.model) == (Api.CHAT, "m")
 
 
-def test_chat_options():
+def test_the_options_of_a_chat_are_kept():
     prompt = accepted(
         CHAT,
         messages=HELLO,
@@ -115,7 +164,7 @@ def test_chat_options():
         pytest.param([], TokenPrompt(([],)), id="empty list"),
     ],
 )
-def test_completion_prompts(prompt, parsed):
+def test_every_form_of_a_completion_prompt_is_read(prompt, parsed):
     assert accepted(COMPLETIONS, prompt=prompt).prompt == parsed
     spaced = json.dumps({"model": "m", "prompt": prompt}, indent=3).encode()
     assert parse(COMPLETIONS, spaced).prompt == parsed
@@ -140,7 +189,47 @@ def test_a_body_of_the_responses_api_is_read():
     assert (request.previous_response_id, request.max_output_tokens) == ("resp_1", 9)
 
 
-def test_anthropic_messages():
+@pytest.mark.parametrize(
+    ("path", "body", "effort"),
+    [
+        (CHAT, {"messages": HELLO, "reasoning_effort": "high"}, "high"),
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": "low", "summary": "auto"}}, "low"),
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": None}}, ""),
+        (MESSAGES, {"messages": HELLO, "output_config": {"effort": "max"}}, "max"),
+        (MESSAGES, {"messages": HELLO, "thinking": {"type": "disabled"}}, "none"),
+        (MESSAGES, {"messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 2048}}, ""),
+    ],
+)
+def test_the_effort_of_reasoning_is_where_each_api_has_it(path, body, effort):
+    kwargs = {"enable_thinking": True}
+    prompt = accepted(path, **body, chat_template_kwargs=kwargs).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.reasoning_effort == effort
+    assert json.loads(bytes(prompt.template_kwargs)) == kwargs
+
+
+@pytest.mark.parametrize(
+    ("last", "continued"),
+    [
+        ({"role": "assistant", "content": "Once", "status": "in_progress"}, True),
+        ({"type": "message", "role": "assistant", "content": "Once", "status": "incomplete"}, True),
+        ({"type": "reasoning", "summary": [], "status": "incomplete"}, True),
+        ({"role": "assistant", "content": "in_progress", "status": "completed"}, False),
+        (
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "", "status": "incomplete"},
+            False,
+        ),
+        ({"role": "user", "content": "incomplete"}, False),
+        ("in_progress", False),
+    ],
+)
+def test_an_unfinished_last_item_of_responses_is_continued(last, continued):
+    prompt = accepted(RESPONSES, input=[{"role": "user", "content": "in_progress"}, last]).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert (prompt.continue_final_message, prompt.add_generation_prompt) == (continued, not continued)
+
+
+def test_an_anthropic_body_is_read():
     request = accepted(
         MESSAGES,
         messages=HELLO,
@@ -194,7 +283,8 @@ def test_a_field_is_read_or_has_its_default(body, field, value):
 
 def test_completions_stop_after_16_tokens_unless_told():
     assert accepted(COMPLETIONS, prompt="x").max_output_tokens == 16
-    assert accepted(COMPLETIONS, prompt="x", max_tokens=None).max_output_tokens == 0
+    assert accepted(COMPLETIONS, prompt="x", max_tokens=None).max_output_tokens == 16
+    assert accepted(COMPLETIONS, prompt="x", max_tokens=5).max_output_tokens == 5
 
 
 @pytest.mark.parametrize(
@@ -253,13 +343,6 @@ def test_completions_stop_after_16_tokens_unless_told():
             id="tools is an object",
         ),
         pytest.param(
-            CHAT,
-            b'{"model":"m","messages":[],"metadata":3}',
-            RefuseReason.BAD_REQUEST,
-            "at `$.metadata`",
-            id="metadata is a number",
-        ),
-        pytest.param(
             COMPLETIONS, b'{"model":"m"}', RefuseReason.BAD_REQUEST, "required field `prompt`", id="no prompt"
         ),
         pytest.param(
@@ -296,7 +379,7 @@ def test_completions_stop_after_16_tokens_unless_told():
         pytest.param("/v1/models", b"{}", RefuseReason.BAD_REQUEST, "/v1/models", id="no model path"),
     ],
 )
-def test_refusals_say_where(path, body, reason, message):
+def test_a_refusal_names_the_field(path, body, reason, message):
     refusal = parse(path, body)
     assert isinstance(refusal, Refusal)
     assert refusal.reason is reason
@@ -399,5 +482,5 @@ def test_prefix_text_of_completions():
         ),
     ],
 )
-def test_error_bodies(status, reason, path, body):
+def test_an_error_has_the_form_of_the_api_that_was_called(status, reason, path, body):
     assert json.loads(error_body(status, reason, "é", path)) == body

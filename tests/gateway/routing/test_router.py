@@ -50,7 +50,7 @@ def test_the_conformance_header_counts_only_in_conformance_mode(rig: Rig) -> Non
 
 def test_a_request_may_choose_its_policy_where_the_pool_allows_it(rig: Rig) -> None:
     h = head("/v1/completions", x_perilune_policy="round_robin")
-    assert rig.record(rig.route(h=h)).policy == "ear"
+    assert rig.record(rig.route(h=h)).policy == "perilune"
     allowing = Rig(pool(routing=Routing(allow_policy_header=True)))
     assert allowing.record(allowing.route(h=h)).policy == "round_robin"
     refusal = allowing.ask(h=head("/v1/completions", x_perilune_policy="nearest"))
@@ -117,3 +117,14 @@ def test_one_line_per_decision_at_debug(rig: Rig, caplog: pytest.LogCaptureFixtu
     with caplog.at_level("DEBUG", "perilune_gateway.observe"):
         rig.route(h=head("/v1/completions", x_request_id="abc"))
     assert [message.split()[:2] for message in caplog.messages] == [["decision", "request_id=abc"]]
+
+
+@pytest.mark.parametrize(
+    ("told", "header"),
+    [("endpoint", f"{A}; cold; request=r"), ("reason", "-; cold; request=r"), ("off", "")],
+)
+def test_the_pool_says_what_a_client_learns_of_its_decision(told: str, header: str) -> None:
+    routing = Routing(chosen("ear"), decision_header=told)
+    rig = Rig(pool(endpoints=[A], routing=routing))
+    asked = head("/v1/completions", x_perilune_decision="1", x_request_id="r", x_session_id="s")
+    assert rig.route(h=asked).decision_header == header

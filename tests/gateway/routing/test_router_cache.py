@@ -1,11 +1,17 @@
 """What the router believes to be cached: from events, from what was just sent, of bodies that nobody read."""
 
-from router_rig import A, B, Rig, completion, pool
-from routing_objects import head
+import json
+from base64 import b64encode
+from random import Random
 
-from perilune_api.pool import EndpointSpec, Hashing, Lora, Model
-from perilune_gateway.model import Outcome, Tier, TokenSource
+from router_rig import A, B, Rig, completion, pool
+from routing_objects import chosen, head
+
+from perilune_api.pool import EndpointSpec, Hashing, Lora, Model, Routing
+from perilune_gateway.model import NEED_BODY, DecisionRecord, Outcome, Routed, Tier, TokenSource
 from perilune_gateway.request import block_hashes as blocks
+from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS
+from perilune_gateway.routing.lifecycle import MAX_ASKING
 from perilune_gateway.state.parity import ParityCheck
 
 
@@ -23,7 +29,9 @@ def test_an_unread_turn_is_estimated_with_the_sessions_own_ratio(rig: Rig) -> No
     assert rig.pending()[second.target] == 40
 
 
-def test_an_unread_turn_after_an_eviction_counts_as_uncached(rig: Rig) -> None:
+def test_an_unread_turn_after_an_eviction_has_what_is_left_of_its_chain() -> None:
+    """Engines evict the last blocks first."""
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
     routed = rig.route(range(40), h)
     host = routed.destinations[0]
@@ -31,20 +39,63 @@ def test_an_unread_turn_after_an_eviction_counts_as_uncached(rig: Rig) -> None:
     assert rig.record(rig.route(h=h)).cached_tokens == 40
     rig.router.state.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[-2:])
     rig.now += 60.0
-    assert rig.record(rig.route(h=h)).cached_tokens == 0
+    record = rig.record(rig.route(h=h))
+    assert record.cached_tokens == 32
+    assert record.token_source is TokenSource.ESTIMATE
+    assert rig.pending()[host] >= record.prompt_tokens - 32
 
 
-def test_a_body_that_shrank_was_rewritten_and_counts_as_uncached(rig: Rig) -> None:
+def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    routed = rig.route(range(40), h)
+    host = routed.destinations[0]
+    rig.stored(host, range(40))
+    rig.finish(routed)
+    rig.router.state.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[-2:])
+    rig.finish(rig.route(h=h))
+    rig.stored(host, range(48), after=8)
+    assert rig.record(rig.route(h=h)).cached_tokens == 48
+
+
+def test_a_refused_request_leaves_no_claims(rig: Rig) -> None:
+    routed = rig.route(range(40))
+    rig.router.on_response(routed.ticket, 400, routed.destinations[0], False)
+    rig.finish(routed)
+    again = rig.record(rig.route(range(40)))
+    assert {c.overlap.device_tokens for c in again.candidates} == {0}
+
+
+def test_a_refused_request_leaves_the_claims_of_others() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    first = rig.route(range(40), head("/v1/completions", x_session_id="s"))
+    second = rig.route(range(60), head("/v1/completions", x_session_id="s"))
+    assert first.destinations[0] == second.destinations[0]
+    rig.router.on_response(second.ticket, 400, second.destinations[0], False)
+    third = rig.record(rig.route(range(60), head("/v1/completions", x_session_id="s")))
+    assert {c.address: c.overlap.device_tokens for c in third.candidates}[first.destinations[0]] == 40
+
+
+def test_where_the_headers_do_not_tell_the_body_is_asked_for() -> None:
+    """The blocks of the session are not known any more."""
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    rig.finish(rig.route(range(40), h))
+    assert isinstance(rig.router.on_headers(h), Routed)
+    rig.state.sessions.routed(rig.state.sessions.matching("s")[0], ())
+    assert rig.router.on_headers(h) is NEED_BODY
+
+
+def test_a_body_that_shrank_was_rewritten_and_is_read() -> None:
     """Where it differs from the last one, its length does not say."""
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
     routed = rig.route(range(400), head("/v1/completions", x_session_id="s"))
     rig.stored(routed.destinations[0], range(400))
     rig.finish(routed)
     length = len(completion(range(400))) - 200
     shorter = head("/v1/completions", x_session_id="s", content_length=str(length))
-    record = rig.record(rig.route(h=shorter))
-    assert record.token_source is TokenSource.ESTIMATE
-    assert record.cached_tokens == 0
-    assert 0 < record.prompt_tokens < 400
+    assert rig.router.on_headers(shorter) is NEED_BODY
 
 
 def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:
@@ -58,7 +109,7 @@ def test_events_correct_the_estimate_of_an_unread_turn(rig: Rig) -> None:
     rig.stored(host, range(48), after=10)
     assert rig.pending()[host] == before - 8
     session = rig.router.state.sessions.matching("s")[0]
-    assert session.tail_tokens == 48
+    assert len(session.chain) * rig.block_size == 48
     rig.finish(second)
     assert rig.pending()[host] == 0
 
@@ -132,3 +183,48 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up() -> None:
     rig.now += 2.0
     rig.router.finished(rig.route().ticket, Outcome.COMPLETED)
     assert heard.seen == [True, False]
+
+
+def picture_chat(seed: int, question: str, *, encoded_bytes: int = 200_000) -> bytes:
+    """A conversation with a picture; files of one format begin alike."""
+    file = b"\x89PNG" * 500 + Random(seed).randbytes(encoded_bytes)
+    url = f"data:image/png;base64,{b64encode(file).decode()}"
+    parts = [
+        {"type": "text", "text": "Look. " * 100},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": question},
+    ]
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}]}).encode()
+
+
+def test_a_picture_returns_to_its_engine_and_another_one_under_equal_text_does_not_match() -> None:
+    rig = Rig(pool(model=Model("m", context_tokens=32_000)))
+
+    def ask(body: bytes) -> DecisionRecord:
+        routed = rig.router.on_body(head("/v1/chat/completions"), body)
+        assert isinstance(routed, Routed), routed
+        rig.finish(routed)
+        return rig.record(routed)
+
+    first = ask(picture_chat(1, "What is it?"))
+    text_tokens = ask(picture_chat(2, "What is it?")).view.prefix.tokens
+    assert 0 < text_tokens < 200, "what stands before the picture"
+    rig.now += 120.0
+    again = ask(picture_chat(1, "What is it? And where?"))
+    assert again.target == first.target
+    assert text_tokens + MEDIA_TOKENS - 2 * rig.block_size <= again.cached_tokens <= first.prompt_tokens
+
+
+def test_while_an_endpoint_is_learnt_requests_ask_it_to_tell_its_blocks_again() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=[A]))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    assert not rig.route(range(40), h).full_report
+    rig.router.lifecycle.on_learning(A, True)
+    assert rig.router.on_headers(h) is NEED_BODY, "only a body can ask"
+    asked = [rig.route(range(40), h).full_report for _ in range(MAX_ASKING + 1)]
+    assert asked == [True] * MAX_ASKING + [False], "within a budget"
+    rig.router.lifecycle.on_learning(A, True)
+    assert not rig.route(range(40), h).full_report
+    rig.router.lifecycle.on_learning(A, False)
+    rig.router.lifecycle.on_learning(A, True)
+    assert rig.route(range(40), h).full_report

@@ -62,7 +62,8 @@ def test_no_request_goes_where_it_may_not(policy, before, after, dead, turns) ->
                 assert verdict.reason in (RefuseReason.NO_ENDPOINT, RefuseReason.SUBSET_EMPTY)
                 continue
             assert isinstance(verdict, Routed)
-            ready = {v.endpoint.address for v in router.state.fleet.view(rig.now) if v.endpoint.ready}
+            views = router.state.fleet.view(rig.now)
+            ready = {v.endpoint.address for v in views if v.endpoint.ready or v.ejected}
             for address in verdict.destinations:
                 assert address in ready
                 assert not by_address[address].draining or address == host

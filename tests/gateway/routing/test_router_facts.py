@@ -62,7 +62,7 @@ def test_a_prompt_carries_its_longest_prefix_and_who_holds_it() -> None:
     assert links[C][A].distance is links[C][B].distance is Level.SPINE
 
 
-def test_hotness_counts_uses() -> None:
+def test_each_use_of_a_prefix_is_counted() -> None:
     rig = rig_of(policy="mooncake")
     rig.stored(A, range(320))
     for hits in range(3):
@@ -95,7 +95,7 @@ def test_links_are_as_slow_as_they_were_observed_to_be() -> None:
     rig.router.state.calibration.transfer(A, B, 3.0, 1.0, rig.now)
     _, record = route(rig, range(640))
     slowdowns = {c.address: c.links[A].slowdown for c in record.candidates if c.address != A}
-    assert slowdowns == {B: 2.0, C: 2.0}
+    assert slowdowns == pytest.approx({B: 2.0, C: 2.0}, rel=1e-3)
 
 
 def test_an_engine_slower_than_believed_is_found_out() -> None:
@@ -115,6 +115,22 @@ def test_an_engine_slower_than_believed_is_found_out() -> None:
     assert known.decode_s == pytest.approx(5.0)
     chosen = next(c for c in record.candidates if c.address == record.target)
     assert chosen.engine.scale > 1.3
+
+
+@pytest.mark.parametrize("times", [0.2, 1.0, 3.0])
+def test_how_fast_an_engine_is_shows_in_short_prompts_too(times: float) -> None:
+    rig = rig_of(policy="sticky")
+    for n in range(60):
+        ids = range(1_000 * n, 1_000 * n + 160)
+        routed, record = route(rig, ids, x_session_id="s")
+        rig.now += times * (H20_30B.request_overhead_s(160) + H20_30B.prefill_s(160))
+        rig.stored(record.target, ids)
+        rig.finish(routed)
+        rig.now += 1.0
+    known = rig.router.state.calibration.of(record.target, rig.now)
+    assert known.prefill.observations == 60
+    assert known.prefill.ratio == pytest.approx(times, rel=0.05)
+    assert known.ttft.ratio == pytest.approx(1.0, rel=0.4), "beside what the prefill's ratio explains"
 
 
 def test_a_store_slower_than_believed_is_found_out_and_says_nothing_of_prefill() -> None:
@@ -153,7 +169,7 @@ def test_a_prefill_that_waited_is_measured_from_when_it_could_begin() -> None:
     second = rig.router.on_body(head("/v1/completions", x_session_id="s"), completion(other))
     assert isinstance(second, Routed)
     assert second.destinations[0] == record.target
-    rig.now += predicted_s
+    rig.now += H20_30B.request_overhead_s(len(LONG)) + predicted_s
     rig.stored(record.target, LONG)
     rig.now += predicted_s
     rig.stored(record.target, other)
@@ -217,14 +233,13 @@ def test_an_slo_that_nobody_can_keep_is_429_with_the_time_until_the_backlog_is_g
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_every_live_policy_routes_and_shows_its_terms(name: str) -> None:
+def test_every_live_policy_routes_and_shows_a_cost_for_each_candidate(name: str) -> None:
     rig = rig_of(allow_policy_header=True)
     rig.stored(A, range(320))
     for turn in range(3):
         routed, record = route(rig, range(640 + 64 * turn), x_perilune_policy=name, x_session_id="s")
         assert record.policy == name
         assert [c.address for c in record.costs] == [A, B, C]
-        assert all(c.terms for c in record.costs)
         rig.finish(routed)
     assert not any(rig.pending().values())
 

@@ -1,10 +1,14 @@
 """A request's load, from its decision until its end, and what its answer says of the endpoint."""
 
+import tracemalloc
+
 import pytest
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_gateway.model import EngineMetrics, Outcome
+from perilune_api.pool import EndpointSpec, Routing
+from perilune_gateway.model import EngineMetrics, Outcome, Refusal
+from perilune_gateway.observe.explain import to_json
 from perilune_gateway.state.fleet import DEAD_SCRAPES
 
 
@@ -94,6 +98,18 @@ def test_engines_too_busy_to_tell_their_metrics_are_chosen_from_rather_than_nobo
     assert (record.target, record.excluded) == (A, {B: "not_ready"})
 
 
+def test_the_record_keeps_what_the_engine_had_cached(rig: Rig) -> None:
+    told, silent = rig.route(), rig.route()
+    rig.router.on_usage(told.ticket, 16)
+    for routed in (told, silent):
+        rig.finish(routed)
+    page = to_json(rig.record(told))
+    assert page["ending"]["cached_tokens"] == 16
+    assert "the engine reports 16 cached tokens" in page["sentence"]
+    assert rig.record(silent).ending.cached_tokens is None  # type: ignore[union-attr]
+    assert "the engine reports" not in to_json(rig.record(silent))["sentence"]
+
+
 def test_of_two_requests_with_one_id_each_gets_its_own_end(rig: Rig) -> None:
     h = head("/v1/completions", x_request_id="same")
     first, second = rig.route(h=h), rig.route(h=h)
@@ -120,3 +136,53 @@ def test_a_request_that_outlives_its_endpoint_leaves_nothing_of_it():
     rig.now += 5
     rig.finish(kept)
     assert rig.router.state.calibration.decode_s(kept.destinations[0]) > 0.0
+
+
+def test_a_stream_without_kv_events_leaves_the_queue_when_its_prefill_should_be_done():
+    rig = Rig(pool(endpoints=[EndpointSpec(A)]))
+    routed = rig.route(range(4_000))
+    rig.router.on_response(routed.ticket, 200, A, streamed=True)
+    assert rig.pending()[A] == 4_000
+    rig.now += rig.load(A).pending_prefill_s + 0.001
+    assert rig.load(A).pending_prefill_s == 0.0
+    assert rig.load(A).in_flight == 1
+    rig.finish(routed)
+
+
+def test_after_a_fallback_the_event_of_the_endpoint_that_serves_ends_the_prefill(rig: Rig) -> None:
+    routed = rig.route(range(20))
+    _, other = routed.destinations
+    rig.router.on_response(routed.ticket, 200, other, streamed=True)
+    rig.stored(other, range(20))
+    assert set(rig.pending().values()) == {0}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_a_verdict_that_cannot_be_applied_leaves_no_load(rig: Rig, path: str, monkeypatch) -> None:
+    def fails(record: object) -> int:
+        raise RuntimeError("as the test says")
+
+    monkeypatch.setattr(rig.decisions, "add", fails)
+    with pytest.raises(RuntimeError):
+        rig.ask(h=head(path))
+    assert {rig.load(address).in_flight for address in (A, B)} == {0}
+    assert set(rig.pending().values()) == {0}
+
+
+def test_pages_of_one_engine_are_not_answered_by_any(rig: Rig) -> None:
+    refusal = rig.ask(h=head("/metrics", has_body=False))
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 404
+
+
+def test_what_clients_send_is_kept_in_bounds() -> None:
+    rig = Rig(pool(endpoints=[A, B], routing=Routing(allow_policy_header=True)))
+    tracemalloc.start()
+    try:
+        for i in range(20):
+            rig.finish(rig.route(prompt_cache_key=f"{i}" + "k" * 1_000_000))
+            rig.ask(h=head("/v1/completions", x_perilune_policy=f"{i}" + "p" * 1_000_000))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 5_000_000

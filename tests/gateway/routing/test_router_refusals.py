@@ -2,13 +2,13 @@
 
 import pytest
 from router_rig import A, B, Rig, completion, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import EndpointSpec, Limits, Model, Routing
-from perilune_gateway.model import Refusal, RefuseReason, RequestHead
+from perilune_gateway.model import Refusal, RefuseReason, RequestHead, Routed
 
 
-def test_subset_hint(rig: Rig) -> None:
+def test_only_endpoints_of_the_subset_hint_are_chosen(rig: Rig) -> None:
     h = RequestHead("POST", "/v1/completions", {}, frozenset({B}))
     assert rig.route(h=h).destinations == (B,)
 
@@ -20,10 +20,13 @@ def test_a_subset_without_an_endpoint_of_ours_is_refused(rig: Rig, subset: froze
     assert (refusal.reason, refusal.status) == (RefuseReason.SUBSET_EMPTY, 503)
 
 
-def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other(rig: Rig) -> None:
+def test_a_draining_endpoint_keeps_its_sessions_and_takes_no_other() -> None:
+    routing = Routing(chosen("ear"))
+    rig = Rig(pool(routing=routing))
     h = head("/v1/completions", x_session_id="s")
     host = rig.route(h=h).destinations[0]
-    rig.router.configure(pool(endpoints=[EndpointSpec(a, draining=a == host) for a in (A, B)]))
+    drained = [EndpointSpec(a, draining=a == host) for a in (A, B)]
+    rig.router.configure(pool(routing=routing, endpoints=drained))
     assert rig.route(h=h).destinations[0] == host
     assert rig.route(range(100, 120)).destinations[0] != host
 
@@ -44,6 +47,9 @@ def test_no_endpoint_at_all() -> None:
             b'{"model": "other", "prompt": "x"}', RefuseReason.UNKNOWN_MODEL, 404, id="unknown model"
         ),
         pytest.param(completion(range(200)), RefuseReason.TOO_LONG, 400, id="longer than the context"),
+        pytest.param(
+            completion([[1], list(range(200))]), RefuseReason.TOO_LONG, 400, id="one of several is longer"
+        ),
         pytest.param(b"x" * 5_000, RefuseReason.BODY_TOO_LARGE, 413, id="too many bytes"),
     ],
 )
@@ -70,6 +76,12 @@ def test_a_body_that_says_it_is_too_large_is_refused_unseen() -> None:
     refusal = rig.router.on_headers(head("/v1/completions", content_length="4001"))
     assert isinstance(refusal, Refusal)
     assert refusal.reason is RefuseReason.BODY_TOO_LARGE
+
+
+def test_a_list_of_prompts_is_as_long_as_its_longest() -> None:
+    rig = Rig(pool(model=Model("m", context_tokens=2_100, tokenize="estimate")))
+    prompts = [list(range(i, i + 2_000)) for i in range(100)]
+    assert isinstance(rig.router.on_body(head("/v1/completions"), completion(prompts)), Routed)
 
 
 def test_overload_is_429_with_the_time_until_the_shortest_queue_fits() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from router_rig import A, B, Rig, pool
-from routing_objects import head
+from routing_objects import chosen, head
 
 from perilune_api.pool import Routing, SessionKeys
 from perilune_gateway.model import NeedBody, Phase, Reason, Routed
@@ -20,7 +20,8 @@ def test_an_unknown_session_needs_its_body_and_then_has_a_host(rig: Rig) -> None
     assert rig.record(second).reason == Reason.HOST
 
 
-def test_a_hot_host_needs_the_body_and_the_session_moves(rig: Rig) -> None:
+def test_a_hot_host_needs_the_body_and_the_session_moves() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
     h = head("/v1/completions", x_session_id="s", content_length="200")
     host = rig.route(h=h).destinations[0]
     other = B if host == A else A
@@ -87,7 +88,8 @@ def test_another_tenant_cannot_steer_a_session(rig: Rig) -> None:
     ],
 )
 def test_a_new_session_prefers_among_equals(headers: dict[str, str], body: dict[str, str]) -> None:
-    rig = Rig(pool(endpoints=[f"10.0.0.{i}:8000" for i in range(8)]))
+    endpoints = [f"10.0.0.{i}:8000" for i in range(8)]
+    rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=endpoints))
     first = rig.route(range(20), head("/v1/completions", x_session_id="s"), prompt_cache_key="k")
     rig.finish(first)
     rig.now += 1.0

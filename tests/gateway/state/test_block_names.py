@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.state.prefix_index.block_names import SEGMENTS, Names
+from perilune_gateway.state.block_names import SEGMENTS, Names
 
 NAME = st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1), st.integers(0, 9).map(lambda n: n * SEGMENTS))
 

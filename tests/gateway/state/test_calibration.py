@@ -24,9 +24,9 @@ def test_nothing_observed_is_as_predicted() -> None:
 def test_the_prediction_counts_as_the_first_observation() -> None:
     ratio = Ratio()
     ratio.observe(3.0, 1.0, 0.0)
-    assert ratio.at(0.0) == 2.0
+    assert ratio.at(0.0) == pytest.approx(2.0, rel=1e-3)
     ratio.observe(3.0, 1.0, 0.0)
-    assert ratio.at(0.0) == pytest.approx(2.0 + 1 / 3)
+    assert ratio.at(0.0) == pytest.approx(2.0 + 1 / 3, rel=1e-3)
 
 
 def test_then_the_average_is_exponential() -> None:
@@ -34,9 +34,9 @@ def test_then_the_average_is_exponential() -> None:
     for _ in range(200):
         ratio.observe(2.0, 1.0, 0.0)
     before = ratio.at(0.0)
-    assert before == pytest.approx(2.0)
+    assert before == pytest.approx(2.0, rel=1e-3)
     ratio.observe(4.0, 1.0, 0.0)
-    assert ratio.at(0.0) == pytest.approx(before + GAIN * (4.0 - before))
+    assert ratio.at(0.0) == pytest.approx(before + GAIN * (4.0 - before), rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0.05, 1e3)), max_size=30))
@@ -48,9 +48,22 @@ def test_ratios_stay_in_bounds(observations: list[tuple[float, float]]) -> None:
     assert ratio.count == len(observations)
 
 
-def test_short_predictions_say_nothing() -> None:
+def test_a_short_prediction_says_little_and_many_say_as_much_as_a_long_one() -> None:
+    short, long = Ratio(), Ratio()
+    short.observe(0.0075, 0.0025, 0.0)
+    long.observe(3.0, 1.0, 0.0)
+    assert 1.0 < short.at(0.0) < 1.2 < 1.9 < long.at(0.0)
+    for _ in range(17):
+        short.observe(0.0075, 0.0025, 0.0)
+    assert short.at(0.0) == pytest.approx(long.at(0.0), rel=0.02)
+    for _ in range(1000):
+        short.observe(0.0075, 0.0025, 0.0)
+    assert short.at(0.0) == pytest.approx(3.0, rel=0.01)
+
+
+def test_where_nothing_was_predicted_nothing_is_said() -> None:
     ratio = Ratio()
-    ratio.observe(9.0, 0.049, 0.0)
+    ratio.observe(9.0, 0.0, 0.0)
     assert (ratio.count, ratio.at(0.0)) == (0, 1.0)
 
 
@@ -70,10 +83,15 @@ def test_a_link_is_believed_like_its_source_and_a_source_like_the_pool() -> None
     known.transfer("a", "b", 4.0, 1.0, 0.0)
     known.transfer("a", "c", 1.0, 1.0, 0.0)
     known.transfer("d", "c", 1.0, 1.0, 0.0)
-    assert [known.slowdown("a", to, 0.0) for to in "bc"] == [2.5, 1.0], "as observed"
-    assert known.slowdown("a", "d", 0.0) == 2.0, "(4 + 1 + the prior of 1) / 3 from this source"
-    assert known.slowdown("x", "c", 0.0) == 1.75, "(4 + 1 + 1 + the prior of 1) / 4 in the pool"
-    assert known.slowdown("x", "c", HALF_LIFE_S) == 1.375, "what is not used fades"
+    seen = [known.slowdown("a", to, 0.0) for to in "bc"]
+    assert seen == pytest.approx([2.5, 1.0], rel=1e-3), "as observed"
+    assert known.slowdown("a", "d", 0.0) == pytest.approx(2.0, rel=1e-3), (
+        "(4 + 1 + the prior of 1) / 3 from this source"
+    )
+    assert known.slowdown("x", "c", 0.0) == pytest.approx(1.75, rel=1e-3), (
+        "(4 + 1 + 1 + the prior of 1) / 4 in the pool"
+    )
+    assert known.slowdown("x", "c", HALF_LIFE_S) == pytest.approx(1.375, rel=1e-3), "what is not used fades"
     assert set(known.links(0.0)) == {("a", "b"), ("a", "c"), ("d", "c")}
 
 
@@ -87,7 +105,10 @@ def test_an_endpoint_is_shrunk_to_the_pool_by_how_little_was_observed() -> None:
     assert known.of("new", 0.0).prefill.observations == 0
     known.prefill("b", 1.0, 1.0, 0.0)
     pool = 0.5 + GAIN * 0.5
-    assert known.prefill_ratio("b", 0.0) == pytest.approx((pool + 1.0) / 2)
+    assert known.prefill_ratio("b", 0.0) == pytest.approx(pool, rel=1e-3), "one may have been delayed"
+    for _ in range(3):
+        known.prefill("b", 1.0, 1.0, 0.0)
+    assert 0.9 < known.prefill_ratio("b", 0.0) < 1.0
     for _ in range(200):
         known.prefill("b", 1.0, 1.0, 0.0)
     assert known.prefill_ratio("b", 0.0) == pytest.approx(1.0)
@@ -108,5 +129,6 @@ def test_who_left_is_forgotten() -> None:
     known.transfer("b", "a", 3.0, 1.0, 0.0)
     known.forget("a")
     assert known.of("a", 0.0).prefill.observations == 0
-    assert known.prefill_ratio("a", 0.0) == known.prefill_ratio("other", 0.0) == 2.0, "as the pool"
+    assert known.prefill_ratio("a", 0.0) == known.prefill_ratio("other", 0.0)
+    assert known.prefill_ratio("a", 0.0) == pytest.approx(2.0, rel=1e-3), "as the pool"
     assert not known.links(0.0)

@@ -1,6 +1,8 @@
 """An engine's events become stores and removals in the prefix index."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from perilune_gateway.model import Tier
 from perilune_gateway.model.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -16,12 +18,14 @@ NAMES = (101, 102, 103)
 class Pool:
     """An index fed through names."""
 
-    def __init__(self, *, store=True, max_names=1000, max_blocks=1000) -> None:
+    def __init__(self, *, store=True, max_names=1000, max_blocks=1000, max_waiting=100) -> None:
         self.index = PrefixIndex(max_blocks, 10.0)
-        self.blocks = EngineBlocks(self.index, SIZE, store=store, max_names=max_names)
+        self.blocks = EngineBlocks(
+            self.index, SIZE, store=store, max_names=max_names, max_waiting=max_waiting
+        )
 
-    def apply(self, event, endpoint="a", rank=0):
-        return self.blocks.apply(endpoint, event, 0.0, rank)
+    def apply(self, event, endpoint="a"):
+        return self.blocks.apply(endpoint, event, 0.0)
 
     def device(self, tokens=TOKENS, root=0) -> dict[str, int]:
         return dict(self.index.find_matches(blocks.chain(tokens, SIZE, root), 0.0).device)
@@ -36,8 +40,8 @@ def test_a_prompt_stored_in_steps_is_one_chain():
     first = pool.apply(stored(NAMES[:1], TOKENS[:2], session_id="s"))
     rest = pool.apply(stored(NAMES[1:], TOKENS[2:], parent=101))
     chain = blocks.chain(TOKENS, SIZE, 0)
-    assert (first.parent, first.stored, first.session_id) == (0, (chain[0],), "s")
-    assert (rest.parent, rest.stored, rest.session_id) == (chain[0], tuple(chain[1:]), "")
+    assert (first.parent, first.stored, first.session_id) == (0, chain[:1], "s")
+    assert (rest.parent, rest.stored, rest.session_id) == (chain[0], chain[1:], "")
     assert pool.device() == {"a": 3}
 
 
@@ -66,7 +70,7 @@ def test_digests_and_their_low_64_bits_are_one_name():
     digest = bytes(24) + (101).to_bytes(8, "big")
     pool.apply(stored((digest,), TOKENS[:2]))
     assert pool.apply(BlockRemoved((101,), "GPU")).removed == 1
-    assert pool.blocks.ours(digest) == pool.blocks.ours(101)
+    assert pool.device(TOKENS[:2]) == {}
 
 
 @pytest.mark.parametrize(
@@ -141,14 +145,23 @@ def test_store_tier_belongs_to_the_pool_and_is_never_removed():
 @pytest.mark.parametrize(
     ("event", "why", "count"),
     [
-        pytest.param(stored(parent=999), Unused.UNKNOWN_PARENT, 3, id="parent never announced"),
         pytest.param(BlockRemoved((999,), "GPU"), Unused.UNKNOWN_BLOCK, 1, id="removal of an unknown block"),
-        pytest.param(stored(medium="cpu"), Unused.UNKNOWN_BLOCK, 3, id="store block never on a device"),
         pytest.param(BlockStored(NAMES[:1], None, TOKENS[:3], 3), Unused.BLOCK_SIZE, 1, id="block size"),
         pytest.param(stored(tokens=TOKENS[:5]), Unused.MALFORMED, 3, id="too few tokens"),
         pytest.param(stored(tokens=(-1, *TOKENS[1:])), Unused.MALFORMED, 3, id="impossible token"),
-        pytest.param(stored(group_idx=1), Unused.GROUP, 3, id="second KV cache group"),
-        pytest.param(stored(medium="DISK"), Unused.MEDIUM, 3, id="unknown medium"),
+        pytest.param(
+            stored(tokens=(-1, *TOKENS[1:]), parent=9),
+            Unused.MALFORMED,
+            3,
+            id="impossible token, unknown parent",
+        ),
+        pytest.param(
+            stored(group_idx=1, kv_cache_spec_kind="cross_attention"), Unused.GROUP, 3, id="strange group"
+        ),
+        pytest.param(
+            stored(group_idx=1), Unused.GROUP, 3, id="second group of an engine that names no kinds"
+        ),
+        pytest.param(stored(medium="TAPE"), Unused.MEDIUM, 3, id="unknown medium"),
     ],
 )
 def test_what_cannot_be_used_is_counted(event, why, count):
@@ -159,25 +172,187 @@ def test_what_cannot_be_used_is_counted(event, why, count):
     assert len(pool.index) == 0
 
 
+def test_a_group_that_is_not_understood_is_named():
+    pool = Pool()
+    pool.apply(stored(group_idx=3, kv_cache_spec_kind="cross_attention"))
+    assert pool.blocks.strange_groups["a"].startswith("cross_attention")
+    pool.blocks.reset("a", 0.0)
+    assert pool.blocks.strange_groups == {}
+
+
+# -- blocks that wait ------------------------------------------------------------------------------------
+
+
+def test_blocks_of_an_unknown_parent_wait_and_join_when_it_is_learnt():
+    pool = Pool()
+    assert pool.apply(stored(NAMES[2:], TOKENS[4:], parent=102)).unused == 1
+    pool.apply(stored(NAMES[1:2], TOKENS[2:4], parent=101))
+    assert pool.blocks.waiting == {"a": 2}
+    assert pool.device() == {}
+    pool.apply(stored(NAMES[:1], TOKENS[:2]))
+    assert pool.device() == {"a": 3}
+    assert not pool.blocks.waiting
+    assert not pool.blocks.unused
+
+
+def test_they_join_when_another_endpoint_announces_the_parent():
+    pool = Pool()
+    pool.apply(stored(NAMES[1:], TOKENS[2:], parent=101), "a")
+    pool.apply(stored(NAMES[1:2], TOKENS[2:4], parent=101), "c")
+    pool.apply(stored(NAMES[:1], TOKENS[:2]), "b")
+    assert pool.device() == {"b": 1}
+    pool.apply(stored(NAMES[:1], TOKENS[:2]), "a")
+    assert pool.device() == {"a": 3, "b": 1}
+
+
+def test_a_block_that_waits_keeps_its_images_and_its_adapter():
+    pool = Pool()
+    rest = stored(NAMES[1:], TOKENS[2:], parent=101, lora_name="l", extra_keys=(["l", ["cat", 0]], ["l"]))
+    first = stored(NAMES[:1], TOKENS[:2], lora_name="l", extra_keys=(["l"],))
+    pool.apply(rest, "a")
+    pool.apply(first, "a")
+    pool.apply(first, "b")
+    pool.apply(rest, "b")
+    whole = blocks.chain(TOKENS, SIZE, blocks.prefix_root("l", ""), (None, b"", None))
+    assert len(pool.index) == 3
+    assert pool.index.find_matches(whole[:1], 0.0).device == {"a": 1, "b": 1}
+
+
+def test_what_is_removed_or_cleared_while_it_waits_does_not_join():
+    pool = Pool()
+    for endpoint in "abc":
+        pool.apply(stored(NAMES[1:], TOKENS[2:], parent=101), endpoint)
+    assert pool.apply(BlockRemoved((103,), "GPU"), "a").unused == 0
+    pool.apply(AllBlocksCleared(), "b")
+    assert pool.blocks.waiting == {"a": 1, "c": 2}
+    for endpoint in "abc":
+        pool.apply(stored(NAMES[:1], TOKENS[:2]), endpoint)
+    assert pool.device() == {"a": 2, "b": 1, "c": 3}
+    assert not pool.blocks.unused
+
+
+def test_blocks_of_other_tiers_wait_for_their_names():
+    pool = Pool()
+    pool.apply(BlockStored(NAMES, None, (), 0, medium="CPU"))
+    pool.apply(BlockStored(NAMES, None, TOKENS, SIZE, medium="cpu"))
+    pool.apply(BlockRemoved((103,), "CPU"))
+    pool.apply(stored(NAMES[:2], TOKENS[:4]), "b")
+    assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("a") == (0, 2, 2)
+    assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).store == 2
+    assert pool.blocks.waiting == {"a": 1}
+
+
+def test_only_so_many_wait():
+    pool = Pool(max_waiting=4)
+    for n in range(10):
+        pool.apply(stored((1000 + n,), TOKENS[:2], parent=n))
+    assert pool.blocks.waiting == {"a": 4}
+    assert pool.blocks.unused == {Unused.UNKNOWN_PARENT: 6}
+
+
+def test_host_rows_in_any_order():
+    """Connectors announce what they have offloaded, not prompts."""
+    pool = Pool()
+    pool.apply(stored())
+    pool.apply(BlockStored((103, 101, 102, 101), None, (), 0, medium="CPU"))
+    pool.apply(BlockRemoved(NAMES, "GPU"))
+    assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("a") == (0, 3, 3)
+    pool.apply(BlockRemoved((102, 103), "CPU"))
+    assert pool.index.find_matches(blocks.chain(TOKENS, SIZE, 0), 0.0).of("a") == (0, 1, 1)
+    pool.index.forget("a")
+    assert len(pool.index) == 0
+
+
+# -- hybrid models ---------------------------------------------------------------------------------------
+
+
+def test_a_sliding_window_needs_only_its_own_blocks():
+    """Its events have the names of the blocks that it keeps, and the tokens of all. Here it comes first."""
+    pool = Pool()
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 3}
+    pool.apply(stored(NAMES[2:], TOKENS, **window))
+    pool.apply(stored(group_idx=1, kv_cache_spec_kind="full_attention"))
+    assert pool.device() == {"a": 3}
+    pool.apply(BlockRemoved((103,), "GPU", 0))
+    assert pool.device() == {}
+    pool.apply(stored((102, 103), TOKENS, **window))
+    pool.apply(BlockRemoved((103,), "GPU", 1))
+    assert pool.device() == {"a": 2}
+
+
+def test_state_space_layers_need_one_state():
+    pool = Pool()
+    pool.apply(stored(group_idx=0, kv_cache_spec_kind="full_attention"))
+    pool.apply(stored(NAMES[1:2], TOKENS, group_idx=1, kv_cache_spec_kind="mamba"))
+    assert pool.device() == {"a": 2}
+
+
+def test_groups_with_blocks_of_several_sizes():
+    pool = Pool()
+    pool.apply(stored(group_idx=0, kv_cache_spec_kind="full_attention"))
+    long = BlockStored(
+        (102,), None, TOKENS[:4], 2 * SIZE, group_idx=1, kv_cache_spec_kind="mamba", medium="GPU"
+    )
+    pool.apply(long)
+    assert pool.device() == {"a": 2}
+
+
+# -- any events ------------------------------------------------------------------------------------------
+
+CHAIN = blocks.chain(range(16), SIZE, 0)
+
+
+@st.composite
+def events(draw):
+    """Blocks of one prompt of eight blocks, named 0 to 7, in any piece and order."""
+    first, count = draw(st.integers(0, 7)), draw(st.integers(1, 8))
+    names = tuple(range(8))[first : first + count]
+    match draw(st.integers(0, 4)):
+        case 0 | 1:
+            tokens = tuple(range(first * SIZE, (first + len(names)) * SIZE))
+            return BlockStored(names, first - 1 if first else None, tokens, SIZE, medium="GPU")
+        case 2:
+            return BlockStored(tuple(draw(st.permutations(names))), None, (), 0, medium="CPU")
+        case 3:
+            return BlockRemoved(tuple(draw(st.permutations(names))), draw(st.sampled_from(["GPU", "CPU"])))
+        case _:
+            return AllBlocksCleared()
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from("ab"), events()), max_size=30))
+def test_events_in_any_order_leave_what_they_say(told):
+    """Against sets of names. A block counts once its chain is known back to the first block: from any
+    endpoint's events, whenever they came."""
+    pool = Pool()
+    held = {(endpoint, medium): set() for endpoint in "ab" for medium in ("GPU", "CPU")}
+    for endpoint, event in told:
+        pool.apply(event, endpoint)
+        if isinstance(event, AllBlocksCleared):
+            held[endpoint, "GPU"], held[endpoint, "CPU"] = set(), set()
+        elif isinstance(event, BlockRemoved):
+            held[endpoint, event.medium] -= set(event.block_hashes)
+        else:
+            held[endpoint, event.medium] |= set(event.block_hashes)
+    for endpoint in "ab":
+        device = held[endpoint, "GPU"]
+        found = pool.index.find_matches(CHAIN, 0.0)
+        assert found.device.get(endpoint, 0) == leading(device)
+        assert found.host.get(endpoint, 0) <= leading(device | held[endpoint, "CPU"])
+    pool.index.forget("a")
+    pool.index.forget("b")
+    assert len(pool.index) == 0
+
+
+def leading(names) -> int:
+    return next((n for n in range(8) if n not in names), 8)
+
+
 def test_old_engines_name_no_medium():
     pool = Pool()
     pool.apply(stored(medium=None))
     pool.apply(BlockRemoved((103,)))
     assert pool.device() == {"a": 2}
-
-
-def test_ranks_hold_blocks_of_their_own():
-    """Either rank's blocks count; the reset of one leaves the other's."""
-    pool = Pool()
-    pool.apply(stored(), rank=0)
-    pool.apply(stored((201, 202), TOKENS[:4]), rank=1)
-    assert pool.device() == {"a": 3}
-    pool.apply(BlockRemoved((103,), "GPU"), rank=1)
-    assert pool.device() == {"a": 3}
-    assert pool.blocks.reset("a", 0).cleared
-    assert pool.device() == {"a": 2}
-    pool.apply(AllBlocksCleared(), rank=1)
-    assert pool.device() == {}
 
 
 def test_more_names_stay_once_the_pool_has_grown():
@@ -196,3 +371,42 @@ def test_names_are_bounded_and_those_in_use_stay():
         pool.apply(BlockRemoved((1000 + n,), "GPU"), "b")
         assert len(pool.blocks) <= 8
     assert pool.apply(BlockRemoved((102,), "GPU")).removed == 1
+
+
+@pytest.mark.parametrize(
+    ("medium", "with_store", "without"),
+    [
+        ("GPU", (3, 0, 0), (3, 0, 0)),
+        ("gpu", (3, 0, 0), (3, 0, 0)),
+        ("CPU", (0, 3, 0), (0, 3, 0)),
+        ("cpu", (0, 0, 3), (0, 0, 0)),  # what MooncakeStoreConnector says
+        ("disk", (0, 0, 3), (0, 0, 0)),
+        ("STORAGE", (0, 0, 3), (0, 0, 0)),
+    ],
+)
+def test_media_are_read_by_meaning(medium, with_store, without):
+    """Leading blocks on the device, in host memory and in the store."""
+    chain = blocks.chain(TOKENS, SIZE, 0)
+    for store, expected in ((True, with_store), (False, without)):
+        pool = Pool(store=store)
+        pool.apply(stored(), endpoint="b")  # so that the names are known
+        pool.apply(stored(medium=medium))
+        found = pool.index.find_matches(chain, 0.0)
+        there = found.device.get("a", 0), found.host.get("a", 0) or found.reach.get("a", 0), found.store
+        device, host, in_store = there
+        assert (device, 0 if device or in_store else host, in_store) == expected
+
+
+def test_the_store_loses_blocks_with_the_segment_of_their_engine():
+    pool = Pool()
+    one, other = "10.0.0.1:8000", "10.0.0.2:8000"
+    pool.blocks.segments(frozenset({"10.0.0.1:12001", "10.0.0.2:12002"}))
+    pool.apply(stored(), endpoint="b")
+    pool.apply(stored(medium="cpu"), endpoint=one)
+    pool.apply(stored(NAMES[:1], TOKENS[:2], medium="cpu"), endpoint=other)
+    chain = blocks.chain(TOKENS, SIZE, 0)
+    assert pool.index.find_matches(chain, 0.0).store == 3
+    pool.blocks.segments(frozenset({"10.0.0.2:12002"}))
+    assert pool.index.find_matches(chain, 0.0).store == 1
+    pool.blocks.segments(frozenset())
+    assert pool.index.find_matches(chain, 0.0).store == 0

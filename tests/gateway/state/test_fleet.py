@@ -186,7 +186,7 @@ def test_silent_is_whose_metrics_fail_and_nothing_else(fleet: Fleet) -> None:
     fleet.suspect("a", 5.0)
     assert fleet.silent(5.0) == set(), "found dead"
     assert fleet.silent(5.0 + SUSPECT_S) == {"a"}
-    views = fleet.with_silent(fleet.view(20.0), 20.0)
+    views = fleet.as_last_resort(fleet.view(20.0), 20.0)
     assert [v.endpoint.ready for v in views] == [True, True]
     fleet.metrics("a", EngineMetrics(), 21.0)
     assert fleet.silent(21.0) == set()

@@ -86,7 +86,7 @@ def test_a_real_engine_agrees(captures, name):
         ),
     ],
 )
-def test_likely_causes(event, parity, says):
+def test_hashes_that_are_not_equal_have_a_likely_cause(event, parity, says):
     it = check(lora_paths={"l": "/l"})
     assert it.observe(ENGINE, event) is parity
     report = it.report(ENGINE)

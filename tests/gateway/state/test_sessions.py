@@ -55,6 +55,17 @@ def test_what_idles_for_too_long_goes_when_another_is_used() -> None:
     assert (len(sessions), sessions.evicted) == (1, 2)
 
 
+def test_many_that_expire_at_once_go_a_few_with_each_request() -> None:
+    sessions = Sessions(max_sessions=100_000, idle_s=100.0)
+    for i in range(10_000):
+        sessions.bind(sessions.touch(SessionKey("", f"{i}"), 0.0), "a", 0.0)
+    sessions.touch(SessionKey("", "new"), 200.0)
+    assert 0 < sessions.evicted < 100
+    for i in range(1_000):
+        sessions.touch(SessionKey("", "new"), 200.0 + i / 1_000)
+    assert len(sessions) == 1
+
+
 def test_a_shorter_time_to_idle_counts_at_once() -> None:
     sessions = Sessions(max_sessions=10, idle_s=100.0)
     bound(sessions, A, now=0.0)
@@ -64,15 +75,15 @@ def test_a_shorter_time_to_idle_counts_at_once() -> None:
     assert (len(sessions), sessions.evicted) == (1, 1)
 
 
-def test_a_move_is_timed_and_forgets_the_old_cache(sessions: Sessions) -> None:
+def test_a_move_is_timed_and_follows_the_new_host(sessions: Sessions) -> None:
     session = bound(sessions)
     assert sessions.view(session, 5.0).seconds_since_move == float("inf")
-    sessions.cached(session, tail=11, tail_tokens=64)
+    sessions.routed(session, [10, 11])
     sessions.bind(session, "other", 5.0)
     view = sessions.view(session, 8.0)
     assert (view.host, view.seconds_since_move) == ("other", 3.0)
-    assert session.tail_tokens == 0
-    assert sessions.blocks_stored("other", 11, [12], 16) is None
+    assert sessions.blocks_stored("h", 11, [12], 16) is None
+    assert sessions.blocks_stored("other", 11, [12], 16) == (session, 16)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +122,10 @@ def test_the_deepest_of_several_prompts_is_continued(length: int) -> None:
 
 def test_events_move_the_tail_of_a_session_whose_bodies_are_not_read(sessions: Sessions) -> None:
     session = bound(sessions)
-    sessions.cached(session, tail=3, tail_tokens=48)
+    sessions.routed(session, [1, 2, 3])
     assert sessions.blocks_stored("h", 3, [4, 5], 16) == (session, 32)
     assert sessions.blocks_stored("h", 5, [6], 16) == (session, 16)
-    assert session.tail_tokens == 96
+    assert (list(session.chain), session.context_tokens) == ([1, 2, 3, 4, 5, 6], 96)
     assert sessions.blocks_stored("elsewhere", 6, [7], 16) is None
     assert sessions.blocks_stored("h", 3, [4], 16) is None
 
@@ -123,27 +134,47 @@ def test_a_prompt_may_go_on_from_the_end_of_the_last_one(sessions: Sessions) -> 
     """The answer was written otherwise into the next prompt: without its reasoning."""
     session = bound(sessions)
     sessions.unread(session, 100, 400)
-    sessions.cached(session, 10, 16)
+    sessions.routed(session, [10])
     sessions.unread(session, 100, 400)
     sessions.blocks_stored("h", 10, [11, 12], 16)  # its prompt
     sessions.blocks_stored("h", 12, [13], 16)  # its answer, block by block
     sessions.blocks_stored("h", 13, [14], 16)
-    assert (session.tail, session.tail_tokens, session.fork, session.fork_tokens) == (14, 80, 12, 48)
+    assert (list(session.chain), session.fork) == ([10, 11, 12, 13, 14], 3)
     sessions.unread(session, 120, 480)
     assert sessions.blocks_stored("h", 12, [23], 16) == (session, 16)
-    assert (session.tail, session.tail_tokens, session.fork) == (23, 64, 23)
+    assert (list(session.chain), session.fork) == ([10, 11, 12, 23], 4)
     assert sessions.blocks_stored("h", 14, [15], 16) is None, "the old answer is not its chain any more"
     sessions.blocks_stored("h", 23, [24], 16)
-    assert (session.tail, session.fork, session.context_tokens) == (24, 23, 80)
+    assert (session.tail, session.fork, session.context_tokens) == (24, 4, 80)
 
 
-def test_a_forgotten_chain_is_not_followed(sessions: Sessions) -> None:
+@pytest.mark.parametrize(
+    ("parent", "stored", "chain"),
+    [
+        pytest.param(2, [3, 4], [1, 2, 3, 4], id="the last block comes back with the next one"),
+        pytest.param(0, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5], id="all of it comes back"),
+        pytest.param(2, [3], [1, 2, 3], id="nothing is new"),
+    ],
+)
+def test_a_session_follows_its_blocks_inside_of_a_longer_event(
+    sessions: Sessions, parent: int, stored: list[int], chain: list[int]
+) -> None:
+    """Its host had evicted the last blocks."""
     session = bound(sessions)
-    sessions.cached(session, 10, 16)
-    sessions.blocks_stored("h", 10, [11], 16)
-    sessions.forget_host("h")
-    assert sessions.blocks_stored("h", 10, [12], 16) is None
-    assert sessions.blocks_stored("h", 11, [12], 16) is None
+    sessions.routed(session, [1, 2, 3])
+    sessions.unread(session, 70, 280)
+    assert sessions.blocks_stored("h", parent, stored, 16) == (session, 16 * len(stored))
+    assert list(session.chain) == chain
+
+
+def test_chains_are_bounded() -> None:
+    sessions = Sessions(max_sessions=10, idle_s=100.0, max_blocks=5)
+    old, new = bound(sessions, A), bound(sessions, B)
+    sessions.routed(old, [1, 2, 3])
+    sessions.routed(new, [4, 5, 6])
+    assert (len(old.chain), len(new.chain)) == (0, 3)
+    assert sessions.blocks_stored("h", 3, [7], 16) is None
+    assert sessions.blocks_stored("h", 6, [7], 16) == (new, 16)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +196,7 @@ def test_estimate_of_an_unread_body(sessions: Sessions, body_bytes: int, tokens:
 def test_events_correct_the_estimate(sessions: Sessions) -> None:
     session = bound(sessions)
     sessions.read(session, 48, 240, [1, 2, 3])
-    sessions.cached(session, 3, 48)
+    sessions.routed(session, [1, 2, 3])
     sessions.unread(session, 100, 500)
     sessions.blocks_stored("h", 3, [4, 5], 16)
     assert session.estimate_tokens(600, 4.0) == 80 + 20
@@ -174,7 +205,7 @@ def test_events_correct_the_estimate(sessions: Sessions) -> None:
 def test_free_leaves_nothing(sessions: Sessions) -> None:
     session = bound(sessions)
     sessions.read(session, 48, 200, [1, 2])
-    sessions.cached(session, 2, 32)
+    sessions.routed(session, [1, 2])
     sessions.free(A)
     sessions.free(A)
     assert sessions.find(A, 0.0) is None
@@ -207,14 +238,14 @@ def test_a_superseded_session_begins_anew_and_keeps_no_host(sessions: Sessions) 
     sessions.bind(old, "h", 0.0)
     sessions.bind(old, "other", 5.0)
     sessions.read(old, 48, 200, [1, 2, 3])
-    sessions.cached(old, 3, 48)
+    sessions.routed(old, [1, 2, 3])
     assert sessions.superseded("t", 3) == key.session_id
     assert sessions.superseded("t", 2) == sessions.superseded("other tenant", 3) == ""
     anew = sessions.begin(key, 6.0, inferred=True)
     assert (anew.host, anew.moves, sessions.bound) == ("", 0, {})
     sessions.bind(anew, "third", 6.0)
     sessions.read(anew, 50, 220, [1, 2, 3])
-    sessions.cached(anew, 3, 48)
+    sessions.routed(anew, [1, 2, 3])
     assert sessions.view(anew, 6.0).seconds_since_move == float("inf")
     assert sessions.blocks_stored("third", 3, [4], 16) == (anew, 16)
     assert sessions.infer("t", [1, 2, 3, 4], 64, 6.0) is anew

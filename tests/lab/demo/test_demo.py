@@ -33,7 +33,7 @@ UNDER_LOAD = " APC "
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        pytest.param([], {"endpoints": 8, "policy": "ear", "compare": ("round_robin",)}, id="none"),
+        pytest.param([], {"endpoints": 8, "policy": "perilune", "compare": ("round_robin",)}, id="none"),
         pytest.param(["--compare", "round_robin,sticky"], {"compare": ("round_robin", "sticky")}, id="two"),
         pytest.param(["--compare", " sticky, ,sticky"], {"compare": ("sticky",)}, id="twice the same"),
         pytest.param(["--compare", ""], {"compare": ()}, id="nothing to compare with"),
@@ -61,7 +61,7 @@ def test_options_have_defaults_and_fit_each_other(argv, expected):
         (["--endpoints", "many"], "invalid int value: 'many'"),
     ],
 )
-def test_wrong_options(capsys, argv, says):
+def test_wrong_options_are_explained(capsys, argv, says):
     with pytest.raises(SystemExit) as caught:
         parse(argv)
     assert caught.value.code == 2
@@ -69,8 +69,8 @@ def test_wrong_options(capsys, argv, says):
 
 
 def test_what_stays_up_runs_last():
-    assert parse(["--compare", "sticky"]).order == ("ear", "sticky")
-    assert parse(["--compare", "sticky", "--keep"]).order == ("sticky", "ear")
+    assert parse(["--compare", "sticky"]).order == ("perilune", "sticky")
+    assert parse(["--compare", "sticky", "--keep"]).order == ("sticky", "perilune")
 
 
 # What is shown
@@ -235,10 +235,10 @@ def test_runs_compares_and_reports(start, tmp_path):
     ).end()
     assert (status, errors) == (0, "")
     assert "Simulated engines" in out
-    assert "ear / round_robin" in out
+    assert "perilune / round_robin" in out
     document = msgspec.json.decode((tmp_path / "demo.json").read_bytes(), type=report.Report)
     assert document.simulated
-    assert [run.policy for run in document.runs] == ["ear", "round_robin"]
+    assert [run.policy for run in document.runs] == ["perilune", "round_robin"]
     assert all(run.succeeded > 0 and run.success_rate == 1.0 for run in document.runs)
     assert list((tmp_path / "tmp").iterdir()) == []
 

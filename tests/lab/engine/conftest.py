@@ -55,6 +55,12 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
+def start_for_module() -> Iterator[Start]:
+    with engines() as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
 def fast() -> Iterator[Process]:
     with engines() as begin:
         yield begin("--time-scale", "50")

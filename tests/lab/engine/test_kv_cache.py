@@ -28,7 +28,7 @@ def tokens(start: int, n: int) -> list[int]:
 def test_a_hit_never_covers_the_last_token():
     cache = cache_of(8)
     cache.release(fill(cache, tokens(0, 8)))
-    hits = {n: len(cache.match(cache.open(tokens(0, n)))) for n in (4, 5, 8, 9)}
+    hits = {n: len(cache.match(cache.open(tokens(0, n)))[0]) for n in (4, 5, 8, 9)}
     assert hits == {4: 0, 5: 1, 8: 1, 9: 2}
 
 
@@ -39,7 +39,7 @@ def test_freed_blocks_stay_hittable_until_taken_and_tails_go_first():
     held = fill(cache, tokens(100, 8))
     chain = cache.open(tokens(0, 16)).chain
     assert [c.digest for c in cache.take_changes() if isinstance(c, Removed)] == [chain[3], chain[2]]
-    assert len(cache.match(cache.open(tokens(0, 16)))) == 2
+    assert len(cache.match(cache.open(tokens(0, 16)))[0]) == 2
     cache.release(held)
 
 
@@ -55,9 +55,9 @@ def test_attached_blocks_are_not_evicted():
     cache.release(fill(cache, tokens(0, 8)))
     sharing = fill(cache, tokens(0, 12))
     other = cache.open(tokens(50, 8))
-    assert not cache.fits(other, [], 8)
+    assert not cache.fits(other, [[]], 8)
     assert not cache.grow(other, 8)
-    assert other.blocks == []
+    assert other.length == 0
     cache.release(sharing)
     assert cache.grow(other, 8)
 
@@ -82,9 +82,9 @@ def test_generated_tokens_fill_blocks_that_a_later_prompt_finds():
         table.tokens.append(token)
         assert cache.grow(table, len(table.tokens))
     cache.release(table)
-    assert len(cache.match(cache.open(tokens(0, 12)))) == 2
+    assert len(cache.match(cache.open(tokens(0, 12)))[0]) == 2
     stored = [c for c in cache.take_changes() if isinstance(c, Stored)]
-    assert [(c.first_block, c.tokens) for c in stored] == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])]
+    assert [(list(c.positions), c.tokens) for c in stored] == [([0], [0, 1, 2, 3]), ([1], [4, 5, 6, 7])]
     assert stored[1].parent == stored[0].digests[-1]
 
 
@@ -96,7 +96,7 @@ def test_reset_waits_for_sequences_and_is_announced():
     cache.take_changes()
     assert cache.reset()
     assert cache.take_changes() == [Cleared()]
-    assert cache.match(cache.open(tokens(0, 8))) == []
+    assert cache.match(cache.open(tokens(0, 8))) == [[]]
 
 
 def test_a_pool_of_nothing_but_the_null_block_is_refused():
@@ -140,7 +140,7 @@ def test_announcements_tell_exactly_what_is_hittable(runs):
                 break
             expected += 1
         hits = cache.match(table)
-        assert len(hits) == expected
+        assert len(hits[0]) == expected
         if len(open_tables) == 2 or not cache.fits(table, hits, n + generated):
             for held in open_tables:
                 cache.release(held)
@@ -154,4 +154,4 @@ def test_announcements_tell_exactly_what_is_hittable(runs):
             table.tokens.append(token)
             assert cache.grow(table, len(table.tokens))
         open_tables.append(table)
-        assert cache.free_blocks == 12 - len({b for t in open_tables for b in t.blocks})
+        assert cache.free_blocks == 12 - len({b for t in open_tables for b in t.blocks[0]})

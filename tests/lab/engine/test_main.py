@@ -168,6 +168,34 @@ async def test_responses_api(engine):
     assert natural["status"] == "completed"
 
 
+async def test_a_response_continues_a_stored_one(start):
+    engine = start(*FAST, "--responses-store")
+    url = f"{engine.url}/v1/responses"
+    turn = {"model": "sim-30b", "input": PROMPT, "instructions": " bo", "max_output_tokens": 5}
+    _, _, first = await ask(url, turn)
+    _, _, second = await ask(url, {**turn, "input": " bi", "previous_response_id": first["id"]})
+    talk = [
+        {"role": "system", "content": " bo"},
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": first["output"][0]["content"][0]["text"]},
+        {"role": "user", "content": " bi"},
+    ]
+    _, _, told = await ask(f"{engine.url}/tokenize", {"model": "sim-30b", "messages": talk})
+    assert second["usage"]["input_tokens"] == told["count"]
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 16
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["nothing is stored", "unknown"])
+async def test_a_response_that_is_not_stored_here_is_not_found(start, stored):
+    engine = start(*FAST, *(["--responses-store"] if stored else []))
+    url = f"{engine.url}/v1/responses"
+    turn = {"model": "sim-30b", "input": PROMPT, "max_output_tokens": 1}
+    _, _, first = await ask(url, turn)
+    earlier = "resp_x" if stored else first["id"]
+    status, _, error = await ask(url, {**turn, "previous_response_id": earlier})
+    assert (status, error["error"]["message"]) == (404, f"Response with id '{earlier}' not found.")
+
+
 async def test_messages_api(engine):
     url = f"{engine.url}/v1/messages"
     content = [

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stepped_engine import SteppedEngine
 
-from perilune_lab.engine.metrics import Metrics
+from perilune_lab.engine.metrics import Metrics, Page
 
 COUNTERS = {
     "prefix_cache_queries",
@@ -60,7 +60,9 @@ def page():
     for request in (first, second, third):
         metrics.request_ended(request)
     engine.add([3] * 100, 10)
-    families = list(text_string_to_metric_families(metrics.render(engine.scheduler)))
+    sheet = Page()
+    metrics.write(sheet, engine.scheduler)
+    families = list(text_string_to_metric_families(sheet.text()))
     return {family.name: family for family in families}
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from perilune_lab.engine.inbound import Api, parse
 from perilune_lab.engine.words import LabText, ModelText, load
 from perilune_lab.vocabulary import Vocabulary, write_tokenizer
 
@@ -105,3 +106,43 @@ def test_a_folder_without_template_says_so(tmp_path, folder):
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match="no chat template"):
         load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bos_folder(bpe_folder, tmp_path_factory):
+    """A tokenizer that begins texts with <s>, and a template that does so too, as Llama's."""
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(bpe_folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    begin = ("<s>", tokenizer.token_to_id("<s>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    folder = tmp_path_factory.mktemp("bos")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((bpe_folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ bos_token }}" + config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": {"content": "<s>"}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("api", "body", "begins"),
+    [
+        (Api.CHAT, {"messages": MESSAGES[:1]}, 1),
+        (Api.CHAT, {"messages": MESSAGES[:1], "add_special_tokens": True}, 2),
+        (Api.RESPONSES, {"input": "ba"}, 2),
+        (Api.MESSAGES, {"messages": MESSAGES[:1]}, 1),
+        (Api.COMPLETIONS, {"prompt": "ba"}, 1),
+        (Api.COMPLETIONS, {"prompt": "ba", "add_special_tokens": False}, 0),
+    ],
+)
+def test_special_tokens_come_where_vllm_adds_them(bos_folder, api: Api, body: dict, begins: int):
+    text = ModelText(bos_folder)
+    begin = text.encode("")[0]
+    assert parse(api, json.dumps(body).encode(), text).prompt.count(begin) == begins
+
+
+def test_a_tokenizer_with_special_tokens_has_words_to_answer_with(bos_folder):
+    text = ModelText(bos_folder)
+    answer = text.answer([1, 2, 3], 8)
+    assert text.encode(text.decode(answer), False) == answer

@@ -8,7 +8,7 @@ import pytest
 from perilune_api.pool import SpecError
 from perilune_lab.traces import jsonl
 from perilune_lab.traces.agentic import Agentic, generate
-from perilune_lab.traces.cli import _number, main
+from perilune_lab.traces.cli import as_short_number, main
 from perilune_lab.traces.source import open_trace
 
 MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}\n'
@@ -110,4 +110,4 @@ def test_traces_open_by_what_their_first_line_says(tmp_path: Path):
     ],
 )
 def test_numbers_are_short(value: float, text: str):
-    assert _number(value) == text
+    assert as_short_number(value) == text

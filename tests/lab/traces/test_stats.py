@@ -24,7 +24,7 @@ def trace(*sessions: Session) -> Trace:
     return Trace("t", Style.TEXT, sessions)
 
 
-def test_one_number_each():
+def test_a_small_trace_has_the_numbers_computed_by_hand():
     found = stats(trace(session("a", 100, 200, 300), session("b", 400)))
     assert (found.name, found.requests, found.sessions) == ("t", 4, 2)
     assert found.input_tokens == Spread(250, 175, 250, 325, pytest.approx(370), pytest.approx(397), 400)

@@ -182,7 +182,7 @@ class TestCommand:
         assert "2 decisions" in capsys.readouterr().out
 
     def test_progress_of_a_file_and_of_a_pipe(self, log, tmp_path, monkeypatch):
-        monkeypatch.setattr(cli, "TELL_EVERY_S", 0.0)
+        monkeypatch.setattr(cli, "PROGRESS_EVERY_S", 0.0)
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         Thread(target=pipe.write_bytes, args=(log.read_bytes(),)).start()
@@ -207,7 +207,7 @@ class TestCommand:
             (["--params", "cooldown_seconds"], "'cooldown_seconds' is not NAME=VALUE"),
         ],
     )
-    def test_a_wrong_call(self, log, arguments, said, capsys):
+    def test_a_wrong_call_is_explained(self, log, arguments, said, capsys):
         assert cli.main(["--decisions", str(log), *arguments]) == 2
         assert said in capsys.readouterr().err
 
@@ -222,7 +222,7 @@ class TestCommand:
         assert cli.main(["--decisions", str(log), "--policy", "sticky"]) == 0
         assert "was cut when the gateway was killed" in capsys.readouterr().out.replace("\n", " ")
 
-    def test_no_such_file(self, tmp_path, capsys):
+    def test_a_missing_file_is_named(self, tmp_path, capsys):
         assert cli.main(["--decisions", str(tmp_path / "none")]) == 2
         assert "No such file" in capsys.readouterr().err
 

@@ -74,7 +74,7 @@ def test_a_verdict_compares_the_largest_difference_with_its_bar(pairs: list[Pair
         (pair("ear", 1.0, 1.0, waited_s=0.3), 0, "do not judge by this run"),
     ],
 )
-def test_what_is_said(found: Pair, status: int, said: str, tmp_path: Path):
+def test_table_and_verdicts_are_printed(found: Pair, status: int, said: str, tmp_path: Path):
     out = Console(width=200, file=StringIO(), record=True)
     file = tmp_path / "found.json"
     assert cli.conclude(Options(json=file), [found], out) == status
@@ -133,7 +133,7 @@ def test_too_few_turns_are_no_evidence(argv: list[str], capsys: pytest.CaptureFi
         ["--seconds", "1e9"],
     ],
 )
-def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_values_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SpecError):
         cli.parse(argv)
     assert cli.main(argv) == WRONG_CALL
@@ -141,7 +141,7 @@ def test_wrong_values(argv: list[str], capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("argv", [["--rate", "0"], ["--seconds", "nan"], ["--endpoints", "0"]])
-def test_wrong_numbers(argv: list[str], capsys: pytest.CaptureFixture[str]):
+def test_wrong_numbers_are_named(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as left:
         cli.parse(argv)
     assert left.value.code == WRONG_CALL

@@ -231,7 +231,7 @@ MET, CLOSE, MISSED = (0.5, 0.4, 0.6), (0.9, 0.8, 1.1), (1.5, 1.4, 1.6)
         ),
     ],
 )
-def test_agreement_in_words(mine: dict[str, tuple[float, float, float]], says: str):
+def test_agreement_with_other_seeds_is_put_into_words(mine: dict[str, tuple[float, float, float]], says: str):
     verdicts = {"P1": "met", "P2": "missed", "P3": "met"}
     before = document.Compared("full", tuple(range(1, 9)), 1.2, verdicts, close=("P3",))
     assert says in before.agreement(bar(name, *values) for name, values in mine.items())
@@ -284,7 +284,7 @@ def test_a_full_disk_is_one_line(
     assert said[0].endswith("No space left on device - under `--out` or `--work`")
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]):
+def test_the_help_names_options_and_parts(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         cli.main(["--help"])
     assert end.value.code == 0

@@ -7,7 +7,7 @@ from types import FrameType
 
 import pytest
 
-from perilune_gateway.routing.lifecycle import TELLING_PREFILL_S
+from perilune_gateway.routing.candidates import MAX_LOCATIONS
 from perilune_research.evaluate.cells import Arm, Cell, Scenario, compute
 from perilune_research.evaluate.search import Search, find
 from perilune_research.evaluate.sources import ONLY_SHOWN, OURS, dependencies
@@ -63,7 +63,7 @@ def test_a_module_is_its_bytes(name: str):
 
 
 def test_a_constant_is_its_value():
-    assert FOUND["perilune_gateway.routing.lifecycle.TELLING_PREFILL_S"] == repr(TELLING_PREFILL_S).encode()
+    assert FOUND["perilune_gateway.routing.candidates.MAX_LOCATIONS"] == repr(MAX_LOCATIONS).encode()
 
 
 def test_what_only_shows_does_not_count():

@@ -135,7 +135,7 @@ def test_what_is_read_is_the_same():
 
 
 @pytest.mark.parametrize("policy", cli.USUAL)
-def test_a_short_run(policy):
+def test_headers_decide_as_bodies_do_in_a_short_run(policy):
     tally, rig = measure(Options(turns=300, restart_every_s=20.0), policy)
     assert tally.turns == 300
     assert tally.same_share >= cli.BAR, render([(tally, rig)])
@@ -147,7 +147,7 @@ def test_a_short_run(policy):
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", cli.USUAL)
-def test_5000_turns(policy):
+def test_headers_decide_as_bodies_do_over_5000_turns(policy):
     tally, rig = measure(Options(turns=5000), policy)
     print(render([(tally, rig)]))
     assert tally.same_share >= cli.BAR
@@ -164,12 +164,12 @@ def test_the_command_prints_a_table(capsys):
     assert "sticky        30" in said
 
 
-def test_below_the_bar(capsys):
+def test_a_share_below_the_bar_fails(capsys):
     assert cli.main(["--policies", "sticky", "--turns", "5", "--bar", "1.1"]) == 1
     assert capsys.readouterr().out.endswith("below 110.0%: sticky\n")
 
 
-def test_an_unknown_policy(capsys):
+def test_an_unknown_policy_is_named(capsys):
     assert cli.main(["--policies", "nobody"]) == 2
     assert "Unknown policy 'nobody'" in capsys.readouterr().err
 
@@ -183,7 +183,7 @@ def test_an_unknown_policy(capsys):
         pytest.param(["--bar", "nan"], id="no bar"),
     ],
 )
-def test_wrong_calls(argv):
+def test_wrong_calls_are_refused(argv):
     with pytest.raises(SystemExit) as left:
         parse(argv)
     assert left.value.code == 2

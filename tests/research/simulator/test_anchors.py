@@ -30,7 +30,7 @@ def runs() -> dict[str, Run]:
 
 
 @pytest.mark.e2e
-def test_at_peak():
+def test_at_the_peak_ear_is_best_and_times_are_as_anchored():
     peak = played(PEAK, 16, "ear", "sticky", "lmetric", pullable=True)
     p90 = {policy: run.ttft_s.p90 for policy, run in peak.items()}
     assert p90["ear"] < min(p90["lmetric"], p90["sticky"])

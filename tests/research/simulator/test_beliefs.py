@@ -80,7 +80,7 @@ def test_speeds_are_learned_from_what_a_gateway_sees():
 
     for n in range(1, 60):
         Seen.submitted_s = n * 10.0
-        beliefs.observe_prefill(Seen(), n * 10.0 + true_s)
+        beliefs.observe_prefill(Seen(), n * 10.0 + H20.engine.request_overhead_s(20_000) + true_s)
     assert beliefs.models[0].prefill_s(20_000) == pytest.approx(true_s, rel=0.02)
     assert 0 not in beliefs.unseen
     assert beliefs.models[1].prefill_s(20_000) == pytest.approx(true_s, rel=0.02), (

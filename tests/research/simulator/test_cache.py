@@ -41,7 +41,7 @@ def test_it_keeps_and_evicts_what_a_block_cache_does(seed: int):
         depth = runs.end[run]
         table = blocks.open([*tokens(runs, run, depth), 7])
         hits = blocks.match(table)
-        assert cache.match(run, depth) == len(hits) * BLOCK
+        assert cache.match(run, depth) == len(hits[0]) * BLOCK
         if not blocks.fits(table, hits, depth):
             continue
         cache.pin(run)
@@ -68,7 +68,7 @@ def test_users_keep_what_they_use():
     assert (cache.used_tokens, cache.idle_tokens) == (32, 0)
 
 
-def test_changes_are_told():
+def test_changes_are_reported():
     runs = Runs()
     a = runs.add(ROOT, 32)
     told: list[tuple[int, int]] = []

@@ -42,7 +42,7 @@ def run(p90: float, stretch: float, success: float = 1.0) -> Run:
         pytest.param(Run("p", 1, 1, 0, 1.0, ttft_s=run(1.0, 1.0).ttft_s), True, id="open loop"),
     ],
 )
-def test_an_slo(measured: Run, holds: bool):
+def test_a_run_meets_its_slos_or_not(measured: Run, holds: bool):
     assert Slo().holds(measured) is holds
 
 

@@ -1,5 +1,7 @@
 """Every measured H20 point, within 10 %."""
 
+from math import inf
+
 import pytest
 
 from perilune_api.topology import Level
@@ -45,8 +47,8 @@ class Alone:
         self.engine.add(request, now)
         return request
 
-    def play(self, until_s: float = float("inf")) -> None:
-        while self.due and min(self.due)[0] <= until_s:
+    def play_until_first_token(self, request: SimulatedRequest) -> None:
+        while request.first_token_s == inf:
             event = min(self.due)
             self.due.remove(event)
             self.engine.event(*event)
@@ -56,7 +58,7 @@ class Alone:
 def test_the_simulated_engine_takes_as_long_for_a_prefill_alone(tokens: int, seconds: float):
     alone = Alone()
     request = alone.add(tokens * K, 1)
-    alone.play()
+    alone.play_until_first_token(request)
     overhead_s = H20.engine.request_overhead_s(tokens * K)
     assert request.first_token_s - overhead_s == pytest.approx(seconds, rel=0.10)
 
@@ -65,24 +67,21 @@ def test_the_simulated_engine_takes_as_long_for_a_prefill_alone(tokens: int, sec
     ("tokens", "seconds"), [(2, 0.032), (8, 0.114), (32, 0.388), (64, 0.757), (128, 1.419)]
 )
 def test_the_simulated_engine_makes_its_neighbours_wait_as_long(tokens: int, seconds: float):
-    """Tokens of 8 streams from a prompt's submission to its first token."""
+    """Mean gap between two tokens of 8 streams, from a prompt's submission to its first token."""
     alone = Alone()
-    streams = [alone.add(2_400, 3_000) for _ in range(8)]
-    alone.play(until_s=2.0)
-    assert all(s.first_token_s < 2.0 for s in streams)
-    engine = alone.engine
-    steps = engine._steps_until(2.0)
-    before, began_s = engine._step + steps, engine._began_s + engine._decode_s(steps)
-    intruder = alone.add(tokens * K, 1, began_s)
-    while intruder.first_token_s == float("inf"):
-        event = min(alone.due)
-        alone.due.remove(event)
-        alone.engine.event(*event)
-    made = alone.engine._step - before
-    assert (intruder.first_token_s - began_s) / made == pytest.approx(seconds, rel=0.10)
+    streams = [alone.add(2_500, 3_000) for _ in range(8)]
+    for stream in streams:
+        alone.play_until_first_token(stream)
+    before = len(alone.engine.gaps)
+    intruder = alone.add(tokens * K, 1, max(stream.first_token_s for stream in streams))
+    alone.play_until_first_token(intruder)
+    gap_s, gaps = alone.engine.gap_s[before:], alone.engine.gaps[before:]
+    assert sum(s * n for s, n in zip(gap_s, gaps, strict=True)) / sum(gaps) == pytest.approx(
+        seconds, rel=0.10
+    )
 
 
-def test_links_by_distance():
+def test_a_transfer_takes_longer_over_a_greater_distance():
     assert H20.transfer_s(10_000, Level.NODE) < H20.transfer_s(10_000, Level.RACK)
     assert H20.transfer_s(10_000, Level.FABRIC) > 2 * H20.transfer_s(10_000, Level.RACK)
     assert H20.transfer_s(0) == 0.0
@@ -96,6 +95,6 @@ def test_a_hit_in_host_memory_takes_as_long_as_measured(tokens: int, seconds: fl
     alone.engine.host.put(prompt, tokens * K)
     request = SimulatedRequest(Task(0, 0, prompt, tokens * K, prompt, 1, 0.0, 0.0), 0, 0.0, 0.0)
     alone.engine.add(request, 0.0)
-    alone.play()
+    alone.play_until_first_token(request)
     assert request.host_tokens == request.cached_tokens == tokens * K - 16
     assert request.first_token_s == pytest.approx(seconds, rel=0.10)

@@ -52,7 +52,9 @@ def test_it_answers_like_the_gateways_index(seed: int):
                     ours.changed(e, r, top, now)
         elif action < 0.65:
             have = held.get((e, run), runs.start[run])
-            if depth < have:
+            longer = [r for r in range(len(runs)) if r != run and run in runs.chain[r]]
+            evictable = all(held.get((e, r), runs.start[r]) == runs.start[r] for r in longer)
+            if depth < have and evictable:  # an engine evicts the end of a prompt before its beginning
                 gone = [b for b in blocks(runs, run, have) if b not in set(blocks(runs, run, depth))]
                 theirs.removed(str(e), Tier.DEVICE, gone)
                 held[e, run] = depth
@@ -61,7 +63,7 @@ def test_it_answers_like_the_gateways_index(seed: int):
             theirs.speculate(str(e), blocks(runs, run, depth), now)
             ours.claim(e, run, depth, now)
         elif action < 0.93:
-            theirs.cleared(str(e))
+            theirs.forget(str(e))
             ours.forget(e)
             held = {key: top for key, top in held.items() if key[0] != e}
         for asked in range(len(runs)):

@@ -59,7 +59,7 @@ def shared(runs: Runs, a: tuple[int, int], b: tuple[int, int]) -> int:
     return min(a[1], b[1], max((runs.end[r] for r in both), default=0))
 
 
-def test_runs_by_hand():
+def test_prompts_become_the_runs_that_one_makes_by_hand():
     runs = Runs()
     a = runs.add(ROOT, 10)
     b = runs.add(a, 5)

@@ -33,7 +33,7 @@ def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
     seen = played(policy, spread, 3, monkeypatch).seen
-    assert seen.shortlisted == seen.decisions == len(seen.decision_s) == spread.requests
+    assert seen.decisions == len(seen.decision_s) == spread.requests
     assert seen.audited == -(-spread.requests // 3) > 100
     assert seen.agreed >= 0.995 * seen.audited
 
@@ -48,7 +48,7 @@ def test_looking_twice_changes_nothing(spread: Workload, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("policy", ["round_robin", "power_of_two"])
 def test_who_chooses_blindly_sees_everybody(policy: str, spread: Workload):
     outcome = simulate(spread, Setting(policy), MANY, seed=1)
-    assert outcome.seen.shortlisted == outcome.seen.audited == 0
+    assert outcome.seen.audited == 0
     used = len({s.endpoint for s in outcome.requests})
     assert used > 200
 

@@ -67,7 +67,7 @@ def chat(*timestamps: float) -> Trace:
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_modes(mode: Mode):
+def test_turns_are_submitted_as_the_mode_says(mode: Mode):
     """The first answer takes longer than a second, so the modes part."""
     workload = prepare(chat(0.0, 1.0, 60.0), H20.engine, mode)
     outcome = simulate(workload, Setting("sticky"))
@@ -150,6 +150,20 @@ def test_outliers_take_so_many_times_longer():
     assert slow == pytest.approx([20 * alone_s] * len(slow))
 
 
+def test_unequal_engines_differ_by_at_most_their_spread():
+    lone = prepare(chat(*(100.0 * n for n in range(60))), H20.engine)
+    outcome = simulate(lone, Setting("round_robin"), SimulatedFleet(6), Faults(speed_spread=2.0), seed=3)
+    alone_s = [s.first_token_s - s.submitted_s for s in simulate(lone, Setting("round_robin")).requests]
+    factors = {
+        s.endpoint: (s.first_token_s - s.submitted_s) / alone_s[0]
+        for s in outcome.requests
+        if not s.cached_tokens
+    }
+    assert len(factors) == 6
+    assert 0.5 <= min(factors.values()) < 0.9
+    assert 1.1 < max(factors.values()) <= 2.0
+
+
 def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
     outcome = simulate(busy, Setting("ear"), faults=Faults(dead_endpoint=2, dead_at_s=60.0))
     failed = [s for s in outcome.requests if s.failed]
@@ -167,6 +181,8 @@ def test_a_dead_endpoint_loses_what_it_had_and_gets_no_more(busy: Workload):
         pytest.param(Faults(event_lag_s=2.0), id="late events"),
         pytest.param(Faults(token_error=0.2), id="estimated tokens"),
         pytest.param(Faults(outlier_share=0.05), id="outliers"),
+        pytest.param(Faults(speed_spread=2.0), id="unequal engines"),
+        pytest.param(Faults(step_noise=0.3), id="noisy steps"),
     ],
 )
 def test_what_the_gateway_does_not_know_costs_but_loses_nothing(faults: Faults, busy: Workload):
@@ -191,7 +207,7 @@ def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
     workload = replace(LOAD, window_s=40.0).workload(16.0, 1, SimulatedFleet(100))
     short = simulate(workload, Setting("lmetric_plus_one"), SimulatedFleet(100))
     whole = simulate(workload, Setting("lmetric_plus_one", shortlist_above=1000), SimulatedFleet(100))
-    assert (short.seen.shortlisted, whole.seen.shortlisted) == (workload.requests, 0)
+    assert short.seen.audited > whole.seen.audited == 0
     p90 = [
         sorted(s.first_token_s - s.submitted_s for s in o.requests)[-workload.requests // 10]
         for o in (short, whole)
@@ -207,9 +223,10 @@ def test_a_large_fleet_decides_from_a_shortlist_as_from_all():
         ("dead=3", Faults(dead_endpoint=3, dead_at_s=60.0)),
         ("dead=3@120, lag=1.5", Faults(dead_endpoint=3, dead_at_s=120.0, event_lag_s=1.5)),
         ("estimates=0.1,link-belief=1", Faults(token_error=0.1, link_belief=1.0)),
+        ("unequal,noise", Faults(speed_spread=1.5, step_noise=0.2)),
     ],
 )
-def test_faults_are_named(text: str, faults: Faults):
+def test_faults_are_read_by_their_names(text: str, faults: Faults):
     assert parse(text) == faults
 
 
@@ -231,6 +248,7 @@ def test_unknown_faults_are_refused(text: str):
         ("dead=1.5", "endpoint's number"),
         ("dead=1@-3", "0 or above"),
         ("lag=2@60", "only `dead` has a time"),
+        ("unequal=0.5", "1 or above"),
     ],
 )
 def test_impossible_faults_are_refused(text: str, what: str):

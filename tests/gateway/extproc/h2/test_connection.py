@@ -89,7 +89,7 @@ def sent(connection: Connection) -> list[Frame]:
     return parsed(connection.take())
 
 
-def test_greeting():
+def test_a_connection_begins_with_the_servers_settings():
     connection = Connection()
     first, window = sent(connection)
     values = dict(struct.iter_unpack(">HI", first.payload))
@@ -101,7 +101,7 @@ def test_greeting():
     assert sent(connection) == [Frame(Type.SETTINGS, ACK, 0, b"")]
 
 
-def test_conversation():
+def test_a_stream_is_answered_message_by_message():
     connection = connected(OPEN_WINDOW)
     events = connection.receive(opened(1) + data(1, grpc(b"hello") + grpc(b"")))
     assert events == [Opened(1, "/p"), Message(1, b"hello"), Message(1, b"")]

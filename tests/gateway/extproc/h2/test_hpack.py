@@ -58,7 +58,7 @@ def test_entries_are_evicted():
         pytest.param(b"\x20", False, id="size of the table"),
     ],
 )
-def test_stateless(block, stateless):
+def test_a_block_that_uses_no_dynamic_table_is_known_as_such(block, stateless):
     assert Decoder().decode(block)[1] is stateless
 
 
@@ -84,14 +84,14 @@ def test_nothing_is_remembered_in_a_table_of_no_size():
         pytest.param(b"\x82" * 300, Code.ENHANCE_YOUR_CALM, id="too many fields"),
     ],
 )
-def test_broken_blocks(block, code):
+def test_broken_header_blocks_raise_an_error(block, code):
     with pytest.raises(FrameError) as error:
         Decoder().decode(block)
     assert error.value.code is code
 
 
 @given(st.lists(st.binary(max_size=60), max_size=4))
-def test_any_bytes(blocks):
+def test_any_bytes_are_decoded_or_raise_an_error(blocks):
     decoder = Decoder()
     for block in blocks:
         try:
@@ -101,7 +101,7 @@ def test_any_bytes(blocks):
 
 
 @given(st.binary(max_size=40))
-def test_any_huffman(data):
+def test_any_huffman_text_is_decoded_or_raises_an_error(data):
     try:
         huffman(data)
     except FrameError:

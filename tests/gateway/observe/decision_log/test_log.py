@@ -108,7 +108,7 @@ class TestDecisionLog:
             log.decided(0, record(0))
             log.configure(changed)
             log.decided(1, record(1))
-        assert [e.routing.policy.name for e in entries(tmp_path / "log")] == ["ear", "sticky"]
+        assert [e.routing.policy.name for e in entries(tmp_path / "log")] == ["perilune", "sticky"]
 
     async def test_a_full_queue_drops_the_newest_and_counts(self, tmp_path):
         log = DecisionLog(RotatedFile(tmp_path / "log", 10**6, 1), POOL, "1", lambda: 7.0, max_rows=5)

@@ -129,7 +129,7 @@ def test_tools_thinking_and_tool_answers():
         pytest.param("{{ documents is none }}{{ tools is none }}", "TrueTrue", id="absent is none"),
     ],
 )
-def test_what_templates_use(source, text):
+def test_templates_find_the_functions_that_they_use(source, text):
     assert render(source, HI, kwargs={"deep": "yes", "messages": []}, special={"bos_token": "<s>"}) == text
 
 
@@ -242,7 +242,7 @@ def test_where_a_folder_keeps_its_template(config, files, text, tmp_path):
     assert templates.choose(tools=True).render(Conversation([HI])) == text
 
 
-def test_named_templates(tmp_path):
+def test_the_template_for_tools_is_used_with_tools(tmp_path):
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     templates = load(folder_with(tmp_path, {"chat_template": named}))
     assert templates.choose(tools=False).render(Conversation([HI])) == "plain"

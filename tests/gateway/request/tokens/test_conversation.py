@@ -128,7 +128,7 @@ def test_no_tools_are_none():
     assert conversation(CHAT, messages=[HI]).tools is None
 
 
-def test_template_kwargs():
+def test_options_for_the_template_are_passed_on():
     told = conversation(
         CHAT,
         messages=[HI],
@@ -138,6 +138,12 @@ def test_template_kwargs():
     )
     assert told.template_kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
     assert told.documents == [{}]
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("low", True), ("none", False)])
+def test_an_effort_says_whether_to_think(effort, thinks):
+    told = conversation(CHAT, messages=[HI], reasoning_effort=effort)
+    assert told.template_kwargs == {"enable_thinking": thinks, "reasoning_effort": effort}
 
 
 @pytest.mark.parametrize(
@@ -180,12 +186,12 @@ def test_what_has_not_its_apis_form_is_an_error(path, body):
         pytest.param([text("x-anthropic-billing-header: 1"), text("b")], "b", id="billing header dropped"),
     ],
 )
-def test_anthropic_system(system, content):
+def test_an_anthropic_system_prompt_is_the_first_message(system, content):
     told = conversation(MESSAGES, system=system, messages=[HI])
     assert told.messages == [{"role": "system", "content": content}, HI]
 
 
-def test_an_anthropic_conversation():
+def test_an_anthropic_conversation_becomes_chat_messages():
     told = conversation(
         MESSAGES,
         messages=[
@@ -231,12 +237,12 @@ def test_anthropic_pictures_are_media():
     assert conversation(MESSAGES, messages=[{"role": "user", "content": [picture, text("?")]}]).media == 1
 
 
-def test_responses_text():
+def test_a_responses_text_becomes_a_user_message():
     told = conversation(RESPONSES, input="hi", instructions="be brief")
     assert told.messages == [{"role": "system", "content": "be brief"}, HI]
 
 
-def test_a_responses_conversation():
+def test_a_responses_conversation_becomes_chat_messages():
     told = conversation(
         RESPONSES,
         input=[

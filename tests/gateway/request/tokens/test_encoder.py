@@ -78,7 +78,7 @@ class Panics(OtherIds):
         ),
     ],
 )
-def test_else_the_reference(fast, why, reference, monkeypatch, caplog):
+def test_a_fastokens_that_differs_or_fails_is_not_used(fast, why, reference, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setitem(sys.modules, "fastokens", fast)
     chosen = of(reference.to_str())
@@ -87,7 +87,7 @@ def test_else_the_reference(fast, why, reference, monkeypatch, caplog):
     assert list(chosen.plain("the user said")) == reference.encode("the user said").ids
 
 
-def test_without_fastokens(reference, monkeypatch):
+def test_a_missing_fastokens_is_named_as_the_reason(reference, monkeypatch):
     monkeypatch.setitem(sys.modules, "fastokens", None)
     assert of(reference.to_str()).why.startswith("not installed: ")
 

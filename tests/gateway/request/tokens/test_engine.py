@@ -6,7 +6,7 @@ import json
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
-from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, request
+from token_requests import CHAT, CHATML, COMPLETIONS, HI, MESSAGES, RESPONSES, request
 
 from perilune_api.pool import Model
 from perilune_gateway.model import Tokens, TokenSource
@@ -74,7 +74,11 @@ async def test_a_long_question_is_asked_like_a_short_one(by_engine, engine):
             {"messages": HI, "temperature": 1, "reasoning_effort": "low", "documents": [{}]},
             {
                 "messages": HI,
-                "chat_template_kwargs": {"reasoning_effort": "low", "documents": [{}]},
+                "chat_template_kwargs": {
+                    "enable_thinking": True,
+                    "reasoning_effort": "low",
+                    "documents": [{}],
+                },
                 "add_generation_prompt": True,
                 "continue_final_message": False,
                 "add_special_tokens": False,
@@ -129,6 +133,17 @@ async def test_a_long_question_is_asked_like_a_short_one(by_engine, engine):
             id="Anthropic, as a chat",
         ),
         pytest.param(
+            RESPONSES,
+            {"input": [*HI, {"role": "assistant", "content": "Once", "status": "in_progress"}]},
+            {
+                "messages": [*HI, {"role": "assistant", "content": "Once"}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+                "add_special_tokens": True,
+            },
+            id="Responses, an unfinished answer continued",
+        ),
+        pytest.param(
             COMPLETIONS, {"prompt": "hi"}, {"prompt": "hi", "add_special_tokens": True}, id="completions"
         ),
     ],
@@ -143,7 +158,7 @@ async def test_what_the_engine_is_asked(path, body, question, by_engine, engine)
 
 async def test_further_texts_are_estimated(by_engine, engine):
     tokens = await by_engine.encode(request(COMPLETIONS, prompt=["hi", "x" * 40, "y" * 40]))
-    assert tokens == Tokens(3 + 20, TokenSource.ENGINE, [7, 8, 9])
+    assert tokens == Tokens(3 + 20, TokenSource.ENGINE, [7, 8, 9], longest=3)
     assert len(engine.questions) == 1
 
 
@@ -190,7 +205,7 @@ async def test_an_engine_that_does_not_answer_in_time(engine):
         pytest.param(lambda: "", Cause.NO_ENGINE, id="no endpoint is ready"),
     ],
 )
-async def test_no_engine(address, cause):
+async def test_without_an_engine_to_ask_tokens_are_estimated(address, cause):
     tokenizer = Tokenizer(Model("m"), address)
     assert await tokenizer.encode(request(COMPLETIONS, prompt="x" * 40)) == Tokens(10, TokenSource.ESTIMATE)
     assert tokenizer.causes == {cause: 1}

@@ -243,7 +243,7 @@ CUTTABLE = {
 
 
 @pytest.mark.parametrize("name", CUTTABLE)
-def test_cut_tokens(name):
+def test_the_tokens_where_a_text_may_be_cut_are_found(name):
     cuts = cuts_of(json.loads(written(name)))
     assert {token.decode() for token in cuts.tokens} == set(CUTTABLE[name])
     assert bool(cuts.why_none) is not bool(cuts.tokens)

@@ -37,7 +37,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-async def test_a_local_tokenizer(folder):
+async def test_a_local_tokenizer_counts_its_texts(folder):
     tokenizer = Tokenizer(Model("m", tokenizer=str(folder)), stopwatch=lambda: 0.0)
     text = "hello<|im_end|>" * 400
     completion(tokenizer, text)
@@ -55,7 +55,7 @@ async def test_a_local_tokenizer(folder):
     await tokenizer.close()
 
 
-async def test_no_local_tokenizer():
+async def test_without_a_local_tokenizer_its_metrics_are_absent():
     tokenizer = Tokenizer(Model("m", tokenize="estimate"))
     completion(tokenizer, "hello")
     page = scrape(tokenizer)

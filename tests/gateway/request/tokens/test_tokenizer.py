@@ -21,12 +21,14 @@ from perilune_gateway.request.tokens.prompts import MEDIA_TOKENS, size_bytes
     [
         pytest.param([5, 6], Tokens(2, TokenSource.GIVEN, [5, 6]), id="ids"),
         pytest.param(
-            [[5, 6], [7]], Tokens(3, TokenSource.GIVEN, [5, 6]), id="the first list's ids, everyone's count"
+            [[5, 6], [7, 8, 9]],
+            Tokens(5, TokenSource.GIVEN, [5, 6], longest=3),
+            id="the first list's ids, everyone's count, the longest's length",
         ),
         pytest.param([], Tokens(0, TokenSource.GIVEN, []), id="none"),
     ],
 )
-async def test_given_ids(mode, prompt, tokens):
+async def test_given_ids_are_taken_whatever_the_mode(mode, prompt, tokens):
     tokenizer = Tokenizer(Model("m", tokenize=mode), lambda: "127.0.0.1:1")
     asked = request(COMPLETIONS, prompt=prompt)
     assert tokenizer.now(asked) == tokens
@@ -59,9 +61,8 @@ async def test_a_small_chat_is_encoded_at_once(tokenizer, reference):
 )
 async def test_every_api_goes_through_the_template(path, body, text, tokenizer, reference):
     tokens = tokenizer.now(request(path, **body))
-    assert (
-        reference.decode(tokens.ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>\n" + text
-    )
+    rendered = reference.decode(tokens.ids, skip_special_tokens=False).removeprefix("<|endoftext|>")
+    assert rendered == "<|im_start|>user\nhi<|im_end|>\n" + text
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,8 @@ async def test_every_api_goes_through_the_template(path, body, text, tokenizer, 
             COMPLETIONS, {"prompt": "hi", "add_special_tokens": False}, False, id="unless told not to"
         ),
         pytest.param(CHAT, {"messages": HI}, False, id="chat: no"),
+        pytest.param(MESSAGES, {"messages": HI}, False, id="Anthropic: no"),
+        pytest.param(RESPONSES, {"input": "hi"}, True, id="responses: yes"),
         pytest.param(CHAT, {"messages": HI, "add_special_tokens": True}, True, id="unless told to"),
     ],
 )
@@ -121,7 +124,7 @@ def shared(folder) -> Tokenizer:
 
 
 @given(text=st.text(max_size=60))
-def test_text_survives(text, reference, shared):
+def test_decoding_the_ids_of_a_text_gives_the_text(text, reference, shared):
     ids = shared.now(request(COMPLETIONS, prompt=text, add_special_tokens=False)).ids
     assert reference.decode(ids, skip_special_tokens=False) == text
 

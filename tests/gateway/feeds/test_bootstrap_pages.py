@@ -1,0 +1,94 @@
+"""What engines' bootstrap pages say, asked from real servers."""
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from perilune_gateway.feeds import bootstrap_pages
+from perilune_gateway.feeds.bootstrap_pages import parse
+from perilune_gateway.model import Endpoint
+from perilune_gateway.state.connectors import Connector, Connectors
+
+WORKER = {"0": {"0": "tcp://10.0.0.1:40001"}}
+
+
+def page(*engines: str, workers=WORKER) -> bytes:
+    ranks = {str(rank): {"engine_id": one, "worker_addr": workers} for rank, one in enumerate(engines)}
+    return json.dumps(ranks).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param(page("a"), Connector(["a"], 1), id="one rank"),
+        pytest.param(page("a", "b"), Connector(["a", "b"], 1), id="two ranks"),
+        pytest.param(
+            page("a", workers={"0": {"0": "x"}, "1": {"0": "y"}}), Connector(["a"], 2), id="two GPUs"
+        ),
+    ],
+)
+def test_a_page(text: bytes, said: Connector) -> None:
+    assert parse(text) == said
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"0": {}}', b"{}", page("a", workers={}), b"\xff"])
+def test_a_page_that_says_nothing_of_use(text: bytes) -> None:
+    with pytest.raises((ValueError, msgspec.DecodeError)):
+        parse(text)
+
+
+@contextlib.asynccontextmanager
+async def served(handler):
+    app = web.Application()
+    app.router.add_get("/query", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield "{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
+
+
+async def test_an_endpoint_can_for_as_long_as_its_page_answers(monkeypatch) -> None:
+    monkeypatch.setattr(bootstrap_pages, "ASK_S", 0.01)
+    answers = [page("first")]
+
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(body=answers[-1]) if answers[-1] else web.Response(status=500)
+
+    connectors = Connectors()
+
+    async def until(known: dict[str, Connector]) -> None:
+        async with asyncio.timeout(10):
+            while connectors.known != known:  # noqa: ASYNC110 - the feed tells nobody
+                await asyncio.sleep(0.01)
+
+    async with served(handler) as address, aiohttp.ClientSession() as http:
+        endpoints = [Endpoint("e:1", bootstrap=address), Endpoint("plain:1")]
+        run = asyncio.create_task(bootstrap_pages.run(lambda: endpoints, connectors, http))
+        await until({"e:1": Connector(["first"], 1)})
+        answers.append(page("second"))  # the engine has started again
+        await until({"e:1": Connector(["second"], 1)})
+        answers.append(b"")
+        await until({})
+        run.cancel()
+
+
+@pytest.mark.parametrize("body", [b"x" * (bootstrap_pages.MAX_BYTES + 1), b"not json"])
+async def test_a_hostile_page_is_no_page(body: bytes) -> None:
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    async with served(handler) as address, aiohttp.ClientSession() as http:
+        assert await bootstrap_pages.ask(http, address) is None
+
+
+async def test_nobody_there() -> None:
+    async with aiohttp.ClientSession() as http:
+        assert await bootstrap_pages.ask(http, "127.0.0.1:1") is None

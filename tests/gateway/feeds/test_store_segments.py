@@ -1,0 +1,71 @@
+"""The gateway follows which segments the store's master names."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from perilune_gateway.feeds import store_segments
+
+
+class Master:
+    """Answers /get_all_segments as `mooncake_master` 0.3.13 does."""
+
+    def __init__(self):
+        self.answered = asyncio.Event()
+        self.segments, self.status = ["10.246.0.11:12741", "10.246.0.10:12605"], 200
+
+    async def serve(self, port=0):
+        async def answer(request):
+            self.answered.set()
+            return web.Response(status=self.status, text="".join(f"{name}\n" for name in self.segments))
+
+        app = web.Application()
+        app.router.add_get("/get_all_segments", answer)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        return self.runner.addresses[0][1]
+
+
+@pytest.fixture
+async def followed():
+    master, seen = Master(), asyncio.Queue()
+    port = await master.serve()
+    feed = asyncio.create_task(store_segments.run(f"127.0.0.1:{port}", seen.put_nowait, interval_s=0.01))
+    yield master, seen
+    feed.cancel()
+    await asyncio.gather(feed, return_exceptions=True)
+    await master.runner.cleanup()
+
+
+async def until(seen, wanted):
+    async with asyncio.timeout(10):
+        while await seen.get() != frozenset(wanted):
+            pass
+
+
+async def test_segments_come_and_go(followed):
+    master, seen = followed
+    await until(seen, ["10.246.0.11:12741", "10.246.0.10:12605"])
+    master.segments = ["10.246.0.11:12741"]
+    await until(seen, ["10.246.0.11:12741"])
+
+
+async def test_a_master_that_has_ended_has_no_segments(followed):
+    master, seen = followed
+    await until(seen, master.segments)
+    await master.runner.cleanup()
+    await until(seen, [])
+
+
+async def test_a_master_that_answers_with_errors_says_nothing(followed):
+    master, seen = followed
+    await until(seen, master.segments)
+    master.status = 503
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            await master.answered.wait()
+            master.answered.clear()
+    while not seen.empty():
+        assert seen.get_nowait() == frozenset(master.segments)

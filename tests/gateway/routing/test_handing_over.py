@@ -1,0 +1,162 @@
+"""Hand-offs over the router's real state: loads, budgets, the switch, and what is said of them. The legs'
+answers and the engines' events are the test's."""
+
+import pytest
+from handing_rig import PAGES, Handing, text
+from prometheus_client import generate_latest
+from router_rig import A, B
+from routing_objects import head
+
+from perilune_api.pool import MoveTrigger
+from perilune_gateway.model import MoveReason, Reason, Routed
+from perilune_gateway.model.handoff import GivenUp, Immovable
+from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe.explain import to_json
+from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.routing.handing_over import Leg
+
+BLOCK = 16
+
+
+def test_a_session_switches_when_the_target_has_answered_and_announced_its_blocks() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 330)).target
+    target = B if source == A else A
+    (legs,) = rig.drain(source)
+    assert (legs.source, legs.target, legs.bootstrap) == (source, target, PAGES[source])
+    assert list(legs.content.ids) == text(1, 320), "whole blocks"
+    rig.handing_over.giving(legs)
+    rig.handing_over.taking(legs)
+    assert (rig.load(source).in_flight, rig.load(target).in_flight) == (1, 1)
+    assert rig.pending() == {source: BLOCK, target: 0}
+    assert rig.router.planner.stats(rig.now).in_flight == {(source, target): 320 * 98_304}
+    rig.now += 0.5
+    rig.handing_over.ended(legs, Leg.GIVE)
+    rig.handing_over.ended(legs, Leg.TAKE)
+    rig.handing_over.took(legs, 320, 0.5)
+    assert rig.host("s") == source, "the target has announced nothing"
+    rig.announce(target, text(1, 320))
+    assert rig.host("s") == target
+    assert (rig.load(source).in_flight, rig.load(target).in_flight) == (0, 0)
+    assert rig.router.planner.stats(rig.now).in_flight == {}
+    assert rig.state.calibration.transfers == 1
+    record = rig.turn("s", text(1, 480))
+    assert (record.target, record.reason, record.cached_tokens) == (target, Reason.HOST, 320)
+    assert f"the session's host, to which {source} handed its KV over" in to_json(record)["sentence"]
+
+
+def test_a_turn_that_comes_meanwhile_goes_to_the_host_and_the_rest_follows() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    target = B if source == A else A
+    (legs,) = rig.drain(source)
+    running = rig.send("s", text(1, 960))
+    assert running.destinations[0] == source
+    rig.announce(source, text(1, 960), after=320)
+    rig.handing_over.took(legs, 320, 0.1)
+    rig.announce(target, text(1, 320))
+    assert (rig.host("s"), rig.handing_over.due()) == (source, []), "its turn runs"
+    rig.finish(running)
+    (rest,) = rig.handing_over.due()
+    assert rest.content.tokens == 960
+    rig.handing_over.took(rest, 960, 0.1)
+    rig.announce(target, text(1, 960), after=320)
+    assert rig.host("s") == target
+
+
+def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    (legs,) = rig.drain(source)
+    rig.handing_over.giving(legs)
+    rig.handing_over.ended(legs, Leg.GIVE)
+    rig.handing_over.failed(legs, GivenUp.UNREACHABLE)
+    assert rig.host("s") == source
+    assert rig.turn("s", text(1, 480)).target == source
+    router, planner = rig.router, rig.router.planner
+    page = move_rows.page(planner, router.handing_over.stats(), rig.state.calibration, rig.now)
+    (ended,) = [one for one in page["ended"] if one["handoff"]]
+    assert (ended["state"], ended["handoff"]["outcome"], ended["handoff"]["cause"]) == (
+        "failed",
+        "failed",
+        "unreachable",
+    )
+    rig.metrics.mirror(lambda: Snapshot(handoffs=router.handing_over.stats()))
+    shown = generate_latest(rig.metrics.registry).decode()
+    assert 'perilune_handoffs_total{outcome="failed",reason="drain"} 1.0' in shown
+    assert 'perilune_handoffs_given_up_total{cause="unreachable"} 1.0' in shown
+    assert 'perilune_handoff_legs_total{leg="give"} 1.0' in shown
+
+
+def test_after_several_failures_a_draining_hosts_session_leaves_without_its_kv() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    legs = rig.drain(source)
+    for _ in range(3):
+        rig.handing_over.failed(legs[0], GivenUp.NOT_TAKEN)
+        rig.router.plan_moves()
+        legs = rig.handing_over.due()
+    assert legs == []
+    record = rig.turn("s", text(1, 480))
+    assert (record.reason, record.moved_from) == (Reason.PLANNED, source)
+    assert rig.handing_over.stats().immovable == {Immovable.GAVE_UP: 1}
+
+
+@pytest.mark.parametrize(
+    ("who", "cause"),
+    [
+        pytest.param("nobody", None, id="no endpoint can: nothing is counted"),
+        pytest.param("target", Immovable.NO_GIVER, id="the host's page does not answer"),
+    ],
+)
+def test_without_a_giver_the_next_request_moves_the_session(who: str, cause: Immovable | None) -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    for address in PAGES:
+        if who == "nobody" or address == source:
+            rig.state.connectors.forget(address)
+    assert rig.drain(source) == []
+    assert rig.turn("s", text(1, 480)).reason == Reason.PLANNED
+    assert rig.handing_over.stats().immovable == ({cause: 1} if cause else {})
+
+
+def test_prompts_whose_tokens_nobody_announced_move_with_the_next_request() -> None:
+    rig = Handing()
+    source = rig.turn("s", text(1, 320)).target
+    rig.state.block_tokens.max_bytes = 0
+    other = rig.send("t", text(2, 320))
+    rig.stored(other.destinations[0], text(2, 320))
+    rig.finish(other)
+    rig.drain(other.destinations[0])
+    assert rig.turn("t", text(2, 480)).reason == Reason.PLANNED
+    assert rig.handing_over.stats().immovable == {Immovable.TOKENS: 1}
+    assert source
+
+
+def test_a_chain_of_stored_responses_stays() -> None:
+    rig = Handing()
+    body = b'{"model": "m", "input": "more", "previous_response_id": "resp_1"}'
+    routed = rig.router.on_body(head("/v1/responses", x_session_id="s"), body)
+    assert isinstance(routed, Routed)
+    rig.finish(routed)
+    assert rig.drain(routed.destinations[0]) == []
+    assert [stay.reason for stay in rig.router.planner.last.stays] == [MoveReason.CHAINED]
+
+
+def test_a_hot_prefix_is_copied_and_new_sessions_find_it() -> None:
+    rig = Handing(MoveTrigger.REPLICATE, policy="perilune")
+    system = text(9, 16_000)
+    first = rig.turn("s0", [*system, *text(10, 320)]).target
+    for i in range(1, 4):
+        rig.now += 1.0
+        rig.turn(f"s{i}", [*system, *text(10 + i, 320)])
+    rig.router.plan_moves()
+    (legs,) = rig.handing_over.due()
+    assert (legs.source, list(legs.content.ids)) == (first, system)
+    rig.handing_over.took(legs, len(system), 1.0)
+    rig.announce(legs.target, system)
+    ((reason, outcome),) = rig.handing_over.stats().outcomes
+    assert (reason, outcome) == (MoveReason.REPLICATE, "copied")
+    record = rig.record(rig.send("new", [*system, *text(30, 320)]))
+    held = {c.address: c.overlap.device_tokens for c in record.candidates}
+    assert held == {A: 16_000, B: 16_000}

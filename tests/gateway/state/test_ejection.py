@@ -1,0 +1,260 @@
+"""Which endpoints are ejected, by what their requests gave as evidence. Expected: a first sign after 1 s."""
+
+from collections.abc import Collection
+
+import pytest
+
+from perilune_api.pool import Ejection as Rules
+from perilune_gateway.state.ejection import TABLE, Cause, Ejection, Event, Standing
+
+PAUSE_S = 2.0
+
+
+class Pool:
+    """Endpoints that answer as told."""
+
+    def __init__(self, size: int = 4, rules: Rules = Rules(pause_seconds=PAUSE_S)) -> None:  # noqa: B008
+        self.now = 100.0
+        self.addresses = [f"e{i}" for i in range(size)]
+        self.out: dict[str, str] = {}
+        self.ejection = Ejection(rules, self.changed)
+        self.alone_s = 1.0
+        self._tickets = iter(range(1_000_000))
+
+    def changed(self, address: str, cause: str) -> None:
+        if cause:
+            self.out[address] = cause
+        else:
+            del self.out[address]
+
+    def usable(self) -> Collection[str]:
+        return set(self.addresses) - set(self.out)
+
+    def send(self, address: str, source: object = None, *, by_event: bool = False) -> int:
+        ticket = next(self._tickets)
+        self.ejection.sent(
+            ticket,
+            address,
+            self.now,
+            source=ticket if source is None else source,
+            alone_s=self.alone_s,
+            by_event=by_event,
+        )
+        return ticket
+
+    def ask(self, address: str, status: int = 200, after_s: float = 0.0, source: object = None) -> None:
+        ticket = self.send(address, source)
+        self.now += after_s
+        self.ejection.head(ticket, status, self.now)
+        self.ejection.ended(ticket, self.now, well=status < 400)
+
+    def judge(self) -> dict[str, str]:
+        self.now += 0.11
+        self.ejection.judge(self.now, self.usable, len(self.addresses))
+        return self.out
+
+    def serves(self, seconds: int = 20, ttft_s: float = 1.0) -> None:
+        """Every endpoint answers one request after the other."""
+        for _ in range(seconds):
+            tickets = [self.send(address) for address in self.addresses]
+            self.now += ttft_s
+            for ticket in tickets:
+                self.ejection.head(ticket, 200, self.now)
+                self.ejection.ended(ticket, self.now, well=True)
+
+
+def test_every_step_of_a_standing_is_in_the_table() -> None:
+    assert {standing for standing, _ in TABLE} == set(Standing) == set(TABLE.values())
+    assert {event for _, event in TABLE} == set(Event)
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 502, 503])
+def test_failures_of_several_sessions_eject(status: int) -> None:
+    pool = Pool()
+    pool.serves()
+    for _ in range(6):
+        pool.ask("e0", status)
+    assert pool.judge() == {"e0": Cause.FAILURES}
+    found = pool.ejection.of("e0", pool.now)
+    assert found is not None
+    assert (found.cause, found.bad, found.of) == (Cause.FAILURES, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(
+            lambda p: [p.ask("e0", 400) for _ in range(20)], id="requests that were wrong themselves"
+        ),
+        pytest.param(lambda p: [p.ask("e0", 500, source="s") for _ in range(20)], id="one session's"),
+        pytest.param(lambda p: [p.ask(f"e{i % 4}", 500) for i in range(40)], id="the whole pool fails alike"),
+        pytest.param(
+            lambda p: [p.ask("e0", 500 if i % 3 == 0 else 200) for i in range(40)], id="a third fails"
+        ),
+        pytest.param(lambda p: p.serves(20, 40.0), id="the whole pool is late alike"),
+    ],
+)
+def test_nobody_is_ejected_for(ask) -> None:
+    pool = Pool()
+    pool.serves()
+    ask(pool)
+    assert pool.judge() == {}
+
+
+def test_at_least_half_of_the_pool_stays() -> None:
+    pool = Pool(5)
+    for address in ("e0", "e1", "e2"):
+        for _ in range(20):
+            pool.ask("e3")
+            pool.ask("e4")
+        for _ in range(4):
+            pool.ask(address, 500)
+        pool.judge()
+    assert set(pool.out) == {"e0", "e1"}
+
+
+def test_a_single_endpoint_is_never_ejected() -> None:
+    pool = Pool(1)
+    for _ in range(20):
+        pool.ask("e0", 500)
+    assert pool.judge() == {}
+
+
+def test_hanging_ejects_within_twice_the_usual_time() -> None:
+    pool = Pool()
+    pool.serves()
+    turned_bad = pool.now
+    hanging = []
+    while not pool.judge() and pool.now - turned_bad < 5.0:
+        hanging += [pool.send("e0"), pool.send("e0")]
+    assert pool.out == {"e0": Cause.LATE}
+    assert pool.now - turned_bad <= 2.01, "1 s is usual"
+    assert pool.ejection.ended(hanging[0], pool.now, well=False) is Cause.LATE
+
+
+def test_ten_times_slower_ejects_before_its_first_answer() -> None:
+    pool = Pool()
+    pool.serves()
+    turned_bad = pool.now
+    for _ in range(4):
+        pool.send("e0")
+    while not pool.judge() and pool.now - turned_bad < 10.0:
+        pass
+    assert pool.out == {"e0": Cause.LATE}
+    assert pool.now - turned_bad < 2.0
+
+
+def test_what_is_predicted_to_take_long_may_take_long() -> None:
+    pool = Pool()
+    pool.serves()
+    for ticket in range(2_000_000, 2_000_010):
+        pool.ejection.sent(ticket, "e0", pool.now, source=ticket, alone_s=30.0, by_event=False)
+    pool.now += 30.0
+    assert pool.judge() == {}
+
+
+def ejected_pool() -> Pool:
+    pool = Pool()
+    pool.serves()
+    for _ in range(10):
+        pool.ask("e0", 500)
+    assert pool.judge() == {"e0": Cause.FAILURES}
+    return pool
+
+
+def test_one_request_at_a_time_is_the_trial_and_a_good_one_ends_the_ejection() -> None:
+    pool = ejected_pool()
+    assert pool.ejection.trial(pool.now, new_session=True) == "", "not before the pause is over"
+    pool.now += PAUSE_S
+    assert pool.ejection.trial(pool.now, new_session=False) == "", "first a new session"
+    assert pool.ejection.trial(pool.now, new_session=True) == "e0"
+    ticket = pool.send("e0")
+    assert pool.ejection.trial(pool.now, new_session=True) == "", "one trial at a time"
+    assert pool.out, "not yet"
+    pool.ejection.head(ticket, 200, pool.now)
+    assert pool.out == {}
+    assert pool.judge() == {}, "old evidence does not count again"
+
+
+def test_a_failed_trial_doubles_the_pause_up_to_three_times_the_first() -> None:
+    pool = ejected_pool()
+    pauses = []
+    for _ in range(4):
+        began = pool.now
+        while not pool.ejection.trial(pool.now, new_session=True):
+            pool.now += 0.1
+        pauses.append(round(pool.now - began, 1))
+        pool.ask("e0", 500)
+    assert pauses == pytest.approx([2.0, 4.0, 6.0, 6.0], abs=0.2)
+    assert sum(pool.ejection.ejections.values()) == 1
+
+
+def test_without_new_sessions_a_known_one_is_the_trial() -> None:
+    pool = ejected_pool()
+    pool.now += PAUSE_S + 2.0
+    assert pool.ejection.trial(pool.now, new_session=False) == "e0"
+
+
+def test_a_trial_whose_client_leaves_is_repeated() -> None:
+    pool = ejected_pool()
+    pool.now += PAUSE_S
+    pool.ejection.ended(pool.send("e0"), pool.now, well=False)
+    assert pool.out
+    assert pool.ejection.trial(pool.now, new_session=True) == "e0"
+
+
+def test_a_streams_head_is_no_sign_where_a_kv_event_is_expected() -> None:
+    pool = Pool()
+    pool.serves()
+    for _ in range(6):
+        pool.ejection.head(pool.send("e0", by_event=True), 200, pool.now)
+    pool.now += 20.0
+    assert pool.judge() == {"e0": Cause.LATE}
+
+
+def test_a_queue_is_not_late_while_it_moves() -> None:
+    pool = Pool()
+    waiting = [pool.send("e0", by_event=True) for _ in range(40)]
+    for ticket in waiting:
+        pool.now += 1.0
+        pool.ejection.prefilled(ticket, pool.now)
+        assert pool.judge() == {}
+
+
+def test_missing_events_are_not_taken_for_missing_tokens() -> None:
+    pool = Pool()
+    pool.serves()
+    for _ in range(20):
+        ticket = pool.send("e0", by_event=True)
+        pool.now += 1.0
+        pool.ejection.head(ticket, 200, pool.now)
+        pool.ejection.ended(ticket, pool.now, well=True)
+    for _ in range(6):
+        pool.ejection.head(pool.send("e0", by_event=True), 200, pool.now)
+    pool.now += 60.0
+    assert pool.judge() == {}, "its answers ended well all the same"
+
+
+def test_an_endpoint_that_envoy_could_not_reach_has_failed() -> None:
+    pool = Pool()
+    pool.serves()
+    for _ in range(10):
+        ticket = pool.send("e0")
+        pool.ejection.served_by(ticket, "e1", pool.now)
+        pool.ejection.head(ticket, 200, pool.now)
+        pool.ejection.ended(ticket, pool.now, well=True)
+    assert pool.judge() == {"e0": Cause.FAILURES}
+
+
+def test_nobody_is_ejected_where_it_is_switched_off() -> None:
+    pool = Pool(rules=Rules(enabled=False))
+    for _ in range(20):
+        pool.ask("e0", 500)
+    assert pool.judge() == {}
+
+
+def test_an_endpoint_that_left_leaves_nothing() -> None:
+    pool = ejected_pool()
+    pool.ejection.forget("e0")
+    assert pool.ejection.of("e0", pool.now) is None
+    assert not pool.ejection.ejections

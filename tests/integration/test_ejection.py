@@ -1,0 +1,141 @@
+"""An engine whose answers fail, hang or are far too slow, while its /metrics is fine, is left alone; it comes
+back when it is well. A real Envoy, our gateway, simulated engines that are made bad by POST /fault."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from perilune_api import pool as spec
+from perilune_lab.stack import EngineOptions, Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROUTING = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
+PROMPT = "one two three four five six seven " * 120
+SLOW = EngineOptions(arguments=("--slowdown", "5"))
+"""A prompt takes a few hundred milliseconds, so that ten times as long is noticed."""
+PAUSE_S = ROUTING.ejection.pause_seconds
+AT_ONCE = 6
+BOUND = 600
+"""Requests after which a state that was waited for counts as never reached."""
+FAULTS = [
+    pytest.param({"status": 500}, "failures", id="answers 500"),
+    pytest.param({"status": 401}, "failures", id="answers 401"),
+    pytest.param({"hang": True}, "late", id="hangs"),
+    pytest.param({"slowdown": 10.0}, "late", id="ten times slower"),
+]
+
+
+class Clients:
+    """Clients that each begin one new session after the other."""
+
+    def __init__(self, stack: Stack, http: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.http = http
+        self.numbers = count()
+        self.asking: set[asyncio.Task[tuple[str, int]]] = set()
+
+    async def ask(self, session: str = "") -> tuple[str, int]:
+        """(endpoint that was chosen, status)."""
+        name = session or f"session-{next(self.numbers)}"
+        body = {"model": "sim-30b", "prompt": f"{name} {PROMPT}", "max_tokens": 2}
+        headers = {"x-perilune-decision": "1", "x-session-id": name}
+        async with self.http.post(self.stack.url + "/v1/completions", json=body, headers=headers) as answer:
+            await answer.read()
+            return answer.headers["x-perilune-decision"].partition(";")[0], answer.status
+
+    async def some(self, requests: int) -> list[tuple[str, int]]:
+        """The next answers, while AT_ONCE requests are under way; one that hangs does not hold up others."""
+        answers: list[tuple[str, int]] = []
+        while len(answers) < requests:
+            fresh = {task for task in self.asking if not getattr(task, "hangs", False)}
+            for _ in range(AT_ONCE - len(fresh)):
+                self.asking.add(asyncio.create_task(self.ask()))
+            done, open_ = await asyncio.wait(self.asking, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+            for task in open_ if not done else ():
+                task.hangs = True  # type: ignore[attr-defined]
+            answers += [task.result() for task in done]
+            self.asking = set(open_)
+        return answers
+
+    async def ejected(self) -> dict[str, str]:
+        """Address → message of every ejected endpoint."""
+        async with self.http.get(self.stack.admin_url + "/api/health") as answer:
+            problems = (await answer.json())["problems"]
+        return {p["endpoint"]: p["message"] for p in problems if p["kind"] == "ejected"}
+
+    async def until_ejected(self, *addresses: str) -> None:
+        for _ in range(0, BOUND, AT_ONCE):
+            if set(await self.ejected()) == set(addresses):
+                return
+            await self.some(AT_ONCE)
+        raise AssertionError(f"ejected: {await self.ejected()}, expected: {addresses}")
+
+    @asynccontextmanager
+    async def fault(self, address: str, fault: dict[str, Any]) -> AsyncIterator[None]:
+        await self._put(address, fault)
+        try:
+            yield
+        finally:
+            await self._put(address, {})
+
+    async def _put(self, address: str, fault: dict[str, Any]) -> None:
+        async with self.http.post(f"http://{address}/fault", json=fault) as answer:
+            assert answer.status == 200
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def clients() -> AsyncIterator[Clients]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with Stack(4, SLOW, ROUTING) as stack, aiohttp.ClientSession(connector=connector) as http:
+        made = Clients(stack, http)
+        await made.some(80)  # so that the pool's usual time is known
+        yield made
+        await asyncio.gather(*made.asking)
+
+
+@pytest.mark.parametrize(("fault", "cause"), FAULTS)
+async def test_a_bad_engine_is_left_alone_until_it_is_well(
+    clients: Clients, fault: dict[str, Any], cause: str
+) -> None:
+    bad = clients.stack.endpoints[0]
+    async with clients.fault(bad, fault):
+        await clients.until_ejected(bad)
+        before, began = len(await decisions(clients, bad)), time.monotonic()
+        await clients.some(100)
+        trials = len(await decisions(clients, bad)) - before
+        assert trials <= 1 + (time.monotonic() - began) / PAUSE_S, "one after each pause"
+        assert cause in await excluded(clients, bad)
+    await clients.until_ejected()
+    assert bad in {endpoint for endpoint, _ in await clients.some(40)}
+
+
+async def test_a_session_leaves_after_three_failures_even_without_an_ejection(clients: Clients) -> None:
+    bad, status = await clients.ask("unlucky")
+    assert status == 200
+    async with clients.fault(bad, {"status": 500}):
+        statuses = [(await clients.ask("unlucky"))[1] for _ in range(5)]
+    assert statuses == [500, 500, 500, 200, 200]
+
+
+async def decisions(clients: Clients, address: str) -> list[dict[str, Any]]:
+    async with clients.http.get(clients.stack.admin_url + "/api/decisions?n=1000") as answer:
+        return [d for d in (await answer.json())["decisions"] if d["target"] == address]
+
+
+async def excluded(clients: Clients, address: str) -> set[str]:
+    """The checks by which recent decisions left the endpoint out."""
+    async with clients.http.get(clients.stack.admin_url + "/api/decisions?n=20") as answer:
+        ids = [d["request_id"] for d in (await answer.json())["decisions"]]
+    found = set()
+    for request_id in ids:
+        async with clients.http.get(clients.stack.admin_url + f"/api/decisions/{request_id}") as answer:
+            found.add((await answer.json())["excluded"].get(address, ""))
+    return found

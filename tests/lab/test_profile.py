@@ -1,0 +1,67 @@
+"""An engine's speed becomes the pool's cost model."""
+
+import msgspec
+import pytest
+
+from perilune_api.pool import Engine
+from perilune_gateway.model import H20_30B
+from perilune_lab import profile
+from perilune_lab.client import TargetError
+from perilune_lab.profile import Measured, Profile, as_yaml, lengths, measure
+from perilune_lab.stack import EngineOptions, Stack
+
+
+def row(tokens: int, cached: int, times: float) -> Measured:
+    """Of an engine that takes so many times an H20's seconds."""
+    alone_s = H20_30B.request_overhead_s(tokens) + H20_30B.prefill_s(tokens - cached, cached)
+    return Measured(tokens, cached, times * alone_s)
+
+
+@pytest.mark.parametrize("times", [0.1, 1.0, 40.0])
+def test_the_scale_is_how_many_times_an_h20s_seconds_an_engine_takes(times: float):
+    found = Profile([row(512, 0, times), row(2048, 1024, times), row(8192, 0, times)], None)
+    assert found.scale == pytest.approx(times)
+    assert found.largest_error == pytest.approx(0.0, abs=1e-9)
+    assert msgspec.yaml.decode(as_yaml(found), type=Engine).prefill_scale == pytest.approx(times, rel=0.01)
+
+
+def test_what_one_number_does_not_explain_is_said():
+    found = Profile([row(512, 0, 1.0), row(2048, 0, 1.0), row(8192, 0, 1.5)], None)
+    assert found.scale == 1.0
+    assert found.largest_error == pytest.approx(0.5)
+    assert "prompts of up to 8192 tokens; largest error 50%" in as_yaml(found)
+
+
+@pytest.mark.parametrize(
+    ("longest", "all_of_them"), [(512, [512]), (16_384, [1024, 4096, 16_384]), (2047, [2047])]
+)
+def test_lengths_end_with_the_longest(longest: int, all_of_them: list[int]):
+    assert lengths(longest) == all_of_them
+
+
+async def test_an_engine_is_measured_with_and_without_cached_part():
+    options = EngineOptions(time_scale=20.0)
+    async with Stack(engines=1, options=options, with_gateway=False, with_envoy=False) as stack:
+        found = await measure(f"http://{stack.endpoints[0]}", max_tokens=4096, repeat=2, time_scale=20.0)
+    assert [(r.tokens, r.cached) for r in found.prompts] == [
+        (512, 0),
+        (1024, 512),
+        (2048, 0),
+        (4096, 2048),
+    ]
+    assert all(r.ttft_s > 0 for r in found.prompts)
+    assert found.tpot_s
+
+
+async def test_nobody_there():
+    with pytest.raises(TargetError):
+        await measure("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--target", "x"], ["--target", "http://x", "--max-tokens", "100"]]
+)
+def test_a_wrong_call(arguments: list[str]):
+    with pytest.raises(SystemExit) as ended:
+        profile.main(arguments)
+    assert ended.value.code == 2

@@ -1,0 +1,113 @@
+"""The middleware before vLLM, called as an ASGI server calls it."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from perilune_api import names
+from perilune_gateway.main import ENGINE_SECRET
+from perilune_operator.render.engine_door import HEADER, SECRET, Door
+
+PARAMETERS = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
+JSON = (b"content-type", b"application/json")
+FORM = (b"content-type", b"multipart/form-data; boundary=x")
+
+
+def through(
+    body: bytes, *headers: tuple[bytes, bytes], method: str = "POST", chunks: int = 3
+) -> tuple[int, bytes, dict[bytes, bytes]]:
+    """(status, body and headers that the engine gets); the engine answers 200."""
+    got: dict[str, Any] = {"body": b"", "headers": ()}
+    statuses = []
+    size = len(body) // chunks + 1
+    parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": i + 1 < len(parts)}
+        for i, part in enumerate(parts)
+    ]
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            got["body"] += message["body"]
+            more = message["more_body"]
+        got["headers"] = scope["headers"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    length = (b"content-length", str(len(body)).encode())
+    scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [length, *headers]}
+    asyncio.run(Door(engine)(scope, receive, send))
+    return statuses[0], got["body"], dict(got["headers"])
+
+
+HIDDEN = [
+    pytest.param(json.dumps({"p": 1, "kv_transfer_params": PARAMETERS}).encode(), id="plain"),
+    pytest.param(json.dumps({"p": 1, "ec_transfer_params": PARAMETERS}).encode(), id="encoder cache"),
+    pytest.param(b'{"p": 1, "kv_transfer_param\\u0073": {"a": 1}}', id="escaped"),
+    pytest.param(b'{"p": 1, "\\u006bv_transfer_params": {"a": 1}}', id="escaped at the start"),
+    pytest.param(json.dumps({"p": 1, "kv_transfer_params": {}}).encode("utf-16"), id="UTF-16"),
+    pytest.param(json.dumps({"p": 1, "kv_transfer_params": {}}).encode("utf-32-le"), id="UTF-32"),
+    pytest.param(b'{"kv_transfer_params": {"a": 1}, "p": 1, "kv_transfer_params": null}', id="twice"),
+]
+
+
+@pytest.mark.parametrize("body", HIDDEN)
+def test_transfer_parameters_do_not_pass(body: bytes) -> None:
+    status, got, headers = through(body, JSON)
+    assert (status, json.loads(got)) == (200, {"p": 1})
+    assert int(headers[b"content-length"]) == len(got)
+
+
+def test_nor_within_vllm_xargs() -> None:
+    body = {"p": 1, "vllm_xargs": {"kv_transfer_params": "x", "own": 2}}
+    _, got, _ = through(json.dumps(body).encode(), JSON)
+    assert json.loads(got) == {"p": 1, "vllm_xargs": {"own": 2}}
+
+
+def test_nor_behind_a_second_content_type() -> None:
+    _, got, _ = through(json.dumps({"kv_transfer_params": PARAMETERS}).encode(), JSON, FORM)
+    assert json.loads(got) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "header"),
+    [
+        pytest.param(b'{"prompt":  "x"}', JSON, id="JSON, byte for byte"),
+        pytest.param(b'{"prompt": "\\u00e9"}', JSON, id="an escape elsewhere"),
+        pytest.param(b"\0\1kv_transfer_params", FORM, id="a form with a file"),
+        pytest.param(b"", JSON, id="empty"),
+    ],
+)
+def test_all_else_passes_as_it_is(body: bytes, header: tuple[bytes, bytes]) -> None:
+    assert through(body, header)[:2] == (200, body)
+
+
+@pytest.mark.parametrize("body", [b'{"kv_transfer_params": ', b'{"kv_transfer_params":' + b"[" * 200_000])
+def test_what_cannot_be_read_is_refused(body: bytes) -> None:
+    assert through(body, JSON)[:2] == (400, b"")
+
+
+@pytest.mark.parametrize(("given", "passes"), [(b"secret", True), (b"guess", False), (b"", False)])
+def test_they_pass_with_the_pools_secret(monkeypatch, given: bytes, passes: bool) -> None:
+    monkeypatch.setenv(SECRET, "secret")
+    body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
+    assert (through(body, JSON, (HEADER, given))[1] == body) is passes
+
+
+def test_without_a_secret_nothing_passes(monkeypatch) -> None:
+    monkeypatch.delenv(SECRET, raising=False)
+    body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
+    assert through(body, JSON, (HEADER, b""))[1] != body
+
+
+def test_the_gateway_sends_what_the_door_reads() -> None:
+    assert (HEADER.decode(), SECRET) == (names.ENGINE_SECRET_HEADER, ENGINE_SECRET)

@@ -1,0 +1,66 @@
+"""Every file of examples/ is one that `kubectl apply` takes, and that the operator carries out."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ApiServer, program
+
+from perilune_api import kube
+from perilune_api.inference_pool.checks import convert
+from perilune_operator.observe.facts import Observed
+from perilune_operator.plan import plan
+from perilune_operator.render.objects import Defaults
+
+Object = dict[str, Any]
+FOLDER = Path(__file__).parents[2] / "examples"
+FILES = sorted(file.name for file in FOLDER.glob("*.yaml"))
+KINDS = frozenset(
+    {
+        "gateway.networking.k8s.io/HTTPRoute",
+        "gateway.envoyproxy.io/EnvoyExtensionPolicy",
+        "leaderworkerset.x-k8s.io/LeaderWorkerSet",
+    }
+)
+WITHOUT_CRD = {"ScaledObject"}
+"""Kinds whose CRDs these tests do not have."""
+
+
+def documents(name: str) -> list[Object]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_kubectl_applies_it(name: str, routed_server: ApiServer, routed: tuple[kube.Client, str]) -> None:
+    """Validated by the server as strictly as kubectl does."""
+    known = [document for document in documents(name) if document["kind"] not in WITHOUT_CRD]
+    command = [
+        *(str(program("kubectl")), f"--kubeconfig={routed_server.kubeconfig()}", f"--namespace={routed[1]}"),
+        *(f"--cache-dir={routed_server.folder / 'kubectl'}", "apply", "--dry-run=server", "-f", "-"),
+    ]
+    done = subprocess.run(
+        command, input=yaml.safe_dump_all(known), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(known)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "gateway.yaml"])
+def test_the_operator_carries_it_out(name: str) -> None:
+    pools = [document for document in documents(name) if document["kind"] == "InferencePool"]
+    assert pools
+    for pool in pools:
+        observed = Observed("u", 1, kinds=KINDS)
+        made = plan(pool["metadata"]["name"], "ns", convert(pool["spec"]), observed, 0.0, Defaults())
+        assert made.objects, made.status.conditions
+        kinds = {obj["kind"] for obj in made.objects}
+        assert kinds >= {"HTTPRoute", "NetworkPolicy"}
+        assert kinds & {"Deployment", "LeaderWorkerSet"}
+
+
+def test_there_is_one_for_everything_that_takes_more_than_a_field() -> None:
+    assert {"hf-token", "pvc-cache", "lora", "store", "rdma", "tls", "keda", "multi-node", "two-models"} <= {
+        name.removesuffix(".yaml") for name in FILES
+    }

@@ -1,0 +1,120 @@
+"""What belongs to the Gateway's owner or to users themselves: routes, matches, client policies, buffers."""
+
+from typing import Any
+
+import pytest
+from plans import made
+
+from perilune_api.inference_pool.checks import convert
+from perilune_api.pool import SpecError
+from perilune_operator.observe.facts import Observed, key
+
+Object = dict[str, Any]
+KINDS = frozenset({"gateway.networking.k8s.io/HTTPRoute", "gateway.envoyproxy.io/EnvoyExtensionPolicy"})
+DESTINATION = "x-gateway-destination-endpoint"
+
+
+def client_policy(name: str = "theirs", gateway: str = "g", *, remove: tuple[str, ...] = ()) -> Object:
+    target = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": gateway}
+    return {
+        "apiVersion": "gateway.envoyproxy.io/v1alpha1",
+        "kind": "ClientTrafficPolicy",
+        "metadata": {"name": name, "namespace": "ns"},
+        "spec": {"targetRefs": [target], "headers": {"earlyRequestHeaders": {"remove": list(remove)}}},
+    }
+
+
+def objects(
+    gateway: Object, *children: Object, limits: Object | None = None
+) -> dict[tuple[str, str], Object]:
+    spec: Object = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}, **gateway}}
+    if limits:
+        spec["routing"] = {"limits": limits}
+    observed = Observed("u", 1, kinds=KINDS, children={key(child): child for child in children})
+    return {(o["kind"], o["metadata"]["name"]): o for o in made(spec, observed).objects or ()}
+
+
+OURS = ("ClientTrafficPolicy", "g-perilune")
+
+
+@pytest.mark.parametrize(
+    ("gateway", "there", "creates"),
+    [
+        pytest.param({}, [], True, id="allowed, and nobody has one"),
+        pytest.param({"clientTrafficPolicy": "none"}, [], False, id="not allowed"),
+        pytest.param({}, [client_policy()], False, id="somebody has one"),
+        pytest.param({}, [client_policy(gateway="other")], True, id="for another Gateway"),
+        pytest.param({"parent": {"name": "g", "namespace": "infra"}}, [], False, id="a Gateway elsewhere"),
+    ],
+)
+def test_a_client_policy_is_created_where_allowed_and_never_over_another(
+    gateway: Object, there: list[Object], creates: bool
+) -> None:
+    assert (OURS in objects(gateway, *there)) is creates
+
+
+@pytest.mark.parametrize(
+    ("gateway", "there", "said"),
+    [
+        pytest.param({}, [client_policy()], "ClientTrafficPolicy theirs is not the operator's", id="theirs"),
+        pytest.param({}, [client_policy(remove=(DESTINATION.upper(),))], "", id="theirs removes the header"),
+        pytest.param(
+            {"clientTrafficPolicy": "none"}, [], "gateway.clientTrafficPolicy is none", id="nobody's"
+        ),
+    ],
+)
+def test_the_status_tells_who_has_to_remove_the_header(
+    gateway: Object, there: list[Object], said: str
+) -> None:
+    accepted = {"conditions": [{"type": "Accepted", "status": "True"}], "parentRef": {"name": "g"}}
+    done = [
+        {"kind": kind, "metadata": {"name": "p", "namespace": "ns"}, "status": {"ancestors": [accepted]}}
+        for kind in ("HTTPRoute", "BackendTrafficPolicy", "EnvoyExtensionPolicy")
+    ]
+    spec = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}, **gateway}}
+    observed = Observed("u", 1, kinds=KINDS, children={key(child): child for child in (*there, *done)})
+    (route,) = (c for c in made(spec, observed).status.conditions if c.type == "RouteProgrammed")
+    assert route.status == "True"
+    assert (said in route.message) if said else (DESTINATION not in route.message)
+
+
+def buffers(made: dict[tuple[str, str], Object]) -> set[str]:
+    policies = made["BackendTrafficPolicy", "p"]["spec"], made[OURS]["spec"]
+    asks = made["EnvoyExtensionPolicy", "p"]["spec"]["extProc"][0]["backendSettings"]
+    return {part["connection"]["bufferLimit"] for part in (*policies, asks)}
+
+
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [(None, "32Mi"), ({"maxBodyBytes": 8 * 2**20}, "8Mi"), ({"maxBodyBytes": 1000}, "1000")],
+)
+def test_envoy_buffers_the_largest_body_that_the_pool_takes(limits: Object | None, size: str) -> None:
+    assert buffers(objects({}, limits=limits)) == {size}
+
+
+def test_pools_that_share_a_gateway_get_the_largest_buffer() -> None:
+    """Whichever of them looks last, so that they do not take turns."""
+    first = objects({}, limits={"maxBodyBytes": 64 * 2**20})[OURS]
+    second = objects({}, first)[OURS]
+    assert second["spec"]["connection"] == first["spec"]["connection"] == {"bufferLimit": "64Mi"}
+
+
+def test_a_pools_own_matches() -> None:
+    matches = [{"path": {"type": "PathPrefix", "value": "/coder/v1"}}]
+    (rule,) = objects({"matches": matches})["HTTPRoute", "p"]["spec"]["rules"]
+    assert rule["matches"] == matches
+
+
+def test_a_route_of_ones_own_is_what_the_policies_are_about() -> None:
+    made = objects({"route": "mine"})
+    assert "HTTPRoute" not in {kind for kind, _ in made}
+    for kind in ("BackendTrafficPolicy", "EnvoyExtensionPolicy"):
+        (target,) = made[kind, "p"]["spec"]["targetRefs"]
+        assert (target["kind"], target["name"]) == ("HTTPRoute", "mine")
+    with pytest.raises(SpecError, match=r"spec\.gateway\.route"):
+        convert(
+            {
+                "model": {"name": "m"},
+                "gateway": {"route": "r", "mode": "inferenceExtension", "parent": {"name": "g"}},
+            }
+        )

@@ -1,0 +1,133 @@
+"""Another version of the operator leaves pods as they are until it is asked, or until the spec changes them
+anyway.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from perilune_api.inference_pool.checks import convert
+from perilune_operator.observe.facts import Key, Object, Observed, key
+from perilune_operator.plan import Plan, plan
+from perilune_operator.render.objects import Defaults
+
+NOW = 1_760_000_000.0
+OLD = Defaults(image="perilune:1", engine_image="vllm:1", master_image="mooncake:1", version="1.0.0")
+NEW = Defaults(image="perilune:2", engine_image="vllm:2", master_image="mooncake:2", version="2.0.0")
+STORE: Object = {"mooncake": {"store": {"enabled": True}}}
+
+
+def planned(defaults: Defaults, children: dict[Key, Object], *, is_turn: bool = True, **spec: Any) -> Plan:
+    observed = Observed("u", 1, children=children, is_turn=is_turn)
+    return plan("p", "ns", convert({"model": {"name": "m"}, **spec}), observed, NOW, defaults)
+
+
+def stored(made: Plan) -> dict[Key, Object]:
+    """The cluster after the plan."""
+    return {key(obj): obj for obj in made.objects or ()}
+
+
+def image(made: Plan, name: str) -> str:
+    workload = stored(made)[Key("Deployment", "ns", name)]
+    return str(workload["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def images(made: Plan) -> tuple[str, str]:
+    return image(made, "p-engine"), image(made, "p-gateway")
+
+
+def test_a_new_operator_leaves_every_pod_as_it_is() -> None:
+    before = planned(OLD, {}, **STORE)
+    after = planned(NEW, stored(before), **STORE)
+    assert stored(after) == stored(before)
+    assert image(after, "p-master") == "mooncake:1"  # its content would be lost
+    assert (after.status.revision, after.status.available_revision) == (OLD.revision, NEW.revision)
+    again = planned(NEW, stored(after), **STORE)
+    assert (again.objects, again.upgrades) == (after.objects, False)
+
+
+@pytest.mark.parametrize("asked", ["latest", NEW.revision])
+def test_a_pool_follows_when_it_is_asked_to(asked: str) -> None:
+    before = planned(OLD, {})
+    after = planned(NEW, stored(before), rollout={"revision": asked})
+    assert images(after) == ("vllm:2", "perilune:2")
+    assert (after.upgrades, after.status.revision, after.status.available_revision) == (
+        True,
+        NEW.revision,
+        None,
+    )
+
+
+def test_a_pool_that_was_asked_for_another_revision_stays() -> None:
+    after = planned(NEW, stored(planned(OLD, {})), rollout={"revision": OLD.revision})
+    assert images(after) == ("vllm:1", "perilune:1")
+
+
+def test_a_pool_waits_for_its_turn_and_says_so() -> None:
+    before = stored(planned(OLD, {}))
+    after = planned(NEW, before, is_turn=False, rollout={"revision": "latest"})
+    assert images(after) == ("vllm:1", "perilune:1")
+    assert (after.upgrades, after.waits) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param({"replicas": 5}, ("vllm:1", "perilune:1"), id="no pod's change"),
+        pytest.param({"routing": {"policy": {"name": "sticky"}}}, ("vllm:1", "perilune:1"), id="a policy"),
+        pytest.param({"engine": {"args": ["--seed=1"]}}, ("vllm:2", "perilune:1"), id="the engines'"),
+        pytest.param({"gateway": {"logLevel": "debug"}}, ("vllm:1", "perilune:2"), id="the gateway's"),
+        pytest.param({"engine": {"blockSize": 32}}, ("vllm:2", "perilune:2"), id="both"),
+    ],
+)
+def test_a_change_of_the_spec_takes_along_the_pods_that_it_replaces_anyway(
+    change: Object, expected: tuple[str, str]
+) -> None:
+    before = planned(OLD, {})
+    upgraded = planned(NEW, stored(before))
+    changed = planned(NEW, stored(upgraded), **change)
+    assert images(changed) == expected
+    assert images(planned(NEW, stored(changed), **change)) == expected
+
+
+def test_what_is_not_a_pod_follows_at_once() -> None:
+    """Routes, policies, Services, monitors, and the pool document, which gateways of both versions can
+    read."""
+    kinds = frozenset({"monitoring.coreos.com/PodMonitor"})
+    spec = convert({"model": {"name": "m"}})
+    before = stored(plan("p", "ns", spec, Observed("u", 1, kinds=kinds), NOW, OLD))
+    observed = Observed("u", 1, children=before, kinds=kinds)
+    after = plan("p", "ns", spec, observed, NOW, replace(NEW, monitor_labels={"release": "r"}))
+    monitor = stored(after)[Key("PodMonitor", "ns", "p-engine")]
+    assert monitor["metadata"]["labels"]["release"] == "r"
+    assert images(after) == ("vllm:1", "perilune:1")
+
+
+def test_a_pool_whose_memory_is_lost_is_rendered_anew() -> None:
+    before = stored(planned(OLD, {}))
+    del before[Key("ConfigMap", "ns", "p-rendered")]
+    assert images(planned(NEW, before)) == ("vllm:2", "perilune:2")
+    broken = stored(planned(OLD, {}))
+    memory = broken[Key("ConfigMap", "ns", "p-rendered")]
+    broken[key(memory)] = {**memory, "data": {"engine.json": "{", "spec.json": "[]"}}
+    assert images(planned(NEW, broken)) == ("vllm:2", "perilune:2")
+
+
+def test_an_endpoint_that_comes_to_span_nodes_is_rendered_anew() -> None:
+    lws = frozenset({"leaderworkerset.x-k8s.io/LeaderWorkerSet"})
+    before = planned(OLD, {})
+    observed = Observed("u", 1, children=stored(before), kinds=lws)
+    spec = convert({"model": {"name": "m"}, "engine": {"tensorParallel": 16}})
+    after = stored(plan("p", "ns", spec, observed, NOW, NEW))
+    (group,) = [o for k, o in after.items() if k.kind == "LeaderWorkerSet"]
+    leader = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    assert leader["spec"]["containers"][0]["image"] == "vllm:2"
+
+
+def test_the_same_operator_changes_pods_whenever_what_it_knows_changes() -> None:
+    """Such as the label by which racks are known, as without any memory."""
+    spread = {"topology": {"placement": [{"level": "rack", "mode": "spread"}]}}
+    before = planned(OLD, {}, **spread)
+    after = planned(replace(OLD), stored(before), **spread)
+    assert after.objects == before.objects

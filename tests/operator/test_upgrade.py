@@ -1,0 +1,208 @@
+"""An upgrade on a real API server: operators of two versions, and a CRD that is a version ahead or behind."""
+
+import asyncio
+import copy
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import yaml
+from api_server import ROOT, ApiServer, new_namespace, program, until
+from operator_process import Operator
+from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
+
+from perilune_api.kube import Client
+from perilune_api.pool import parse
+
+Object = dict[str, Any]
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.perilune.dev"
+
+
+def upgraded(server: ApiServer, namespace: str, name: str, *flags: str) -> Operator:
+    """An operator of another version: it has other default images."""
+    return Operator(server, namespace, name, flags=("--simulated-image=sim:2", "--image=perilune:2", *flags))
+
+
+async def image(client: Client, namespace: str, name: str) -> str:
+    found = await client.request("GET", deployments(namespace, f"/{name}"))
+    return str(found["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+async def test_a_new_operator_rolls_pools_when_asked_and_one_after_the_other(
+    client: Client, namespace: str, operator: Operator, api_server: ApiServer
+) -> None:
+    names = ("a", "b", "c")
+    for name in names:
+        await client.request("POST", pools(namespace), pool(name))
+    for name in names:
+        await becomes(client, pools(namespace, f"/{name}"), lambda p: bool(condition(p, "Ready")))
+    before = {name: await client.request("GET", deployments(namespace, f"/{name}-engine")) for name in names}
+    operator.stop()
+
+    newer = upgraded(api_server, namespace, "two", "--pools-at-once=1")
+    try:
+        for name in names:
+            await becomes(client, pools(namespace, f"/{name}"), lambda p: "availableRevision" in p["status"])
+            now = await client.request("GET", deployments(namespace, f"/{name}-engine"))
+            assert now["metadata"]["generation"] == before[name]["metadata"]["generation"]
+
+        for name in ("a", "b"):
+            await merge(client, pools(namespace, f"/{name}"), {"spec": {"rollout": {"revision": "latest"}}})
+
+        async def rolled() -> list[str]:
+            return [name for name in names if await image(client, namespace, f"{name}-engine") == "sim:2"]
+
+        (first,) = await until(rolled, lambda found: len(found) == 1)
+        (second,) = {"a", "b"} - {first}
+        body = await becomes(
+            client, pools(namespace, f"/{second}"), lambda p: condition(p, "Reconciling")["status"] == "True"
+        )
+        assert condition(body, "Reconciling")["reason"] == "WaitingForTurn"
+        for part in ("engine", "gateway"):  # pods never run here: say that the first one's rollout is done
+            await finish_rollout(client, namespace, f"{first}-{part}")
+        await until(rolled, lambda found: set(found) == {"a", "b"})
+        assert await image(client, namespace, "c-engine") != "sim:2"  # nobody asked
+    finally:
+        newer.stop(signal.SIGKILL)
+
+
+async def finish_rollout(client: Client, namespace: str, name: str) -> None:
+    """Do a kubelet's part: the pods of the workload run."""
+    component = "engine" if name.endswith("-engine") else "gateway"
+    owner = name.removesuffix(f"-{component}")
+    selector = f"perilune.dev/pool={owner},perilune.dev/component={component}"
+    where = f"/api/v1/namespaces/{namespace}/pods"
+
+    async def run() -> bool:
+        listed = await client.request("GET", where, params={"labelSelector": selector})
+        for item in listed["items"]:
+            status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+            await merge(client, f"{where}/{item['metadata']['name']}/status", {"status": status})
+            if "deletionTimestamp" in item["metadata"]:
+                await client.request(
+                    "DELETE", f"{where}/{item['metadata']['name']}", {"gracePeriodSeconds": 0}
+                )
+        found = (await client.request("GET", deployments(namespace, f"/{name}")))["status"]
+        return bool(
+            found.get("updatedReplicas", 0) == found.get("replicas", 0) == found.get("availableReplicas")
+        )
+
+    await until(run, bool)
+
+
+def newer_crd() -> Object:
+    """Ours with a block that an operator of this version does not know, filled in by default."""
+    crd: Object = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    wings = {"type": "object", "default": {"number": 2}, "properties": {"number": {"type": "integer"}}}
+    schema["spec"]["properties"]["wings"] = wings
+    schema["spec"]["properties"]["engine"]["properties"]["pedals"] = {"type": "integer", "default": 3}
+    schema["status"]["properties"]["altitude"] = {"type": "integer"}
+    return crd
+
+
+def older_crd() -> Object:
+    """Ours as it was before: it lists the conditions that it takes, and has no revision."""
+    crd: Object = yaml.safe_load((ROOT / "crds/inferencepools.perilune.dev.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    kinds = schema["status"]["properties"]["conditions"]["items"]["properties"]["type"]
+    kinds["enum"] = ["Accepted", "EnginesReady", "GatewayReady", "RouteProgrammed", "Draining", "Ready"]
+    for name in ("revision", "availableRevision"):
+        del schema["status"]["properties"][name]
+    del schema["spec"]["properties"]["rollout"]["properties"]["revision"]
+    return crd
+
+
+@pytest.fixture
+async def other_crd(own_server: ApiServer) -> AsyncIterator[Client]:
+    made = Client(own_server.access)
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    "crd", [pytest.param(newer_crd(), id="newer"), pytest.param(older_crd(), id="older")]
+)
+async def test_an_operator_works_with_a_crd_of_the_version_beside_it(
+    other_crd: Client, own_server: ApiServer, crd: Object
+) -> None:
+    client = other_crd
+    kept = await client.request("GET", CRD)
+    await client.request("PUT", CRD, {**copy.deepcopy(crd), "metadata": kept["metadata"]})
+    namespace = await new_namespace(client)
+    running = Operator(own_server, namespace)
+    try:
+
+        async def made() -> Object:
+            return await client.request("POST", pools(namespace), pool(replicas=2))
+
+        body = await until(made, bool)
+        if "wings" in body["spec"]:
+            assert (body["spec"]["wings"], body["spec"]["engine"]["pedals"]) == ({"number": 2}, 3)
+            await merge(client, pools(namespace, "/p/status"), {"status": {"altitude": 7}})
+        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 2)
+        told = await becomes(client, pools(namespace, "/p"), lambda p: condition(p, "Accepted") != {})
+        assert condition(told, "Accepted")["status"] == "True"
+        assert (condition(told, "Ready")["status"], told["status"]["ready"]) == ("False", "0/2")
+        await merge(client, pools(namespace, "/p"), {"spec": {"engine": {"args": ["--listen=x"]}}})
+        refused = await becomes(
+            client, pools(namespace, "/p"), lambda p: condition(p, "Accepted")["status"] == "False"
+        )
+        assert "$.spec.engine.args[0]" in condition(refused, "Accepted")["message"]
+    finally:
+        running.stop(signal.SIGKILL)
+
+
+async def test_a_gateway_of_the_version_before_reads_what_is_written_for_it(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """The document names nothing that its user did not name, so an older gateway, which refuses unknown
+    fields, finds none."""
+    await client.request("POST", pools(namespace), pool())
+    found = await becomes(client, config_maps(namespace, "/p-gateway"))
+    document = yaml.safe_load(found["data"]["pool.yaml"])
+    assert set(document["spec"]) <= {"model", "topology"}
+    assert parse(found["data"]["pool.yaml"]).spec.model.name == "m"
+
+
+async def test_kubectl_wait_and_the_columns_tell_the_truth(
+    client: Client, namespace: str, operator: Operator, api_server: ApiServer
+) -> None:
+    kubectl = [program("kubectl"), f"--kubeconfig={api_server.kubeconfig()}", f"--namespace={namespace}"]
+
+    async def run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [*map(str, kubectl), f"--cache-dir={api_server.folder / 'kubectl'}", *args]
+        return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+
+    def row(text: str) -> dict[str, str]:
+        """Columns by their place, since a cell may be empty."""
+        head, line = text.splitlines()
+        names = head.split()
+        starts = [head.index(name) for name in names]
+        ends = [*starts[1:], None]
+        return {n: line[a:b].strip() for n, a, b in zip(names, starts, ends, strict=True)}
+
+    await client.request("POST", pools(namespace), pool(gateway={"mode": "none"}))
+    for part in ("engine", "gateway"):
+        await finish_rollout(client, namespace, f"p-{part}")
+    waited = await run("wait", "--for=condition=Ready", "ipool/p", "--timeout=60s")
+    assert waited.returncode == 0, waited.stderr
+    columns = row((await run("get", "ipool", "p")).stdout)
+    assert (columns["ENDPOINTS"], columns["READY"], columns["STALLED"]) == ("1/1", "True", "")
+
+    await merge(client, pools(namespace, "/p"), {"spec": {"engine": {"args": ["--listen=x"]}}})
+    stalled = await run("wait", "--for=condition=Stalled", "ipool/p", "--timeout=60s")
+    assert stalled.returncode == 0, stalled.stderr
+    ready = await run("wait", "--for=condition=Ready", "ipool/p", "--timeout=1s")
+    assert ready.returncode != 0  # it is of the generation before
+    columns = row((await run("get", "ipool", "p")).stdout)
+    assert (columns["READY"], columns["STATUS"], columns["STALLED"]) == ("True", "Serving", "Invalid")
+
+    await client.request(
+        "POST", pools(namespace), pool("q", engine={"kind": "simulated", "args": ["--name=x"]})
+    )
+    assert (await run("wait", "--for=condition=Stalled", "ipool/q", "--timeout=60s")).returncode == 0
+    columns = row((await run("get", "ipool", "q")).stdout)
+    assert (columns["READY"], columns["STATUS"], columns["STALLED"]) == ("False", "Invalid", "Invalid")

@@ -1,0 +1,74 @@
+"""A router whose endpoints can hand KV over to each other, and announce what they store."""
+
+from collections.abc import Mapping, Sequence
+
+from router_rig import USUAL, A, B, Rig, completion, pool
+from routing_objects import chosen, head
+
+from perilune_api.pool import EndpointSpec, Migration, MoveTrigger, Pool, Routing
+from perilune_gateway.feeds.pool_events import EventSink
+from perilune_gateway.model import DecisionRecord, Routed
+from perilune_gateway.model.kv_events import Batch, BlockStored
+from perilune_gateway.request import block_hashes
+from perilune_gateway.routing.handing_over import Legs
+from perilune_gateway.state.connectors import Connector
+from perilune_gateway.state.engine_blocks import EngineBlocks
+
+BLOCK = USUAL.block_size
+PAGES = {A: "10.0.0.1:8998", B: "10.0.0.2:8998"}
+
+
+class Handing(Rig):
+    """`pages`: endpoint → its bootstrap page, both `ip:port`."""
+
+    def __init__(
+        self, *triggers: MoveTrigger, pages: Mapping[str, str] = PAGES, policy: str = "sticky"
+    ) -> None:
+        self.pages = pages
+        self.routing = Routing(chosen(policy), Migration(triggers or (MoveTrigger.DRAIN,)))
+        super().__init__(self.pool())
+        blocks = EngineBlocks(self.state.index, BLOCK, store=False)
+        lifecycle, tokens = self.router.lifecycle, self.state.block_tokens
+        self.sink = EventSink(blocks, self.state.parity, lifecycle, lambda: self.now, tokens)
+        for address in pages:
+            self.state.connectors.answered(address, Connector([f"engine at {address}"], 1))
+        self.handing_over = self.router.handing_over
+
+    def pool(self, draining: str = "") -> Pool:
+        listed = [
+            EndpointSpec(a, events=(f"tcp://{a}",), draining=a == draining, bootstrap=page)
+            for a, page in self.pages.items()
+        ]
+        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+
+    def announce(self, address: str, ids: Sequence[int], after: int = 0) -> None:
+        """The engine has stored the prompt's whole blocks; the first `after` tokens were there."""
+        whole = list(ids[: len(ids) // BLOCK * BLOCK])
+        chain, known = block_hashes.chain(whole, BLOCK, 0), after // BLOCK
+        event = BlockStored(chain[known:], chain[known - 1] if known else None, whole[after:], BLOCK)
+        self.sink.batch(address, 0, Batch(0.0, [event]), 0.0)
+
+    def send(self, session: str, ids: Sequence[int], **body: object) -> Routed:
+        length = str(len(completion(ids)))
+        return self.route(ids, head("/v1/completions", x_session_id=session, content_length=length), **body)
+
+    def turn(self, session: str, ids: Sequence[int]) -> DecisionRecord:
+        """A whole one, announced."""
+        routed = self.send(session, ids)
+        self.announce(routed.destinations[0], ids)
+        self.finish(routed)
+        return self.record(routed)
+
+    def drain(self, address: str) -> list[Legs]:
+        """Returns the rounds that begin."""
+        self.router.configure(self.pool(draining=address))
+        self.router.plan_moves()
+        return self.handing_over.due()
+
+    def host(self, session: str) -> str:
+        (found,) = self.state.sessions.matching(session)
+        return found.host
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return [seed * 1_000_000 + i for i in range(tokens)]

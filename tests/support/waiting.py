@@ -1,0 +1,11 @@
+"""Waits for something that has no event of its own."""
+
+import asyncio
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
