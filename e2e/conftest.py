@@ -240,10 +240,7 @@ class StaticPool:
 
     def admin(self, path: str) -> Any:
         """A page of the gateway's admin server."""
-        service = self.kube.get("service", "gateway", "-n", "static")
-        answer = Client(f"{service['spec']['clusterIP']}:9003", "gateway").request("GET", path)
-        assert answer.status == 200, answer.body
-        return answer.json
+        return self.kube.admin("gateway", "static", path)
 
     def document(self) -> str:
         """What the operator will write: the pool with its endpoints resolved."""

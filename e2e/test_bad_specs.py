@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 REFUSED = {
     "not a number": ({"replicas": "two"}, "spec.replicas"),
     "negative": ({"replicas": -1}, "spec.replicas"),
-    "no room for a prompt": ({"model": {"contextTokens": 0}}, "spec.model.contextTokens"),
+    "no room for a prompt": ({"model": {"contextTokens": -1}}, "spec.model.contextTokens"),
     "no model": ({"model": None}, "spec.model"),
     "another model": (
         {"model": {"name": "other"}},
@@ -125,7 +125,12 @@ def test_a_pool_that_is_wrong_from_the_beginning_makes_nothing(kube, edge, opera
     try:
 
         def refused():
-            assert wrong.conditions() == {"Accepted": ("False", "Invalid")}
+            assert wrong.conditions() == {
+                "Accepted": ("False", "Invalid"),
+                "Ready": ("False", "Invalid"),
+                "Reconciling": ("False", "Invalid"),
+                "Stalled": ("True", "Invalid"),
+            }
             assert wrong.message("Accepted") == (
                 "The operator sets --port itself, from the spec - at `$.spec.engine.args[0]`"
             )

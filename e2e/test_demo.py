@@ -38,13 +38,13 @@ def test_routing_by_cache_pays(tmp_path, monkeypatch, seed):
     assert (ended.returncode, ended.stderr) == (0, "")
     assert processes(os.environ[RUN_VARIABLE]) == []
     document = msgspec.json.decode(file.read_bytes(), type=Report)
-    ear, round_robin = document.runs
-    assert (ear.policy, round_robin.policy) == ("ear", "round_robin")
+    perilune, round_robin = document.runs
+    assert (perilune.policy, round_robin.policy) == ("perilune", "round_robin")
     for run in document.runs:
         assert run.succeeded >= 100
         assert run.success_rate == 1.0
-    assert ear.apc >= 1.25 * round_robin.apc
-    assert ear.ttft_s.p90 < round_robin.ttft_s.p90
+    assert perilune.apc >= 1.25 * round_robin.apc
+    assert perilune.ttft_s.p90 < round_robin.ttft_s.p90
     used = [int(share) for share in re.findall(r"used (\d+)% of this machine's CPUs", ended.stdout)]
     assert len(used) == 2
     assert max(used) < 80, "too busy for times to mean something"

@@ -43,7 +43,7 @@ def test_the_list_of_pools_says_sessions_and_hits(pool, kube):
         model, _, sessions, hits, policy = (
             kube.ctl("get", "ipool", "sim", "-n", "default").splitlines()[1].split()[1:6]
         )
-        assert (model, policy) == ("sim-30b", "ear")
+        assert (model, policy) == ("sim-30b", "perilune")
         assert int(sessions) > 0
         assert 0 <= float(hits) <= 1
 

@@ -41,7 +41,14 @@ def stored(kube, edge, operator, image):
     pool = LivePool(kube, edge, "stored")
     pool.apply(
         replicas=ENGINES,
-        engine={"kind": "vllm", "image": image, "imagePullPolicy": "Never", "hashing": {"seed": "0"}},
+        model={"name": "stored-30b", "weightsSize": "1Mi", "source": "/none"},
+        engine={
+            "kind": "vllm",
+            "image": image,
+            "imagePullPolicy": "Never",
+            "hashing": {"seed": "0"},
+            "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        },
         mooncake={
             "store": {"enabled": True, "segmentSize": "64Mi", "localBufferSize": "16Mi"},
             "master": {"image": image, "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}},

@@ -19,6 +19,7 @@ What the cluster is made of:
     images           images without a registry
     network          racks and spines as bridges, link rates, routes
     machines         a machine: network, mount, PID, UTS and IPC namespaces with one init process
+    netns            network namespaces by file descriptor
     cgroups          which processes are ours; v1 and v2
     pki, kube        certificates and kubeconfigs; kubectl
     programs         Go programs, built once per machine; Debian packages

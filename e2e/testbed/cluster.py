@@ -101,14 +101,6 @@ class Cluster:
         """Plugs a node's cable in or out."""
         network.set_link(self.fabric, self.node(node).site.node, up)
 
-    def power_on(self, node: str) -> None:
-        """Boots a node that was powered off: pods, images and identity are still on its disk."""
-        fresh = self.node(node)
-        with cgroups.member(self.name):
-            fresh.machine.start()
-            network.attach_node(self.fabric, fresh.machine, fresh.site, self.sites)
-            fresh.start()
-
     def restart_api_server(self) -> None:
         """Ends it like a crash, and starts it again; returns when it is ready."""
         self.kill("kube-apiserver")
@@ -223,7 +215,11 @@ def build(*others: Callable[[], Path]) -> list[Path]:
     programs.ensure_packages()
     with ThreadPoolExecutor(max_workers=1) as beside:
         made = [beside.submit(other) for other in others]
-        programs.ensure(programs.CLUSTER)
+        try:
+            programs.ensure(programs.CLUSTER)
+        except BaseException:  # also Ctrl-C: no further image is begun
+            beside.shutdown(wait=False, cancel_futures=True)
+            raise
         return [*images.archives(binary()), *(archive.result() for archive in made)]
 
 

@@ -117,10 +117,6 @@ class Load:
     def succeeded(self) -> int:
         return self.outcomes["200"]
 
-    @property
-    def slowest_s(self) -> float:
-        return max((s.ended - s.began for s in self.samples), default=0.0)
-
     def goes_on(self, requests: int = 30) -> None:
         """Waits for so many more."""
         wanted = self.succeeded + requests

@@ -7,13 +7,12 @@ every link it has ends with the init process: to kill that one is to pull the pl
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import CDLL, get_errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from testbed import netns
 from testbed.shell import Args, ClusterError, launch, run, until
 
 _INIT = """
@@ -28,7 +27,6 @@ echo "$pid" > "$1/pid.new" && mv "$1/pid.new" "$1/pid"
 trap "" CHLD                                # orphans that end here are reaped by the kernel
 exec sleep infinity
 """
-_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +105,5 @@ class Machine:
     @contextmanager
     def network(self) -> Iterator[None]:
         """While inside, this thread, and what it starts, is on the machine's network."""
-        if sys.platform != "linux":
-            raise ClusterError("network namespaces are Linux's")
-        with open("/proc/thread-self/ns/net") as home, open(f"/proc/{self.pid}/ns/net") as there:
-            _setns(there.fileno())
-            try:
-                yield
-            finally:
-                _setns(home.fileno())
-
-
-def _setns(file: int) -> None:
-    if CDLL(None, use_errno=True).setns(file, _CLONE_NEWNET) != 0:
-        raise OSError(get_errno(), "setns")
+        with open(f"/proc/{self.pid}/ns/net") as there, netns.entered(there.fileno()):
+            yield

@@ -1,0 +1,11 @@
+"""Genuine vLLM engines on this machine, as the operator would run them, for `../real`. Imports point down:
+
+judged           what the gateway said of each request, beside what its engine counted
+conversations    multi-turn requests over all APIs, with tools, Unicode, adapters and salts
+rig              engines, store master, gateway and Envoy: start, ready, kill
+rendered         an InferencePool as the operator renders it, and what has to differ on this machine
+network          a network namespace for each pod
+models           tiny models with random weights
+install          vLLM and Mooncake from PyPI, once per machine
+plugins/         what vLLM needs to run MooncakeConnector where there is no accelerator
+"""

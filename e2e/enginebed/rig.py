@@ -1,0 +1,265 @@
+"""Engines, store master, gateway and Envoy on one machine: started as in a cluster, killed as a test likes.
+
+    async with Rig(folder, environment) as rig:
+        rendered = rig.render({"model": {…}, "engine": {…}, "mooncake": {…}})
+        await rig.start_master(rendered)
+        engines = [await rig.engine(rendered, number) for number in range(2)]
+        await rig.ready(*engines)
+        document = rendered.with_endpoints([engine.pod.address for engine in engines])
+        await rig.start_gateway(document)
+        await rig.start_envoy(document)
+        … requests to rig.url, questions to rig.admin_url …
+
+Each engine has a network, mount and PID namespace of its own: its first process is vLLM's API server, and
+when that ends all others of the engine end, as in a container. An engine that is started again keeps its
+address, as a container that a kubelet starts again does. Logs lie in `folder`. Everything dies with this
+process.
+
+An engine takes 1.3 GB of memory, and 20 to 120 s to start on two busy cores.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from msgspec import structs
+
+from enginebed import install, rendered
+from enginebed.network import Network, Pod
+from enginebed.rendered import MASTER, Object, Rendered
+from perilune_api.pool import Pool, dump
+from perilune_lab import envoy, envoy_process
+from perilune_lab.child import Child, start
+from perilune_operator.render import door, engine_door
+
+START_S = 300.0
+"""An engine's start on a machine with much else to do."""
+PLUGINS = Path(__file__).parent / "plugins"
+MASTER_POD, FIRST_POD = 2, 10
+GATEWAY = ("127.0.0.1:9002", "127.0.0.1:9004")
+"""Where every gateway of a rig listens for Envoy, and serves its admin pages."""
+_POD = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+@dataclass(slots=True)
+class Process:
+    """A program in a pod."""
+
+    name: str
+    pod: Pod
+    child: Child
+    health: str
+    """URL that answers 200 when it serves."""
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself. Raises ProcessLookupError when it has ended."""
+        for pid in _children(self.child.pid):
+            return pid
+        raise ProcessLookupError(self.name)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    async def ended(self, timeout_s: float = 30.0) -> None:
+        """Waits for its end. Raises TimeoutError."""
+        self.child.stopping = True
+        await asyncio.wait_for(asyncio.shield(self.child.ended), timeout_s)
+
+
+@dataclass(slots=True)
+class Engine(Process):
+    number: int = 0
+    rendered: Rendered | None = None
+
+    @property
+    def address(self) -> str:
+        """As the pool document names it."""
+        return f"{self.pod.address}:8000"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def core(self) -> int:
+        """The process that schedules and runs the model. Raises ProcessLookupError."""
+        for pid in _descendants(self.child.pid):
+            if "EngineCore" in _title(pid):
+                return pid
+        raise ProcessLookupError(f"{self.name} has no core")
+
+
+@dataclass(slots=True)
+class Rig:
+    """See the module. Raises StackError when a part does not start."""
+
+    folder: Path
+    environment: install.Environment
+    url: str = ""
+    """Envoy's listener."""
+    admin_url: str = f"http://{GATEWAY[1]}"
+    """The gateway's admin pages."""
+    gateway: Child | None = None
+    master: Process | None = None
+    secret: str = ""
+    """The pool's secret, by which legs of hand-offs pass the engines' door."""
+    http: aiohttp.ClientSession = field(init=False)
+    """For whatever a test asks; it is on the pods' network."""
+    _network: Network = field(init=False)
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _starts: int = 0
+
+    async def __aenter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._network = self._stack.enter_context(Network())
+        master = self._network.pod(MASTER_POD)
+        self._hosts.write_text(f"127.0.0.1 localhost\n{master.address} {MASTER}\n")
+        timeout = aiohttp.ClientTimeout(total=120.0)
+        self.http = await self._stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def render(self, spec: Object) -> Rendered:
+        """What the operator makes of the spec, with what this machine needs. Raises SpecError."""
+        return rendered.render(rendered.asked(spec, self.environment))
+
+    async def start_master(self, of: Rendered) -> Process:
+        """The store's master, serving. One that is started again has its old address and an empty store."""
+        assert of.master is not None, "the pool has no store"
+        pod = self._network.pod(MASTER_POD)
+        command, env = rendered.local(of.master, self.environment, {}, self._places("master"))
+        child = await self._run("master", pod, command, env)
+        self.master = Process("master", pod, child, f"http://{pod.address}:9003/health")
+        await self.ready(self.master, timeout_s=60)
+        return self.master
+
+    async def engine(self, of: Rendered, number: int, **env: str) -> Engine:
+        """Starts an engine; `ready` waits for it. `env`: further variables."""
+        pod, name = self._network.pod(FIRST_POD + number), f"engine-{number}"
+        places = self._places(name)
+        (Path(places["folder"]) / "mooncake.json").write_text(of.store_client)
+        shutil.copyfile(engine_door.__file__, Path(places["folder"]) / f"{door.MODULE}.py")
+        fields = {
+            "status.podIP": pod.address,
+            "metadata.name": f"real-{number}-{self._starts}",  # a new pod for each start
+            "spec.nodeName": f"node-{number}",
+        }
+        self._starts += 1
+        command, made = rendered.local(of.engine, self.environment, fields, places)
+        self.secret = made.get(engine_door.SECRET, "")
+        child = await self._run(name, pod, command, {**made, **env})
+        return Engine(name, pod, child, f"http://{pod.address}:8000/health", number, of)
+
+    async def restarted(self, engine: Engine) -> Engine:
+        """The same engine once more, after its end."""
+        await engine.ended()
+        assert engine.rendered is not None
+        return await self.engine(engine.rendered, engine.number)
+
+    async def ready(self, *processes: Process, timeout_s: float = START_S) -> None:
+        """Waits until all serve. Raises StackError when one ends before, or when time is over."""
+        for process in processes:
+            asking = asyncio.create_task(self._until_healthy(process.health))
+            either: set[asyncio.Future[Any]] = {asking, process.child.ended}
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            asked = asking.done()
+            asking.cancel()
+            if process.child.ended.done():
+                raise process.child.death()
+            if not asked:
+                raise process.child.late(timeout_s)
+
+    async def start_gateway(self, document: Pool, *arguments: str) -> Child:
+        """A gateway of that pool, ready. It asks the store's master at its address, as there is no DNS."""
+        if self.master is not None:
+            engine = structs.replace(document.spec.engine, store_master=f"{self.master.pod.address}:9003")
+            document = structs.replace(document, spec=structs.replace(document.spec, engine=engine))
+        file = self.folder / "pool.yaml"
+        file.write_bytes(dump(document))
+        command = [sys.executable, "-P", "-m", "perilune_gateway.main", "--pool", str(file), *arguments]
+        command += ["--listen", GATEWAY[0], "--admin", GATEWAY[1]]
+        env = {**os.environ, engine_door.SECRET: self.secret}
+        self.gateway = await start("gateway", command, env, self.folder)
+        self._stack.push_async_callback(self.gateway.stop, 5.0)
+        await self.gateway.until_ready(60)
+        return self.gateway
+
+    def kill_gateway(self) -> None:
+        assert self.gateway is not None
+        self.gateway.stopping = True
+        self.gateway.signal(signal.SIGKILL)
+
+    async def start_envoy(self, document: Pool) -> None:
+        """Envoy in front of these endpoints; `url` is its listener."""
+        bootstrap = envoy.config([endpoint.address for endpoint in document.spec.endpoints], [GATEWAY[0]])
+        child = await start("envoy", envoy_process.command(bootstrap, self.folder), os.environ, self.folder)
+        self._stack.push_async_callback(child.stop, 5.0)
+        _, self.url = await envoy_process.serving(child, self.folder, 60)
+
+    async def page(self, path: str) -> Any:
+        """An admin page of the gateway."""
+        async with self.http.get(self.admin_url + path) as answer:
+            answer.raise_for_status()
+            return await answer.json(content_type=None)
+
+    @property
+    def _hosts(self) -> Path:
+        return self.folder / "hosts"
+
+    def _places(self, name: str) -> dict[str, str]:
+        home = self.folder / name
+        home.mkdir(exist_ok=True)
+        return {"folder": str(home), "plugins": str(PLUGINS)}
+
+    async def _run(self, name: str, pod: Pod, command: list[str], env: dict[str, str]) -> Child:
+        inside = pod.inside(
+            *("/usr/bin/unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *("/bin/sh", "-c", _POD, "pod", str(self._hosts), *command),
+        )
+        path = f"{Path(command[0]).parent}:{os.environ.get('PATH', '')}"
+        child = await start(name, inside, {"PATH": path, **env}, self.folder)
+        self._stack.push_async_callback(child.stop, 0.0)
+        return child
+
+    async def _until_healthy(self, url: str) -> None:
+        while True:
+            try:
+                async with self.http.get(url, timeout=aiohttp.ClientTimeout(total=2.0)) as answer:
+                    if answer.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass  # not yet
+            await asyncio.sleep(0.2)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for child in _children(pid):
+        found += [child, *_descendants(child)]
+    return found
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,127 @@
+"""/api/health names the right cause for every setting in which pool and engines differ."""
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import pytest_asyncio
+from msgspec import structs
+
+from enginebed import conversations, judged
+from perilune_api.pool import HashAlgorithm
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="session")]
+FEW_MESSAGES = 5
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def engines(rig, tiny):
+    """One as the operator renders it, but for a small replay buffer; one whose root is random. A gateway is
+    told of one of them only."""
+    model = {
+        "name": "tiny",
+        "source": str(tiny["qwen"]),
+        "contextTokens": 4096,
+        "tokenizer": str(tiny["qwen"]),
+    }
+    rendered = rig.render({"model": model, "engine": {"args": ["--num-gpu-blocks-override=200"]}})
+    usual = await rig.engine(rendered.with_buffer(FEW_MESSAGES), 0)
+    random = await rig.engine(rendered, 1, PYTHONHASHSEED="3141592653")  # that nobody is told
+    await rig.ready(usual, random)
+    document = rendered.with_endpoints([usual.pod.address, random.pod.address])
+    await rig.start_gateway(document)
+    await rig.start_envoy(document)
+    return document
+
+
+async def after_traffic(rig, document, at, seed, **changes):
+    """The problems that a gateway names which was started with these changes of `spec.engine` and
+    `spec.model`, after some conversations at the engine of that number."""
+    spec = document.spec
+    made = structs.replace(
+        spec,
+        engine=structs.replace(spec.engine, **changes.get("engine", {})),
+        model=structs.replace(spec.model, **changes.get("model", {})),
+        endpoints=(spec.endpoints[at],),
+    )
+    rig.kill_gateway()
+    await asyncio.shield(rig.gateway.ended)
+    await rig.start_gateway(structs.replace(document, spec=made))
+    talks = [one for one in conversations.mixed(24, seed, "tiny") if one.api is conversations.Api.CHAT]
+    phase = judged.Phase(f"health {seed}")
+    await judged.play(rig, talks, phase, 24)
+    assert not phase.failed, judged.misses(phase)
+    return (await rig.page("/api/health"))["problems"]
+
+
+def hashing(document, **changes):
+    return {"engine": {"hashing": structs.replace(document.spec.engine.hashing, **changes)}}
+
+
+sometimes = pytest.mark.xfail(
+    strict=False, reason="the cause is not named in every run: see docs/real-engines.md"
+)
+
+
+def parity(problems):
+    """The cause of the one problem of hashes; a gateway that has just started may still be learning, too."""
+    (problem,) = [one for one in problems if one["kind"] == "parity"]
+    return problem["cause"]
+
+
+async def test_nothing_is_wrong_with_what_the_operator_renders(rig, engines):
+    assert await after_traffic(rig, engines, 0, 1) == []
+
+
+async def test_another_block_size(rig, engines):
+    problems = await after_traffic(rig, engines, 0, 2, engine={"block_size": 64})
+    assert "block_size" in {problem["kind"] for problem in problems}
+    assert any("--block-size" in problem["cause"] for problem in problems), problems
+    assert any("blockSize: 32" in problem["cure"] for problem in problems), problems
+
+
+async def test_another_hash_algorithm(rig, engines):
+    changed = hashing(engines, algorithm=HashAlgorithm.SHA256_CBOR)
+    cause = parity(await after_traffic(rig, engines, 0, 3, **changed))
+    assert "hash algorithm 'sha256'" in cause
+
+
+async def test_another_seed(rig, engines):
+    cause = parity(await after_traffic(rig, engines, 0, 4, **hashing(engines, seed="7")))
+    assert "PYTHONHASHSEED 'unset'" in cause
+
+
+@sometimes
+async def test_another_chat_template(rig, engines, tiny, tmp_path):
+    folder = shutil.copytree(tiny["qwen"], tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("<|im_start|>", "<|im_start|>the ")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    cause = parity(await after_traffic(rig, engines, 0, 5, model={"tokenizer": str(folder)}))
+    assert "tokenized differently" in cause
+
+
+async def test_a_random_root(rig, engines):
+    assert "random" in parity(await after_traffic(rig, engines, 1, 6))
+
+
+@sometimes
+async def test_a_replay_buffer_that_has_rolled_over(rig, engines):
+    """The gateway starts after the buffer has lost the conversations' first blocks: it learns them anew, and
+    says so for as long as it does not know them."""
+    talks = [one for one in conversations.mixed(24, 7, "tiny") if one.api is conversations.Api.CHAT]
+    await judged.play(rig, talks, judged.Phase("before"), 24)
+    rig.kill_gateway()
+    await asyncio.shield(rig.gateway.ended)
+    one_endpoint = structs.replace(engines.spec, endpoints=engines.spec.endpoints[:1])
+    await rig.start_gateway(structs.replace(engines, spec=one_endpoint))
+    seen = set()
+    for n in range(12):
+        await judged.play(rig, talks, judged.Phase(f"late {n}"), 2)
+        seen |= {
+            f"{problem['kind']}: {problem['message']} {problem['cause']}"
+            for problem in (await rig.page("/api/health"))["problems"]
+        }
+    assert not any("tokenized differently" in said for said in seen), seen
+    assert any("learning" in said and "unknown parents" in said for said in seen), seen
