@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo api-server test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster
+.PHONY: help venv demo api-server browser test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load
 
 api-server: $(STAMP) ## etcd, API server and what else the operator's tests need, from Go modules; once, ten minutes
 	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
+
+browser:       ## Debian's Chromium, which the console's tests need (root)
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
 	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)
@@ -49,6 +52,15 @@ cluster: $(STAMP) ## the whole thing on one Linux machine (root; or KIND=1): eig
 cluster-down: $(STAMP) ## stop that cluster; leaves nothing
 	$(BIN)/python e2e/cluster.py down $(ARGS)
 
+# VLLM=0.23: the older engine. DEVICE=cuda: on GPUs.
+e2e-real: $(STAMP) ## genuine vLLM engines and Mooncake behind Envoy and our gateway (root; first installs vLLM, 6 GB)
+	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
+	$(BIN)/python -m pytest e2e/real -m real $(ARGS)
+
+e2e-real-long: $(STAMP) ## the same with 600 requests in its longest phases; writes its table into docs/real-engines.md
+	PYTHONPATH=e2e $(BIN)/python -m enginebed.install
+	REQUESTS=600 RESULTS=docs/real-engines.md $(BIN)/python -m pytest e2e/real/test_traffic.py -m real $(ARGS)
+
 e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our gateway, engines (root)
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
@@ -58,7 +70,7 @@ BENCHES := growing decision index tokens parse
 bench: $(STAMP) ## what the gateway costs, first for growing conversations, into docs/benchmarks.md; minutes
 	$(BIN)/python -m pytest $(BENCHES:%=tests/bench/bench_%.py) -m bench -s --write $(ARGS)
 
-bench-long: $(STAMP) ## the other benchmarks: memory over 200,000 requests (needs wrk), simulator, operator, a storm of abuse
+bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 200,000 requests (needs wrk), simulator, operator, a storm of abuse
 	$(BIN)/python -m pytest tests/bench tests/integration/test_abuse.py $(BENCHES:%=--ignore=tests/bench/bench_%.py) \
 	  -m bench -s --write $(ARGS)
 
