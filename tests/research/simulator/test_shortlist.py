@@ -32,9 +32,8 @@ def played(policy: str, workload: Workload, every: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("policy", ["perilune", "dynamo", "sticky"])
 def test_it_chooses_as_a_look_at_all(policy: str, spread: Workload, monkeypatch: pytest.MonkeyPatch):
-    seen = played(policy, spread, 3, monkeypatch).seen
-    assert seen.decisions == len(seen.decision_s) == spread.requests
-    assert seen.audited == -(-spread.requests // 3) > 100
+    seen = played(policy, spread, 1, monkeypatch).seen
+    assert seen.audited == seen.decisions == len(seen.decision_s) == spread.requests > 400
     assert seen.agreed >= 0.995 * seen.audited
 
 
