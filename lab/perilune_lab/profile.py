@@ -45,7 +45,7 @@ examples:
   perilune profile --target http://10.0.0.1:8000
   perilune profile --target http://10.0.0.1:8000 --max-tokens 65536 --repeat 5 --yaml cost.yaml
 
-Name one engine itself, not a gateway, and let nobody else use it meanwhile. The engine has to report cached
+Name one engine itself, not a gateway, and send it no other traffic meanwhile. The engine has to report cached
 tokens (vLLM: --enable-prompt-tokens-details). Put the lines that it writes under spec.engine of the pool.
 """
 
@@ -61,7 +61,7 @@ class Measured:
 
     @property
     def predicted_s(self) -> float:
-        """By the model of one H20."""
+        """Seconds that the model of one H20 predicts."""
         new = self.tokens - self.cached
         return H20_30B.request_overhead_s(self.tokens) + H20_30B.prefill_s(new, self.cached)
 
@@ -86,7 +86,7 @@ class Profile:
 
 
 def lengths(max_tokens: int) -> list[int]:
-    """From SHORTEST in steps of four times, ending with `max_tokens`."""
+    """Prompt lengths in tokens: SHORTEST, then each four times the one before, and `max_tokens` last."""
     found = [max_tokens]
     while found[0] // 4 >= SHORTEST:
         found.insert(0, found[0] // 4)

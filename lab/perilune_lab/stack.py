@@ -224,7 +224,7 @@ class Stack:
     """Addresses of the engines, in order of their names engine-0, engine-1 …"""
     deaths: list[Death] = field(init=False, default_factory=list)
     children: dict[str, Child] = field(init=False, default_factory=dict)
-    """By name: engine-0 …, gateway, envoy; in order of start."""
+    """Name (engine-0 …, gateway, envoy) → process, in order of start."""
     _env: dict[str, str] = field(init=False)
     _body: asyncio.Task[object] | None = field(init=False, default=None)
     _cancelling: int = field(init=False, default=0)

@@ -168,7 +168,7 @@ def _live(name: str, namespace: str, observed: Observed) -> int:
 
 
 def _without_replaced(pool: Context, observed: Observed) -> tuple[Observed, list[PodFacts]]:
-    """What is observed without the engines of an earlier spec, and these engines (of an endpoint that spans
+    """The observed facts without the engines of an earlier spec, and these engines (of an endpoint that spans
     nodes only the leader). An engine belongs to an earlier spec if its endpoint spanned nodes and now does
     not, or the reverse, or if its role label has another value than today's."""
     spans = endpoints.nodes_per_endpoint(pool) > 1

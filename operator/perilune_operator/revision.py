@@ -50,7 +50,7 @@ class Remembered:
     spec: Object | None = None
     """The spec that was carried out last, without replicas and defaults."""
     renderings: Mapping[str, Rendering] = field(default_factory=dict)
-    """By component."""
+    """Component → what was rendered for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Revised:
 
 
 def remembered(name: str, namespace: str, observed: Observed) -> Remembered:
-    """What is known of the pool's last rendering. Parts that cannot be read count as unknown."""
+    """Reads the pool's last rendering. Parts that cannot be read count as unknown."""
     kept = observed.children.get(Key("ConfigMap", namespace, names.rendered_name(name)), {})
     data, renderings = dict(kept.get("data") or {}), {}
     spec = _decoded(data.pop(_SPEC, ""), dict)

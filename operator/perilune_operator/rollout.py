@@ -1,4 +1,4 @@
-"""Which engines may be removed now. A scale-down and a node that is being emptied first let sessions leave.
+"""Decides which engines may be removed now. When a pool shrinks or a node is emptied, sessions leave first.
 
     4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2 replicas
 

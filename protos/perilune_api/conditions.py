@@ -28,7 +28,7 @@ class Condition(StrEnum):
     DRAINING = "Draining"
     """Endpoints are leaving."""
     STALLED = "Stalled"
-    """The pool cannot become what the spec says until somebody acts; absent otherwise."""
+    """The pool cannot become what the spec says until a person acts; absent otherwise."""
     READY = "Ready"
     """Requests are answered, by everything that the spec asks for. Its observedGeneration is that of the
     newest spec that is in force as a whole."""

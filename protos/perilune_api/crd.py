@@ -132,13 +132,13 @@ RULES: Mapping[type, Sequence[Rule]] = {
         ),
     ),
 }
-"""By the struct at whose place they stand."""
+"""Struct → the rules that its place in the schema has."""
 
 NAME_RULE = Rule(
     "self.metadata.name.matches('^[a-z]([-a-z0-9]{0,43}[a-z0-9])?$')",
     "a pool's name begins those of its Services and pods: a small letter, then at most 44 more, digits or -",
 )
-"""Of the whole object."""
+"""The rule and message for the whole object."""
 
 DERIVED: Mapping[type, frozenset[str]] = {EngineSpec: frozenset({"store", "store_master"})}
 """Fields that the operator fills in: not part of what users write."""

@@ -6,8 +6,8 @@ their struct stands → wrapped with status schema, subresources and printer col
 structs give the same bytes.
 
 A group that stands directly in `spec` has a default, so that what people ask about (replicas, engine,
-gateway) shows in `kubectl get -o yaml`; deeper groups stay out of stored objects until somebody sets one of
-their fields, except those of `crd.SHOWN`.
+gateway) shows in `kubectl get -o yaml`; deeper groups stay out of stored objects until one of their
+fields is set, except those of `crd.SHOWN`.
 """
 
 import ast
@@ -97,7 +97,7 @@ def generate() -> bytes:
 
 
 def schema(of: type[msgspec.Struct]) -> Schema:
-    """Of one struct by itself, such as the gateway's pool document."""
+    """The schema of one struct by itself, such as the gateway's pool document."""
     return _struct(of, top=False)
 
 

@@ -40,7 +40,7 @@ GONE = frozenset(
 
 
 def explain(spec: object) -> str:
-    """Which fields of a `spec` have moved, and where to; empty when it has no former field."""
+    """Says which fields of a `spec` have moved, and where to; empty when it has no former field."""
     routing = spec.get("routing") if isinstance(spec, Mapping) else None
     if not isinstance(routing, Mapping):
         return ""

@@ -179,7 +179,7 @@ _DEFAULT = re.compile(r" ?Default: \S.*\.$")
 
 
 def _type(field: Schema) -> str:
-    """In words: `integer, 1 to 64`, `list of string`, `one of a, b`."""
+    """The type in words: `integer, 1 to 64`, `list of string`, `one of a, b`."""
     if "enum" in field:
         return "one of " + ", ".join(f"`{value}`" for value in field["enum"])
     if "anyOf" in field:
@@ -212,5 +212,5 @@ def _cell(text: str) -> str:
 
 
 def _anchor(path: str) -> str:
-    """Of a section's title, as GitHub and MkDocs (its `toc` with the same rule) make it."""
+    """The anchor of a section's title, as GitHub and MkDocs (its `toc` with the same rule) make it."""
     return re.sub(r"[^a-z0-9 _-]", "", path.lower()).replace(" ", "-")

@@ -31,7 +31,7 @@ class Link(NamedTuple):
 
     distance: Level
     bandwidth_bytes_per_s: float
-    """Of one transfer alone on this link."""
+    """Bandwidth of one transfer alone on this link."""
     slowdown: float = 1.0
     """Observed seconds / predicted seconds, learned online; 1.0 = as believed."""
 

@@ -1,7 +1,7 @@
 """Documents between versions of operator, gateway and CRD, of which any may be one release ahead.
 
 - A writer leaves out every field that has its default (`stated`). An older reader then finds a field that it
-  does not know only if somebody uses it.
+  does not know only if it is in use.
 - A reader of documents that a program wrote, or that an API server has checked, ignores fields that it does
   not know (`known`) and names them in its log. What a user writes by hand is read strictly instead, because
   an unknown field is a typo there: the API server refuses it in an InferencePool, and `pool.parse` in a pool

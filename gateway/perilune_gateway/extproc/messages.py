@@ -99,7 +99,7 @@ class Pick(Struct, frozen=True, gc=False):
 
 
 class Echo(Struct, frozen=True, gc=False):
-    """In full duplex, passes on a part of a body."""
+    """Passes on a part of a body, in full-duplex mode."""
 
     to: Kind
     chunk: bytes

@@ -146,7 +146,7 @@ async def run(
     is a bug and ends the feed.
     """
     watches: dict[tuple[str, tuple[str, ...]], asyncio.Task[None]] = {}
-    """By server and the addresses of its endpoints."""
+    """(Server, addresses of its endpoints) → the task that scrapes it."""
     slots = asyncio.Semaphore(MOST_SCRAPES)
 
     def period() -> float:

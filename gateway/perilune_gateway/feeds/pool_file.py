@@ -5,7 +5,7 @@ row agree, so that a half-written file is not taken for a shorter pool. Polling 
 platform, and follows the symbolic links that a mounted ConfigMap swaps. It costs one read of about 10 KB
 every 0.4 s.
 
-A thread reads it, because a file on a hanging mount, or a FIFO that nobody writes, may never be read. There
+A thread reads it, because a file on a hanging mount, or a FIFO without a writer, may never be read. There
 is one read at a time; a longer one than STALLED_S is an error until it ends, and does not keep the process
 from ending.
 

@@ -26,7 +26,7 @@ class Immovable(StrEnum):
     GROUPS = "groups"
     """The model has several KV cache groups, whose blocks are not followed."""
     RANKS = "ranks"
-    """An endpoint has several data-parallel ranks, and nobody chooses the rank of the next request."""
+    """An endpoint has several data-parallel ranks, and its next request may go to another one."""
     NO_GIVER = "no_giver"
     """The host's bootstrap page does not answer."""
     GAVE_UP = "gave_up"
@@ -102,6 +102,6 @@ class HandoffRecord:
     """Bytes that all rounds asked for."""
     rounds: int
     seconds: float
-    """From the first give leg to the end."""
+    """Time from the start of the first give leg to the end."""
     time: float
     """Unix seconds of the end."""

@@ -74,7 +74,7 @@ class Tokens(Struct, frozen=True, gc=False):
     """A tokenized prompt."""
 
     count: int
-    """Of all prompts together, where a request has several."""
+    """Tokens of all prompts together, where a request has several."""
     source: TokenSource
     ids: Sequence[int] | None = None
     """Token ids of the first prompt; None with TokenSource.ESTIMATE."""

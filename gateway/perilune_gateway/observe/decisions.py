@@ -25,7 +25,7 @@ class Totals(Struct, frozen=True):
     """Number of decisions and refusals; the number of the next record."""
     refusals: int = 0
     prompt_tokens: int = 0
-    """Of decisions, without refusals."""
+    """Prompt tokens of all decisions; refusals do not count."""
     cached_tokens: int = 0
     """Number of those that were predicted to be cached."""
     moves: int = 0

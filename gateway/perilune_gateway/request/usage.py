@@ -13,7 +13,7 @@ _CARRY_BYTES = 64
 
 
 class CachedTokens:
-    """Of one answer."""
+    """Finds in one answer how many cached tokens the engine reports."""
 
     __slots__ = ("_carry", "value")
 

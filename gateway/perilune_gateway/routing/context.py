@@ -43,7 +43,7 @@ class StepTimer:
 
 
 class Prompt(Struct, frozen=True, gc=False):
-    """What is known of a prompt. Without its body, only an estimate of its length."""
+    """The facts known about a prompt. Before the body was read, only an estimate of its length."""
 
     tokens: int
     source: TokenSource

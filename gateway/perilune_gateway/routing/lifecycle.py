@@ -98,7 +98,7 @@ class Running(Struct, gc=False):
     final: bool
     blocks: Sequence[int]
     claimed: Sequence[int]
-    """Those of its blocks that nobody had announced or claimed before."""
+    """Those of its blocks that were neither announced nor claimed before."""
     awaited: int
     """The block whose KV event ends the prefill; 0 if none is known."""
     prefill_s: float = 0.0
@@ -152,7 +152,7 @@ class Lifecycle:
         self._to_ask: dict[str, int] = {}
         """Endpoint of whose cache a part is not known → how many more requests may ask it to tell."""
         self._prefilled_at: dict[str, float] = {}
-        """By address: when the last prefill there ended."""
+        """Address → when the last prefill there ended."""
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""

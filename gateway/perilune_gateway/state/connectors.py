@@ -15,7 +15,7 @@ class Connector(NamedTuple):
     """The engine behind one bootstrap page."""
 
     engine_ids: Sequence[str]
-    """By data-parallel rank."""
+    """One for each data-parallel rank, in order."""
     tensor_parallel: int
     """Number of workers of one rank."""
 

@@ -16,7 +16,7 @@
 3. An endpoint is ejected if at least `failure_share` of its latest evidence is bad, or the last IN_A_ROW
    pieces are, from SOURCES different sessions, and if the other endpoints do less than half as badly. So
    neither one client's bad requests nor a fault of the whole pool ejects an endpoint.
-4. At least half of the pool's endpoints stay usable; beyond that, nobody is ejected.
+4. At least half of the pool's endpoints stay usable; beyond that, no endpoint is ejected.
 5. After a pause one request is sent there as a trial, while all others stay away. If it is good, the endpoint
    is healthy again; otherwise the next pause is twice as long, up to `LONGEST_PAUSE` times the first.
 
@@ -66,7 +66,7 @@ EAGER_S = 2.0
 
 
 class Cause(StrEnum):
-    """What is wrong with an endpoint, or with one answer."""
+    """The fault of an endpoint, or of one answer."""
 
     FAILURES = "failures"
     """Answers with status 401, 403, or 500 and above."""

@@ -312,7 +312,7 @@ class PrefixIndex:
         what the tree once held.)
         """
         self.expire(now)
-        hybrids = self._hybrids  # their groups may lack blocks that nobody needs
+        hybrids = self._hybrids  # their groups may lack blocks that are not needed
         steps, end = self._blocks.steps(blocks, past_unknown=bool(hybrids))
         if early_exit:
             end, steps = self._early_exit(steps, end)

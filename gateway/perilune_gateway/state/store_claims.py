@@ -1,4 +1,4 @@
-"""Which engine put which blocks into the shared store, so that they are forgotten when its memory is gone.
+"""Remembers which engine put which blocks into the shared store, to forget them when its memory is gone.
 
 The store's blocks lie in segments, memory of the engines, which the master names by `host:port`. An engine's
 own blocks lie in its own segment (the operator sets the master's allocation to local_first). KV events say

@@ -10,8 +10,8 @@ are engine seconds.
 | what happens | how it ends |
 |---|---|
 | the give leg ends by length | its blocks stay until they were sent, or `abort_s` has passed |
-| the give leg ends otherwise | its blocks are free at once; whoever asks for them waits |
-| nobody gives what a taker asks for | the giver says so after `abort_s`; the taker computes |
+| the give leg ends otherwise | its blocks are free at once; a taker that asks for them waits |
+| no engine gives what a taker asks for | the giver says so after `abort_s`; the taker computes |
 | the bootstrap page does not answer | the taker tries three times, 0.1 s apart, and computes |
 | the page names another engine id | the taker computes at once |
 | the giver is gone, or came back under its old engine id | the taker computes after `abort_s` + 60 s |

@@ -21,7 +21,7 @@ from perilune_lab.engine.scheduler import Scheduler
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is wrong with the engine."""
+    """The engine's faults."""
 
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] | None = None
     hang: bool = False

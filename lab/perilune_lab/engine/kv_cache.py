@@ -59,9 +59,9 @@ class Stored:
     session_id: str
     group: int = 0
     window: int = 0
-    """Of the group."""
+    """The group's window, in tokens; 0 for full attention."""
     shared: bool = False
-    """In the shared store pool instead of on the device."""
+    """Whether it is in the shared store instead of on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Table:
         self.namespace = namespace
         self.session_id = session_id
         self.blocks: list[list[int]] = [[] for _ in range(groups)]
-        """By group, one entry for each block of tokens."""
+        """One list for each group, with one entry for each block of tokens."""
         self.registered = 0
         """Leading blocks that were considered for registration."""
         self.computed = 0
@@ -146,7 +146,7 @@ class KvCache:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self._refs = [0] * blocks
         self._cached: list[Removed | None] = [None] * blocks
-        """By block: what is announced when it is reused; None for a block that is not cached."""
+        """Block number → what is announced when it is reused; None for a block that is not cached."""
         self._by_digest: list[dict[bytes, list[int]]] = [{} for _ in self.groups]
 
     # reading

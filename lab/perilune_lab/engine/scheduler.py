@@ -101,7 +101,7 @@ class Scheduler:
         self.store = store
         self.connector = connector
         self.running: list[Request] = []
-        """In order of admission."""
+        """Requests in the batch, in the order in which they were admitted."""
         self.loading: list[Request] = []
         """Admitted requests whose blocks are being loaded from the store or another engine."""
         self.step: EngineStep | None = None

@@ -147,7 +147,7 @@ def _ceiling(
 
 
 def _migrations(m: Measured, good: Sequence[Result], span_s: float) -> Migrations | UnsetType:
-    """From the gateway's reasons, as the responses carry them; UNSET when they carry none."""
+    """Counts moves by the reasons that the responses carry; UNSET when they carry none."""
     if not span_s or not any(r.reason for r in good):
         return UNSET
     sessions = (
@@ -214,7 +214,7 @@ class _Ideals:
         return mean(ratios) if ratios else UNSET
 
     def stretches(self, good: Sequence[Result]) -> list[float]:
-        """Of sessions whose turns all succeeded, up to the last one that was played."""
+        """The stretch of each session whose turns all succeeded, up to the last one that was played."""
         if self.m.mode is not Mode.THINKTIME:
             return []
         found = []

@@ -97,7 +97,7 @@ def read(path: Path, limit: int | None = None) -> Trace:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """In the order of submission, whole prompts only where a prompt does not extend the one before."""
+    """Writes the turns as submitted; of a prompt that extends the last one, only the new part."""
     last: dict[str, Turn] = {}
     sessions = {session.session_id: session for session in trace.sessions}
     with path.open("wb") as file:

@@ -64,7 +64,7 @@ class Turn:
     prompt: tuple[Segment, ...]
     output_tokens: int
     gap_s: float = 0.0
-    """From the previous turn's finish to this one's submission."""
+    """Time from the previous turn's finish to this one's submission."""
     timestamp_s: float | None = None
     """Recorded time of submission; None if the trace has none."""
 

@@ -67,7 +67,7 @@ def load(path: Path, limit: int | None = None, engine: EngineModel = H20_30B) ->
 
 
 class _Sessions:
-    """Which request is the last of which session, by its last full block."""
+    """Finds the session that a request continues, by the last full block of the session's last request."""
 
     def __init__(self) -> None:
         self._ends: dict[int, tuple[str, int]] = {}

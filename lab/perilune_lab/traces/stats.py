@@ -72,7 +72,7 @@ class Stats(msgspec.Struct, frozen=True):
     gap_s: Spread | UnsetType = UNSET
     """Between a turn's finish and the next submission; absent with single turns only."""
     span_s: float | UnsetType = UNSET
-    """From the first to the last recorded time."""
+    """Time from the first to the last recorded submission."""
 
 
 def stats(trace: Trace, engine: EngineModel = H20_30B) -> Stats:

@@ -55,7 +55,7 @@ class Failure(NamedTuple):
 
     message: str
     lasts: bool
-    """It will refuse it again until somebody acts."""
+    """Whether the API server will refuse it again until a person acts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which pool an object belongs to, and whether it is still as it was last applied. Pure."""
+"""Tells which pool an object belongs to, and whether it is still as it was last applied. Pure."""
 
 import hashlib
 from dataclasses import dataclass

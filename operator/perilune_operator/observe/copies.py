@@ -26,7 +26,7 @@ class Copies:
         not be woken."""
         self._is_own_write = is_own_write
         self._by_kind: dict[str, dict[str, Object]] = {}
-        """By kind, then by namespace/name."""
+        """Kind → namespace/name → object."""
         self._by_pool: dict[str, dict[PoolName, dict[str, Object]]] = {}
         """The same objects by kind, then by pool, then by namespace/name."""
         self._nodes: dict[str, NodeFacts] | None = None

@@ -1,4 +1,4 @@
-"""Which of the optional APIs (kinds.OPTIONAL) the cluster has."""
+"""Finds which of the optional APIs (kinds.OPTIONAL) the cluster has."""
 
 import logging
 from collections import Counter

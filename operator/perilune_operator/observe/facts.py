@@ -69,7 +69,7 @@ class PodFacts:
     trouble: str = ""
     """Why the pod does not run, in Kubernetes' words; empty when it runs or no reason is known."""
     stuck: bool = False
-    """The trouble lasts until somebody acts."""
+    """Whether the trouble lasts until a person acts."""
 
     @property
     def serves(self) -> bool:

@@ -31,7 +31,7 @@ STUCK = {
         )
     },
 }
-"""Reasons for which a container waits until somebody acts, and the word for each in a status."""
+"""Reasons for which a container waits until a person acts, and the word for each in a status."""
 MANY_RESTARTS = 3
 """A container that has ended so often and is not ready counts as ending again and again, also while it
 runs."""

@@ -10,7 +10,7 @@ engines.py              the engines' workloads, Service, disruption budget and a
 mooncake.py             the KV store that engines share
 gateway.py              the gateway
 routing.py              how Envoy reaches the gateway and the engines
-network_policies.py     who may connect to whom
+network_policies.py     which pods may connect to which
 monitors.py             what Prometheus scrapes
 objects.py              what all objects share: labels, owner, security, resources
 pod_template.py         a user's podTemplate, laid over the operator's

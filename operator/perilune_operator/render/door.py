@@ -37,8 +37,8 @@ def env(pool: Context) -> list[Object]:
 
 def secret(pool: Context) -> list[Object]:
     """The environment variable with the secret that lets transfer parameters pass; gateways send it with the
-    legs of hand-offs. It follows from the pool's uid: whoever may read the pool's pods can know it, a client
-    of the model cannot."""
+    legs of hand-offs. It follows from the pool's uid: a user who may read the pool's pods can know it, a
+    client of the model cannot."""
     value = hmac.new(pool.uid.encode(), b"engine door", "sha256").hexdigest()
     return [{"name": engine_door.SECRET, "value": value}]
 

@@ -131,7 +131,7 @@ def _simulated_handoff(pool: Context) -> list[str]:
 
 
 def abort_seconds(pool: Context) -> int:
-    """For how long a giver keeps blocks that nobody fetches, and a taker waits for a giver: twice the longest
+    """How long a giver keeps blocks that no taker fetches, and a taker waits for a giver: twice the longest
     prefill that the pool allows, and a minute. The prefill of n tokens is predicted as on an H20 with a
     30B-A3B model (57 s for 131,072), times the pool's `prefillScale`."""
     tokens = pool.spec.model.context_tokens

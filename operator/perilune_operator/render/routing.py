@@ -4,8 +4,8 @@ Envoy Gateway is configured by four objects: an HTTPRoute to one Service that se
 BackendTrafficPolicy that obeys the picked endpoint, an EnvoyExtensionPolicy that asks the gateway, and a
 ClientTrafficPolicy on the Gateway that removes a destination that a client sends itself (with failOpen, Envoy
 would obey it). The last belongs to the Gateway: pools that share a Gateway share it, and it must be in the
-Gateway's namespace, so the operator creates it only if that is the pool's, the spec allows it, and nobody
-else's is there: of two policies for one Gateway, Envoy Gateway takes only the older. An implementation of the
+Gateway's namespace, so the operator creates it only if that is the pool's, the spec allows it, and no
+other is there: of two policies for one Gateway, Envoy Gateway takes only the older. An implementation of the
 inference extension gets an InferencePool whose endpoint picker is the gateway's Service.
 """
 

@@ -80,5 +80,5 @@ def needs(pool: Context) -> Resources:
 
 
 def _rounded(size: int) -> str:
-    """In whole GiB, rounded up."""
+    """A size in bytes as whole GiB, rounded up."""
     return f"{-(-size // GIB)}Gi"

@@ -1,5 +1,5 @@
 """The conditions of changes: Reconciling, whether something is on its way to what the spec says, and Stalled,
-whether it cannot get there until somebody acts.
+whether it cannot get there until a person acts.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which flags of the programs that the operator runs a pool may not give, and why.
+"""Lists the flags of the programs that the operator runs which a pool may not give, and why.
 
 A flag is compared as the program reads it: `--block_size`, `--block-size.x=1` and `--block-s` are all
 `--block-size`, which follows from the spec; `--no-enable-prefix-caching` is its contrary. Whatever else an
@@ -106,7 +106,7 @@ ONE_SERVER = frozenset({"--api-server-count", "-asc"})
 
 
 def check_vllm(args: Sequence[str], path: str) -> None:
-    """`path`: of these arguments, for whoever reads the error. Raises SpecError."""
+    """Checks vLLM's arguments. `path`: where they stand, for the error. Raises SpecError."""
     _check(args, path, VLLM_ARGS)
     for i, arg in enumerate(args):
         flag = _flag(arg)
@@ -117,19 +117,19 @@ def check_vllm(args: Sequence[str], path: str) -> None:
 
 
 def check_vllm_group(args: Sequence[str], path: str) -> None:
-    """Of an endpoint that spans nodes, besides. Raises SpecError."""
+    """Checks what else holds for an endpoint that spans nodes. Raises SpecError."""
     for i, arg in enumerate(args):
         if _meant(_flag(arg), ONE_SERVER):
             raise SpecError(f"An endpoint that spans nodes has one API server - at `{path}[{i}]`")
 
 
 def check_simulated(args: Sequence[str], path: str) -> None:
-    """Of `perilune engine`. Raises SpecError."""
+    """Checks the arguments of `perilune engine`. Raises SpecError."""
     _check(args, path, SIMULATED_ARGS)
 
 
 def check_gateway(args: Sequence[str], path: str) -> None:
-    """Of perilune-gateway. Raises SpecError."""
+    """Checks the arguments of perilune-gateway. Raises SpecError."""
     _check(args, path, GATEWAY_ARGS)
 
 

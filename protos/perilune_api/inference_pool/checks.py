@@ -22,7 +22,7 @@ from perilune_api.inference_pool.types import EnvVar
 from perilune_api.pool import SpecError
 
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
-"""By which pods are known: no podTemplate may set them."""
+"""The labels by which the operator knows its pods. No podTemplate may set them."""
 HANDOFF_ENV = frozenset({"VLLM_MOONCAKE_BOOTSTRAP_PORT", "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"})
 """Environment variables that follow from the spec."""
 

@@ -34,7 +34,7 @@ _BATCH = 12
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is played and on what: generated agentic traffic, closed loop, on modelled H20s."""
+    """The traffic and the fleet of a cell: generated agentic traffic, closed loop, on modelled H20s."""
 
     rate: float
     """Sessions per second."""

@@ -1,4 +1,5 @@
-"""What is simulated: named studies, each a list of points (a scenario and an arm), relative to that at R.
+"""Lists what the evaluation simulates: named studies, each a list of points (a scenario and an arm), relative
+to that at R.
 
     scenario at R ──study──▶ points ──× seeds──▶ cells
 

@@ -30,7 +30,7 @@ class Slo:
 
     ttft_p90_s: float = 5.0
     stretch: float = 1.25
-    """Of the median session; inf: sessions may take as long as they like. Open loops have no stretch."""
+    """Highest stretch of the median session; inf: no limit. Open loops have no stretch."""
 
     def holds(self, run: Run) -> bool:
         if not run.ttft_s or run.success_rate < 1.0:
@@ -45,7 +45,7 @@ class Capacity:
 
     policy: str
     by_seed: tuple[float, ...]
-    """In the order of the seeds, in the trace's unit: sessions per second, or times as fast as recorded."""
+    """One capacity for each seed, in the trace's unit: sessions per second, or times as fast as recorded."""
 
     @property
     def rate(self) -> float:
@@ -64,8 +64,8 @@ class Capacity:
 def slo_capacity(
     comparison: Comparison, seeds: Sequence[int], jobs: int = 1, slo: Slo | None = None
 ) -> Iterator[Capacity]:
-    """Of each policy, as they are found. A policy that holds nowhere between 1/64 and 64 times the first
-    guess has 0 there, one that holds everywhere the largest rate tried."""
+    """Yields the capacity of each policy as it is found. A policy that holds nowhere between 1/64 and 64
+    times the first guess has 0 there, one that holds everywhere the largest rate tried."""
     one = partial(_of_seed, comparison, slo or Slo())
     work = [(policy, seed) for policy in comparison.policies for seed in seeds]
     with mapped(one, work, jobs) as rates:

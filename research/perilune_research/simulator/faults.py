@@ -10,7 +10,7 @@ from perilune_api.pool import SpecError
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """By default nothing fails, but the gateway's beliefs start wrong."""
+    """The faults of a simulation. The default has none, but the gateway's beliefs start wrong."""
 
     link_factor: float = 1.0
     """Factor on the duration of every transfer."""

@@ -1,4 +1,4 @@
-"""What is simulated: every parameter of an H20 fleet in one place, with its unit and where it comes from.
+"""The simulated hardware: every parameter of an H20 fleet in one place, with its unit and source.
 
 Compute and memory times are the gateway's `EngineModel` (prefill, mixed steps, decode, request overhead, KV
 bytes), which the real-time simulated engine takes its time from too; here is what it leaves out: KV transfer

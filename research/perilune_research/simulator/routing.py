@@ -49,8 +49,8 @@ CLAIM_TTL_S = 120.0
 AUDIT_EVERY = 50
 _BLIND = frozenset({"power_of_two", "random", "round_robin"})
 _WIDELY_HELD = 32
-"""In a large fleet, not every holder is a candidate for a prefix that more endpoints hold than this (a system
-prompt)."""
+"""If more endpoints than this hold a prefix (a system prompt), not every holder is a candidate in a large
+fleet."""
 _NOTHING = Overlap()
 _T = TypeVar("_T")
 

@@ -18,7 +18,7 @@ MOST_BYTES, MOST_BRACKETS = 16, 4
 FEW_BRACKETS = 20_000
 """A conversation with at most this many brackets is decoded and read within 10 ms."""
 _LONG, _STRIDE = 16_384, 128
-"""In a text of more than `_LONG` bytes, only one of every `_STRIDE` bytes is tested for base64 at first."""
+"""A text of more than `_LONG` bytes is first tested for base64 at one of every `_STRIDE` bytes only."""
 _BASE64 = frozenset(string.ascii_letters + string.digits + "+/=-_\\")
 """Including the characters that URLs and JSON use."""
 _AS_MARKS = bytes(ord("A" if chr(byte) in _BASE64 else ".") for byte in range(256))

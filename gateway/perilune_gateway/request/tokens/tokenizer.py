@@ -223,7 +223,7 @@ def _given(prompt: TokenPrompt) -> Tokens:
 
 
 def _together(source: TokenSource, prompts: Sequence[Sequence[int]]) -> Tokens:
-    """Of a request with these prompts, at least one."""
+    """The tokens of a request with these prompts, of which there is at least one."""
     if len(prompts) == 1:
         return Tokens(len(prompts[0]), source, prompts[0])
     lengths = [len(ids) for ids in prompts]
