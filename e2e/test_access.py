@@ -134,6 +134,7 @@ def test_an_operator_cannot_give_what_it_has_not(operator_token):
         ("GET", "/api/v1/pods", False),
         ("GET", "/api/v1/nodes", False),
         ("DELETE", "/api/v1/namespaces/default/pods/any", False),
+        ("PATCH", "/api/v1/namespaces/default/pods/any/status", False),
         ("GET", "/apis/perilune.dev/v1alpha1/namespaces/default/inferencepools/sim", False),
     ],
 )

@@ -16,10 +16,10 @@ POOL = Path(__file__).resolve().parents[1] / "manifests" / "pool.yaml"
 
 
 def install(kube: Kube, *settings: str) -> None:
-    """Returns when the operator is ready; gateways are restricted. `settings`: `key=value` of the chart."""
+    """Returns when the operator is ready. `settings`: `key=value` of the chart."""
     repository, tag = NAME.rsplit(":", 1)
     image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
-    values = ["--set-string", image, *(f"--set={made}" for made in ("restrictGateways=true", *settings))]
+    values = ["--set-string", image, *(f"--set={made}" for made in settings)]
     # helm installs CRDs, and never touches them again
     kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))
     kube.install("perilune", CHART, NAMESPACE, *values)

@@ -13,10 +13,9 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import inf
 from random import Random
@@ -134,7 +133,9 @@ class Gateway:
             conformance=conformance,
         )
         self.server = new_server(transport, self.service, tls)
-        snapshots = Snapshots(self.router, self.blocks, self.events, self.decision_log, clock)
+        snapshots = Snapshots(
+            self.router, self.blocks, self.events, self.decision_log, clock, drained=self._drained
+        )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
         self.metrics.describe(version("perilune"), spec.routing.policy.name)
@@ -189,15 +190,6 @@ class Gateway:
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
         yield self.source.run(self.on_pool)
-        if isinstance(self.source, KubernetesPool):
-            name = os.environ.get("POD_NAME") or socket.gethostname()
-            yield drained.run(
-                self.source,
-                name,
-                lambda address: drained.is_idle(
-                    self.state.fleet, self.state.sessions, address, self._clock()
-                ),
-            )
         yield engine_metrics.run(
             self.state.fleet.addresses,
             self.on_metrics,
@@ -229,6 +221,16 @@ class Gateway:
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
             self.router.plan_moves()
+
+    def _drained(self) -> Mapping[str, str]:
+        """The draining pods that this gateway no longer uses, with their marks."""
+        if not isinstance(self.source, KubernetesPool):
+            return {}
+        state, now = self.state, self._clock()
+        return drained.drained(
+            self.source.pods,
+            lambda address: drained.is_idle(state.fleet, state.sessions, address, now),
+        )
 
     def on_pool(self, pool: Pool) -> None:
         """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""

@@ -55,6 +55,8 @@ class Plan:
     """The pool's pods follow this version of the operator because the spec asks for it."""
     waits: bool = False
     """They are asked to, and wait for their turn."""
+    drains: bool = False
+    """Some engines wait for their sessions to leave."""
 
 
 def plan(
@@ -91,6 +93,7 @@ def plan(
         kept=replaced.workloads,
         upgrades=made.upgrades,
         waits=made.waits,
+        drains=any(drained.again_in < inf for drained in each),
     )
 
 

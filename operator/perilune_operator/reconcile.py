@@ -41,7 +41,7 @@ from perilune_operator.apply.writer import Fence, NotLeaderError, Writer
 from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe.cluster import Cluster
 from perilune_operator.observe.facts import GatewayStats, Object, Observed, PoolName, version
-from perilune_operator.observe.gateway_pages import FIRST_READ_S, READ_S, GatewayPages
+from perilune_operator.observe.gateway_pages import DRAIN_READ_S, FIRST_READ_S, READ_S, GatewayPages
 from perilune_operator.plan import LOOK_S, Plan, plan, refused
 from perilune_operator.render.objects import Defaults
 
@@ -79,6 +79,10 @@ class _Pool:
     """Its pods follow this version of the operator at present, because its spec asks for it."""
     waits: bool = False
     """They wait for their turn to do so."""
+    drains: bool = False
+    """Some of its engines wait for their sessions to leave."""
+    pages_due: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the gateways' pages should be read at once."""
     carried_out: int = -1
     """The generation of the spec that the last successful round carried out."""
 
@@ -234,6 +238,9 @@ class Reconciler:
         )
         planned = plan(pool.name[1], pool.name[0], spec, observed, now, self._defaults)
         pool.upgrades, pool.waits = planned.upgrades, planned.waits
+        if planned.drains and not pool.drains:
+            pool.pages_due.set()
+        pool.drains = planned.drains
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
@@ -273,7 +280,15 @@ class Reconciler:
                 if stats != pool.stats:
                     pool.stats = stats
                     pool.wake(self._clock())
-            await asyncio.sleep(READ_S if pool.stats is not None else FIRST_READ_S)
+            await _until(pool.pages_due, _read_in_s(pool))
+            pool.pages_due.clear()
+
+
+def _read_in_s(pool: _Pool) -> float:
+    """Seconds until the gateways' pages are read again."""
+    if pool.drains:
+        return DRAIN_READ_S
+    return READ_S if pool.stats is not None else FIRST_READ_S
 
 
 def _spec(body: Object) -> InferencePoolSpec | SpecError:

@@ -7,8 +7,8 @@
    `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices, whether or not
    their pods exist just now, so its highest indices are chosen.
 2. *Mark* the chosen: the gateway sends no new sessions there, and known ones finish (names.DRAINING).
-3. *Wait* until every ready gateway has answered that mark (names.DRAINED), or for `sessionSeconds`. The
-   workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
+3. *Wait* until the page of every ready gateway answers that mark (names.DRAINED), or for `sessionSeconds`.
+   The workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
 4. *Remove* all of them together, since they have the same deletion cost. Requests that still run then are
    preStop's task (`drainSeconds`).
 

@@ -85,10 +85,10 @@ BOOTSTRAP_PORT = "perilune.dev/kv-bootstrap-port"
 DRAINING = "perilune.dev/draining"
 """Annotation of an engine pod that drains: its sessions finish there, and new ones go elsewhere. Any value
 does; the operator writes the time at which draining began."""
-DRAINED = "drained.perilune.dev/"
-"""Followed by a gateway pod's name: annotation of a draining engine pod, by which that gateway reports that
-it runs nothing there any more, and that no session of the engine has sent a request lately. The value repeats
-that of DRAINING, so that a report about an earlier draining does not count."""
+DRAINED = "perilune_pod_drained"
+"""Metric of a gateway: 1 for a draining engine pod (label `pod`) on which it runs nothing any more, and of
+which no session has sent a request lately. The label `mark` repeats the value of DRAINING, so that a report
+about an earlier draining does not count."""
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' own annotation: a ReplicaSet first removes the ready pod with the lowest value."""
 NIC_COUNT = "perilune.dev/nic-count"

@@ -11,9 +11,10 @@ from routing_objects import candidate, request, session
 from token_requests import CHATML
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from perilune_api import names
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec
 from perilune_gateway import main
-from perilune_gateway.feeds.pool_file import PoolFile
+from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
 from perilune_gateway.observe.admin import PAGES
 from perilune_gateway.observe.decision_log import RotatedFile
@@ -70,9 +71,9 @@ def folder(tmp_path):
 async def gateway(folder):
     events = EndpointSpec(ADDRESS, events=("tcp://127.0.0.1:9",))
     pool = Pool(Metadata("p"), Spec(Model("m", tokenizer=str(folder)), endpoints=(events,)))
-    made = main.Gateway(
-        pool, PoolFile(folder / "pool.yaml", pool), log_file=RotatedFile(folder / "log", 2**20, 1)
-    )
+    source = KubernetesPool(None, "default", "p")
+    source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
+    made = main.Gateway(pool, source, log_file=RotatedFile(folder / "log", 2**20, 1))
     made.on_pool(pool)
     decision = Decision(ADDRESS, Reason.HOST)
     record = DecisionRecord(

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,17 @@ from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
-from perilune_operator.observe.facts import GatewayStats
+from perilune_operator.observe.facts import Drained, GatewayStats
 from perilune_operator.observe.gateway_pages import gateway_stats
 
 DASHBOARD = Path(__file__).parents[2] / "charts/perilune/files/dashboard.json"
 
 
-def page(*, sessions: int = 0, prompts: bool = False) -> str:
+def page(*, sessions: int = 0, prompts: bool = False, drained: Mapping[str, str] = {}) -> str:
     """A gateway's."""
     metrics = Metrics(CollectorRegistry(), lambda: 0.0)
     stats = EndpointStats(Endpoint("a"), events=EventStats(connected=True))
-    metrics.mirror(lambda: Snapshot((stats,), sessions_bound=sessions))
+    metrics.mirror(lambda: Snapshot((stats,), sessions_bound=sessions, drained=drained))
     if prompts:
         decided = Decision("a", Reason.HOST)
         view = request(tokens=1_000, of=session("a"))
@@ -52,7 +53,14 @@ def page(*, sessions: int = 0, prompts: bool = False) -> str:
 def test_sessions_and_hits_are_read_from_the_gateways_pages(
     pages: list[str], told: GatewayStats | None
 ) -> None:
-    assert gateway_stats(pages) == told
+    assert gateway_stats({f"g{i}": page for i, page in enumerate(pages)}) == told
+
+
+def test_drained_engines_are_read_from_the_gateways_pages() -> None:
+    pages = {"g1": page(drained={"e1": "2026-01-01T00:00:00Z", "e2": "m"}), "g2": "", "g3": page()}
+    told = gateway_stats(pages)
+    assert told
+    assert told.drained == {Drained("g1", "e1", "2026-01-01T00:00:00Z"), Drained("g1", "e2", "m")}
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from api_server import until
 from operator_process import Operator
-from pool_objects import becomes, condition, deployments, engines, merge, pool, pools, run_pods, say_drained
+from pool_objects import becomes, condition, deployments, engines, gateway_page, merge, pool, pools, run_pods
 
 from perilune_api.kube import Client
 
@@ -16,7 +16,7 @@ Object = dict[str, Any]
 async def test_a_scale_down_waits_for_the_gateways_word(
     client: Client, namespace: str, operator: Operator
 ) -> None:
-    """Marked, kept, answered by the (here acted) gateway, gone: and the other engine is not touched."""
+    """Marked, kept, answered by the gateway (its page is acted), gone; the other engine is not touched."""
     await client.request("POST", pools(namespace), pool(replicas=2, rollout={"sessionSeconds": 3600}))
     await run_pods(client, namespace, 3)
     await becomes(
@@ -35,8 +35,9 @@ async def test_a_scale_down_waits_for_the_gateways_word(
     engine = await client.request("GET", deployments(namespace, "/p-engine"))
     assert engine["spec"]["replicas"] == 2
 
-    await say_drained(client, namespace, chosen)
-    left = await until(lambda: engines(client, namespace), lambda found: len(found) == 1)
+    async with gateway_page(client, namespace) as page:
+        page.drained(chosen)
+        left = await until(lambda: engines(client, namespace), lambda found: len(found) == 1)
     assert left[0]["metadata"]["name"] != chosen["metadata"]["name"]
     body = await becomes(
         client,

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from perilune_operator.observe import facts, readers
+from perilune_operator.observe.facts import Drained
 
 Object = dict[str, Any]
 
@@ -39,35 +40,30 @@ def test_gpus_of_a_node(room: Object, gpus: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("annotations", "draining", "drained_by", "chosen"),
+    ("annotations", "draining", "chosen"),
     [
-        pytest.param({}, "", frozenset(), False, id="none"),
-        pytest.param({"perilune.dev/draining": "t"}, "t", frozenset(), False, id="draining"),
-        pytest.param(
-            {"perilune.dev/draining": "t", "drained.perilune.dev/g1": "t", "drained.perilune.dev/g2": "s"},
-            "t",
-            frozenset({"g1"}),
-            False,
-            id="an answer to an earlier mark counts for nothing",
-        ),
-        pytest.param({"drained.perilune.dev/g1": ""}, "", frozenset(), False, id="an answer to nothing"),
-        pytest.param(
-            {"controller.kubernetes.io/pod-deletion-cost": "-1"}, "", frozenset(), True, id="chosen"
-        ),
-        pytest.param(
-            {"controller.kubernetes.io/pod-deletion-cost": "-5"},
-            "",
-            frozenset(),
-            False,
-            id="a user's own cost",
-        ),
+        pytest.param({}, "", False, id="none"),
+        pytest.param({"perilune.dev/draining": "t"}, "t", False, id="draining"),
+        pytest.param({"controller.kubernetes.io/pod-deletion-cost": "-1"}, "", True, id="chosen"),
+        pytest.param({"controller.kubernetes.io/pod-deletion-cost": "-5"}, "", False, id="a user's own cost"),
     ],
 )
-def test_what_a_pod_carries(
-    annotations: Object, draining: str, drained_by: frozenset[str], chosen: bool
-) -> None:
+def test_what_a_pod_carries(annotations: Object, draining: str, chosen: bool) -> None:
     seen = pod({"annotations": annotations})
-    assert (seen.draining, seen.drained_by, seen.chosen) == (draining, drained_by, chosen)
+    assert (seen.draining, seen.chosen) == (draining, chosen)
+
+
+@pytest.mark.parametrize(
+    ("mark", "words", "answered"),
+    [
+        pytest.param("t", {Drained("g1", "p", "t"), Drained("g2", "p", "s")}, {"g1"}, id="an earlier mark"),
+        pytest.param("t", {Drained("g1", "q", "t")}, set(), id="another pod"),
+        pytest.param("", {Drained("g1", "p", "")}, set(), id="no mark"),
+    ],
+)
+def test_which_gateways_have_answered_a_mark(mark: str, words: set[Drained], answered: set[str]) -> None:
+    given = {"metadata": {"name": "p", "annotations": {"perilune.dev/draining": mark}}}
+    assert readers.pod(given, words).drained_by == answered
 
 
 @pytest.mark.parametrize(

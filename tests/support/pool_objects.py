@@ -3,14 +3,19 @@ the parts of who is not there: scheduler, kubelet, gateway.
 """
 
 import asyncio
+import contextlib
+import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from ipaddress import IPv4Address
 from typing import Any
 
+from aiohttp import web
 from api_server import PATIENCE_S, until
 from operator_process import Operator
 
+from perilune_api import names
 from perilune_api.kube import MERGE, Client
 
 Object = dict[str, Any]
@@ -77,14 +82,39 @@ async def run_pods(client: Client, namespace: str, number: int, nodes: tuple[str
         await merge(client, where, {"status": status})
 
 
-async def say_drained(client: Client, namespace: str, engine: Object) -> None:
-    """Do the gateway's part: nothing of its own runs there any more."""
-    listed = await client.request("GET", f"/api/v1/namespaces/{namespace}/pods")
+class GatewayPage:
+    """Does the gateway's part: serves a metrics page at the address of the pool's gateway pod."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def drained(self, engine: Object) -> None:
+        """Say that nothing of the gateway's own runs there any more."""
+        meta = engine["metadata"]
+        mark = meta["annotations"]["perilune.dev/draining"]
+        self.text += f'{names.DRAINED}{{mark="{mark}",pod="{meta["name"]}"}} 1.0\n'
+
+    async def answer(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.text)
+
+
+@contextlib.asynccontextmanager
+async def gateway_page(client: Client, namespace: str) -> AsyncIterator[GatewayPage]:
+    """Serve the page of the namespace's only gateway, which runs already."""
+    page, app = GatewayPage(), web.Application()
+    app.add_routes([web.get("/metrics", page.answer)])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    address = str(IPv4Address("127.64.0.0") + random.randrange(2**22))
+    await web.TCPSite(runner, address, names.ADMIN_PORT).start()
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    listed = await client.request("GET", pods)
     (gateway,) = [p["metadata"]["name"] for p in listed["items"] if "-gateway-" in p["metadata"]["name"]]
-    mark = engine["metadata"]["annotations"]["perilune.dev/draining"]
-    word = {"metadata": {"annotations": {f"drained.perilune.dev/{gateway}": mark}}}
-    where = f"/api/v1/namespaces/{namespace}/pods/{engine['metadata']['name']}/status"
-    await merge(client, where, word)
+    await merge(client, f"{pods}/{gateway}/status", {"status": {"podIP": address}})
+    try:
+        yield page
+    finally:
+        await runner.cleanup()
 
 
 async def quiet(operator: Operator) -> dict[str, float]:

@@ -6,5 +6,5 @@ engines' KV caches    kv_feed follows one publisher (zmq_sockets reads its messa
                       feeds of the pool
 engines' load         engine_metrics
 
-`drained` goes the other way: it reports drained engines to the operator.
+`drained` goes the other way: it says which drained engines the operator may remove.
 """

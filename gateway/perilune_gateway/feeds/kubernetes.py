@@ -18,8 +18,7 @@ Two rules keep the pool from becoming empty by mistake:
 - When all pods are terminating, those that are still ready are used, as kube-proxy does. They serve while
   they drain, until another has started.
 
-Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing; drained.py
-writes the annotations of draining pods.
+Needs a Role with get, list, watch of that ConfigMap and of the namespace's pods. Writes nothing.
 """
 
 import asyncio

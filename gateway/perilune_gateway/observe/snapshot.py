@@ -34,8 +34,12 @@ class Snapshots:
         events: Feeds,
         decision_log: DecisionLog | None,
         clock: Callable[[], float],
+        *,
+        drained: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        """`drained`: the draining pods that this gateway no longer uses, with their marks."""
         self._router = router
+        self._drained = drained
         self._state = router.state
         self._blocks = blocks
         self._events = events
@@ -56,6 +60,7 @@ class Snapshots:
             self._router.planner.stats(self._clock()),
             self._events.ingest(),
             self._router.handing_over.stats(),
+            self._drained(),
         )
 
     def serves(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from perilune_api import names
 from perilune_gateway.model import Tier
 from perilune_gateway.observe import moves
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
@@ -65,6 +66,14 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     in_part = "Bodies of which only the new part was parsed."
     yield _counter("bodies_parsed_in_part", in_part, snapshot.bodies_parsed_in_part)
     yield _unused(snapshot.unused_blocks)
+    drained = GaugeMetricFamily(
+        names.DRAINED,
+        "1 for a draining pod that this gateway no longer uses, with its draining mark.",
+        labels=("pod", "mark"),
+    )
+    for pod, mark in snapshot.drained.items():
+        drained.add_metric((pod, mark), 1)
+    yield drained
     ingest = snapshot.ingest
     yield _gauge("ingest_busy_ratio", "Share of the event loop's time that KV events take.", ingest.busy)
     yield _gauge("ingest_behind_seconds", "Delay of the slowest KV event feed.", ingest.behind_s)

@@ -102,3 +102,5 @@ class Snapshot:
     moves: PlannerStats | None = None
     ingest: IngestStats = IngestStats()
     handoffs: HandoffStats | None = None
+    drained: Mapping[str, str] = field(default_factory=dict)
+    """The marks of draining pods that this gateway no longer uses, by name."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Object = dict[str, Any]
 """A Kubernetes object as JSON."""
@@ -76,12 +76,22 @@ class PodFacts:
         return self.ready and not self.terminating
 
 
+class Drained(NamedTuple):
+    """A gateway's word that it runs nothing any more on a draining engine."""
+
+    gateway: str
+    pod: str
+    mark: str
+    """The draining mark that the pod carries."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayStats:
     """What the pool's gateways report together."""
 
     sessions: int
     hit_ratio: float | None
+    drained: frozenset[Drained] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status.
+"""What a pool's gateways report on their metrics pages: sessions and hit ratio, for the pool's status, and
+the draining engines that they no longer use.
 
 They are read beside the rounds, so that no round waits for a gateway. A gateway that does not answer in time
 is left out.
@@ -6,29 +7,35 @@ is left out.
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf, isfinite
 
 import aiohttp
 
 from perilune_api import names
 from perilune_operator.observe import readers
-from perilune_operator.observe.facts import GatewayStats, Object
+from perilune_operator.observe.facts import Drained, GatewayStats, Object
 
-READ_S, FIRST_READ_S = 30.0, 5.0
-"""Time between two readings; the second applies until a gateway has answered."""
+READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
+"""Time between two readings: usually, until a gateway has answered, and while an engine drains."""
 TIMEOUT_S = 1.0
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
+_DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
-def gateway_stats(pages: Sequence[str]) -> GatewayStats | None:
-    """Sum up metrics pages. An empty page stands for a gateway that did not answer; None when none did."""
-    sessions = [number for page in pages if (number := _number(_SESSIONS, page)) is not None]
-    ratios = [number for page in pages if (number := _number(_HIT_RATIO, page)) is not None]
+def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
+    """Sum up metrics pages, by the gateway's pod. An empty page stands for a gateway that did not answer;
+    None when none did."""
+    texts = pages.values()
+    drained = (
+        Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in _DRAINED.findall(page)
+    )
+    sessions = [number for page in texts if (number := _number(_SESSIONS, page)) is not None]
+    ratios = [number for page in texts if (number := _number(_HIT_RATIO, page)) is not None]
     mean = sum(ratios) / len(ratios) if ratios else None
-    return GatewayStats(int(sum(sessions)), mean) if any(pages) else None
+    return GatewayStats(int(sum(sessions)), mean, frozenset(drained)) if any(texts) else None
 
 
 def _number(sample: re.Pattern[str], page: str) -> float | None:
@@ -53,8 +60,13 @@ class GatewayPages:
 
     async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
         """Ask the gateways among a pool's pods that serve. None when none answered."""
-        addresses = [pod["status"].get("podIP", "") for pod in pods if _is_gateway(pod)]
-        return gateway_stats(await asyncio.gather(*(self._page(ip) for ip in addresses if ip)))
+        addresses = {
+            pod["metadata"]["name"]: ip
+            for pod in pods
+            if _is_gateway(pod) and (ip := pod["status"].get("podIP", ""))
+        }
+        pages = await asyncio.gather(*(self._page(ip) for ip in addresses.values()))
+        return gateway_stats(dict(zip(addresses, pages, strict=True)))
 
     async def _page(self, ip: str) -> str:
         """The metrics page of one gateway; empty when it did not answer."""

@@ -1,10 +1,18 @@
 """Kubernetes objects → facts. Pure: reads, never decides."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 from perilune_api import names
-from perilune_operator.observe.facts import Listener, NodeFacts, Object, ParentFacts, PodFacts, Verdict
+from perilune_operator.observe.facts import (
+    Drained,
+    Listener,
+    NodeFacts,
+    Object,
+    ParentFacts,
+    PodFacts,
+    Verdict,
+)
 
 LEAVING_TAINTS = frozenset(
     {
@@ -53,15 +61,11 @@ def node(obj: Object) -> NodeFacts:
     return NodeFacts(obj["metadata"]["name"], dict(labels), gpus, _holds(obj, "Ready"), leaving)
 
 
-def pod(obj: Object) -> PodFacts:
+def pod(obj: Object, drained: Collection[Drained] = ()) -> PodFacts:
+    """Read a pod. `drained`: what the gateways say of draining pods."""
     meta = obj["metadata"]
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
     draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
-    answers = {
-        name.removeprefix(names.DRAINED): mark
-        for name, mark in annotations.items()
-        if name.startswith(names.DRAINED)
-    }
     return PodFacts(
         name=meta["name"],
         component=labels.get(names.COMPONENT_LABEL, ""),
@@ -72,7 +76,7 @@ def pod(obj: Object) -> PodFacts:
         uid=meta.get("uid", ""),
         created=meta.get("creationTimestamp", ""),
         draining=draining,
-        drained_by=frozenset(name for name, mark in answers.items() if draining and mark == draining),
+        drained_by=frozenset(d.gateway for d in drained if draining and d[1:] == (meta["name"], draining)),
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
         group=int(group) if group.isdigit() else -1,
         **_trouble(obj.get("status") or {}),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from perilune_api import crd, names
+from perilune_api import names
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
@@ -61,13 +61,6 @@ def _account(pool: Context, name: str) -> Iterator[Object]:
     rules = [
         {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
         {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
-        {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]},  # names.DRAINED
-        {  # no verb of the API: by it the chart's restrictGateways recognises a gateway and its pool
-            "apiGroups": [names.GROUP],
-            "resources": [crd.PLURAL],
-            "resourceNames": [pool.name],
-            "verbs": ["drain"],
-        },
     ]
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     account = {"kind": "ServiceAccount", "name": name, "namespace": pool.namespace}
