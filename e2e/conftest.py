@@ -259,7 +259,12 @@ class StaticPool:
             )
             for address, node in sorted(self.engines().items())
         )
-        spec = Spec(Model("sim-30b"), routing=Routing(), topology=Topology(topology), endpoints=endpoints)
+        spec = Spec(
+            Model("sim-30b"),
+            routing=Routing(decision_header="address"),
+            topology=Topology(topology),
+            endpoints=endpoints,
+        )
         return dump(Pool(Metadata("static", "static"), spec)).decode()
 
     def start(self) -> None:

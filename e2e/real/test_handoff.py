@@ -90,7 +90,11 @@ async def served(rig, tiny) -> Served:
             # bfloat16 ends in SIGILL on CPUs with AMX, at the first forward after a fetched prefill
             "engine": {"args": ["--num-gpu-blocks-override=600", "--dtype=float32"]},
             "mooncake": {"transfer": "handoff"},
-            "routing": {"policy": {"name": "sticky"}, "migration": {"intervalSeconds": 0.2}},
+            "routing": {
+                "policy": {"name": "sticky"},
+                "migration": {"intervalSeconds": 0.2},
+                "decisionHeader": "address",
+            },
         }
     )
     engines = [await rig.engine(rendered, number) for number in range(2)]

@@ -38,6 +38,7 @@ def document(name: str, namespace: str = "default", **spec: Any) -> dict[str, An
         "engine": {"kind": "simulated", "imagePullPolicy": "Never"},
         "gateway": {"parent": {"name": "edge", "namespace": "edge"}, "hostnames": [f"{name}.test"]},
         "rollout": {"sessionSeconds": 5, "drainSeconds": 20},
+        "routing": {"decisionHeader": "address"},
     }
     return {
         "apiVersion": "perilune.dev/v1alpha1",

@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import inf
 from random import Random
+from secrets import token_bytes
 from typing import Protocol
 
 import aiohttp
@@ -60,7 +61,8 @@ from perilune_gateway.state.pool_state import PoolState, index_blocks
 log = logging.getLogger(__name__)
 
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
-"""Environment variable with the secret without which engines drop the parameters of hand-offs."""
+"""Environment variable with the secret that a pool's gateways and engines share. Without it, engines drop the
+parameters of hand-offs, and tenants' salts differ between gateways."""
 TOKENS_SHARE = 0.9
 """Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
 The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
@@ -88,14 +90,16 @@ class Gateway:
         tls: Tls | None = None,
         conformance: bool = False,
         seed: int | None = None,
+        secret: str = "",
         log_file: RotatedFile | None = None,
         pages_to_anyone: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `tls`, ext_proc is served in plain text. Every decision is written to `log_file`, if given.
+        """Without `tls`, ext_proc is served in plain text. `secret`: of the pool; empty: one of this process
+        alone stands in. Every decision is written to `log_file`, if given.
         `pages_to_anyone`: whether admin pages with session ids answer clients on other machines."""
         spec = pool.spec
-        self._clock, self._rng = clock, Random(seed)
+        self._clock, self._rng, self._secret = clock, Random(seed), secret
         self.draining = False
         self.source = source
         registry = CollectorRegistry()
@@ -115,6 +119,7 @@ class Gateway:
             clock=clock,
             rng=self._rng,
             conformance=conformance,
+            secret=secret.encode() or token_bytes(),
         )
         self.blocks = EngineBlocks(
             self.state.index,
@@ -205,11 +210,10 @@ class Gateway:
     async def _hand_over(self) -> None:
         """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
         connectors = self.state.connectors
-        secret = os.environ.get(ENGINE_SECRET)
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(),
-            headers={names.ENGINE_SECRET_HEADER: secret} if secret else {},
+            headers={names.ENGINE_SECRET_HEADER: self._secret} if self._secret else {},
         ) as http:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
@@ -308,6 +312,7 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
         tls=args.tls,
         conformance=args.conformance,
         seed=args.seed,
+        secret=os.environ.get(ENGINE_SECRET, ""),
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
         pages_to_anyone=args.admin_pages == "anyone",
     )

@@ -175,7 +175,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                 prefill_scale=1.0 / options.time_scale,
                 store=options.store_tokens > 0,
             ),
-            routing=in_engine_time(routing, options.time_scale),
+            routing=structs.replace(in_engine_time(routing, options.time_scale), decision_header="address"),
             topology=places(len(engines)),
             endpoints=tuple(
                 spec.EndpointSpec(

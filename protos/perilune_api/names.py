@@ -25,7 +25,8 @@ DATA_PARALLEL_RANK_HEADER = "x-data-parallel-rank"
 
 # Perilune's own headers.
 DECISION_HEADER = "x-perilune-decision"
-"""A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`."""
+"""A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`, where
+the pool's `routing.decisionHeader` says how the endpoint is named."""
 ENGINE_SECRET_HEADER = "x-perilune-engine-secret"
 """Request header with the pool's secret, by which a gateway's requests to engines may have transfer
 parameters; engines drop those of others."""

@@ -268,10 +268,15 @@ class Routing(Struct, frozen=True):
     policy: PolicyChoice = PolicyChoice()
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
-    decision_header: Literal["endpoint", "reason", "off"] = "endpoint"
-    """What a client learns that asks with the header names.DECISION_HEADER. endpoint: address, reason and
-    request id. reason: the same without the address, for clients that should not know pod addresses. off:
-    nothing."""
+    decision_header: Literal["name", "address", "off"] = "name"
+    """What a client learns that asks with the header names.DECISION_HEADER: the endpoint, the reason and the
+    request id. name: the endpoint as a name that tells nothing of its address. address: its address, for
+    pools that only trusted clients use. off: nothing."""
+    cache_salt: Literal["client", "tenant"] = "client"
+    """What keeps equal prompts apart in the engines' KV caches. client: the body's `cache_salt`, if any.
+    tenant: a salt that the gateway derives from the tenant and the body's `cache_salt`, so that no tenant
+    uses or notices what another one has cached. The gateway then writes into every request body, so it waits
+    for every body before it decides."""
     allow_policy_header: bool = False
     """Whether a request may choose its policy with the header names.POLICY_HEADER."""
     session: SessionKeys = SessionKeys()

@@ -131,7 +131,10 @@ def _headers() -> str:
         ("Name of an objective of `routing.limits.objectives`", names.OBJECTIVE_HEADERS),
         ("Longest acceptable time to the first token, in ms", (names.SLO_TTFT_HEADER,)),
         ("Longest acceptable mean time per further token, in ms", (names.SLO_TPOT_HEADER,)),
-        ("Any value: the answer names endpoint, reason and request", (names.DECISION_HEADER,)),
+        (
+            "Any value: the answer names endpoint (`routing.decisionHeader`), reason and request",
+            (names.DECISION_HEADER,),
+        ),
         ("Policy for this request, if `routing.allowPolicyHeader` is set", (names.POLICY_HEADER,)),
     ]
     lines = [f"| {_cell(meaning)} | {_codes(headers)} |" for meaning, headers in rows]

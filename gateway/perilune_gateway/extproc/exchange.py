@@ -73,7 +73,7 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.request.openai import error_body, with_full_report, with_priority
+from perilune_gateway.request.openai import error_body, for_engine
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.router import Encode
 
@@ -327,9 +327,12 @@ class Exchange:
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
-                changed = None if verdict.priority is None else with_priority(body, verdict.priority)
-                if verdict.full_report:
-                    changed = with_full_report(body if changed is None else changed)
+                changed = for_engine(
+                    body,
+                    priority=verdict.priority,
+                    cache_salt=verdict.cache_salt,
+                    full_report=verdict.full_report,
+                )
                 return State.ROUTED, self._pick(verdict, body, changed)
             case Refusal():
                 self._parts = []

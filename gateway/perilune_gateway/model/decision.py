@@ -186,6 +186,8 @@ class Routed(Struct, frozen=True, gc=False):
     """Value of the response header x-perilune-decision; empty if the client did not ask for it."""
     priority: int | None = None
     """Value of `priority` to write into the body for the engine; None: the body stays unchanged."""
+    cache_salt: str = ""
+    """Value of `cache_salt` to write into the body for the engine; empty: the body's own stays."""
     full_report: bool = False
     """Whether to ask the engine, in the body, to announce the prompt's cached blocks again."""
     rank: int | None = None

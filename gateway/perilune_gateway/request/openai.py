@@ -159,27 +159,38 @@ def _bare(path: str) -> str:
     return unquote(bare) if "%" in bare else bare
 
 
-def with_priority(body: bytes, priority: int) -> bytes:
-    """Adds the engine's `priority` to a body that `parse` has accepted. The field is written at the end,
-    because engines take the last of two equal names. Costs one copy of the body."""
+def for_engine(
+    body: bytes, *, priority: int | None = None, cache_salt: str = "", full_report: bool = False
+) -> bytes | None:
+    """Adds fields for the engine to a body that `parse` has accepted; None if there are none to add.
+
+    `full_report` asks the engine (vLLM >= 0.32; older ones ignore it) to announce the prompt's cached blocks
+    again, and keeps the client's own `vllm_xargs`. Fields are written at the end, because engines take the
+    last of two equal names. Costs one copy of the body.
+    """
+    fields: dict[str, object] = {}
+    if priority is not None:
+        fields["priority"] = priority
+    if cache_salt:
+        fields["cache_salt"] = cache_salt
+    if full_report and (own := _own_xargs(body)) is not None:
+        fields["vllm_xargs"] = {"kv_cache_report_mode": "full", **own}
+    if not fields:
+        return None
     end = body.rindex(b"}")
-    return b'%b,"priority":%d%b' % (body[:end], priority, body[end:])
+    return b"".join((body[:end], b",", msgspec.json.encode(fields)[1:-1], body[end:]))
 
 
 class _OwnXargs(Struct, frozen=True):
     vllm_xargs: dict[str, Any] | None = None
 
 
-def with_full_report(body: bytes) -> bytes:
-    """Asks the engine (vLLM >= 0.32; older ones ignore it) to announce the prompt's cached blocks again. The
-    client's own `vllm_xargs` are kept. The field is written at the end, see `with_priority`."""
-    end = body.rindex(b"}")
+def _own_xargs(body: bytes) -> dict[str, Any] | None:
+    """The client's `vllm_xargs`; None if the engine will refuse them."""
     try:
-        own = msgspec.json.decode(body, type=_OwnXargs).vllm_xargs or {}
+        return msgspec.json.decode(body, type=_OwnXargs).vllm_xargs or {}
     except msgspec.ValidationError:
-        return body  # the engine will refuse them
-    xargs = msgspec.json.encode({"kv_cache_report_mode": "full", **own})
-    return b'%b,"vllm_xargs":%b%b' % (body[:end], xargs, body[end:])
+        return None
 
 
 # The fields of the bodies. All are optional, since clients send null for "not set".

@@ -57,6 +57,8 @@ class Prompt(Struct, frozen=True, gc=False):
     body_bytes: int = 0
     cache_key: str = ""
     """OpenAI's `prompt_cache_key`."""
+    cache_salt: str = ""
+    """The salt that the gateway derived from the tenant; empty: the body's own counts."""
     chained: bool = False
     """Whether it names an earlier response, which only one engine's process has."""
 

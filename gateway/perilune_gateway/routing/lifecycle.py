@@ -51,6 +51,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.moves.planner import Planner
+from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext, StepTimer
@@ -134,6 +135,7 @@ class Lifecycle:
         planner: Planner,
         handing_over: HandingOver,
         observer: Observer,
+        aliases: Aliases,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -142,6 +144,7 @@ class Lifecycle:
         self._planner = planner
         self._handing_over = handing_over
         self._observer = observer
+        self._aliases = aliases
         self._clock = clock
         self._wall_clock = wall_clock
         self.ordinal = 0
@@ -247,6 +250,8 @@ class Lifecycle:
                 seed=context.seed,
             )
             routed = self._answer(context.head, ticket, record)
+            if prompt.cache_salt:
+                routed = replace(routed, cache_salt=prompt.cache_salt)
             if prompt.model and self.asks(target):
                 self._to_ask[target] -= 1
                 routed = replace(routed, full_report=True)
@@ -529,6 +534,7 @@ class Lifecycle:
         wants_header = head.headers.get(names.DECISION_HEADER, "") not in NO_DECISION_HEADER
         header = ""
         if wants_header and self._decision_header != "off":
-            named = record.target if self._decision_header == "endpoint" else "-"
+            target = record.target
+            named = target if self._decision_header == "address" else self._aliases.endpoint(target)
             header = f"{named}; {record.reason}; request={record.request_id}"
         return Routed(ticket, record.destinations, record.request_id, header, rank=rank_of(record.target))

@@ -24,6 +24,7 @@ from random import Random
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from perilune_api import names
 from perilune_api.pool import EndpointSpec, Pool, Topology
@@ -31,6 +32,7 @@ from perilune_gateway.model import (
     NEED_BODY,
     Decision,
     Endpoint,
+    Identity,
     Move,
     NeedBody,
     Outcome,
@@ -51,6 +53,7 @@ from perilune_gateway.moves.handoff import Handoffs
 from perilune_gateway.moves.planner import Planner
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request import openai
+from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.request.identity import bounded, from_headers, inferred, with_body
 from perilune_gateway.request.known_bodies import KnownBodies
 from perilune_gateway.request.openai import ParsedRequest
@@ -93,6 +96,7 @@ class Router:
         planner: Planner,
         lifecycle: Lifecycle,
         handing_over: HandingOver,
+        aliases: Aliases,
         *,
         clock: Callable[[], float],
         stopwatch: Callable[[], float],
@@ -107,6 +111,7 @@ class Router:
         self.handing_over = handing_over
         self._tokenizer = tokenizer
         self._candidates = candidates
+        self._aliases = aliases
         self._clock = clock
         self._stopwatch = stopwatch
         self._rng = rng
@@ -158,8 +163,8 @@ class Router:
                 return NEED_BODY  # only the body tells whether the session may move, see MoveReason.CHAINED
             if not self.state.knows(session, body_bytes) or self.lifecycle.asks(session.host):
                 return NEED_BODY
-            if self._routing.engine_priority.ageing_weight:
-                return NEED_BODY  # the priority for the engine is written into every body
+            if self._routing.engine_priority.ageing_weight or self._routing.cache_salt == "tenant":
+                return NEED_BODY  # priority and salt for the engine are written into every body
         context = RequestContext(head, now, timer, identity, session)
         self._candidates.find_eligible(context)
         if not context.eligible:
@@ -224,6 +229,11 @@ class Router:
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
             return self.lifecycle.refused(head, refusal, timer)
         lora = request.model if request.model in self._loras else ""
+        identity = head.identity or from_headers(head.headers, self._routing.session)
+        salt = ""
+        if self._routing.cache_salt == "tenant":
+            salt = self._aliases.cache_salt(identity.tenant, request.cache_salt)
+            request = replace(request, cache_salt=salt)
         prompt = Prompt(
             tokens.count,
             tokens.source,
@@ -233,10 +243,11 @@ class Router:
             request.priority,
             body_bytes,
             bounded(request.prompt_cache_key),
+            salt,
             bool(request.previous_response_id),
         )
         timer.lap(Step.HASH)
-        context = self._with_session(head, request, prompt, timer)
+        context = self._with_session(head, request, prompt, timer, identity)
         self._candidates.find_eligible(context)
         if not context.eligible:
             return self._no_endpoint(context)
@@ -249,11 +260,15 @@ class Router:
         return verdict
 
     def _with_session(
-        self, head: RequestHead, request: ParsedRequest, prompt: Prompt, timer: StepTimer
+        self,
+        head: RequestHead,
+        request: ParsedRequest,
+        prompt: Prompt,
+        timer: StepTimer,
+        identity: Identity,
     ) -> RequestContext:
         """The request with its session: named by headers or body, or inferred from an earlier prompt."""
         now, keys, sessions = self._clock(), self._routing.session, self.state.sessions
-        identity = head.identity or from_headers(head.headers, keys)
         identity = with_body(identity, request.session_id, request.user, keys)
         session = None
         if identity.session_id:
@@ -411,9 +426,11 @@ def new_router(
     wall_clock: Callable[[], float] = time.time,
     rng: Random | None = None,
     conformance: bool = False,
+    secret: bytes = b"",
 ) -> Router:
-    """A router with all its parts."""
-    candidates, handoffs = CandidateBuilder(state), Handoffs()
+    """A router with all its parts. `secret`: what clients may not know of endpoints and tenants' salts is
+    derived from it."""
+    candidates, handoffs, aliases = CandidateBuilder(state), Handoffs(), Aliases(secret)
     facts = LiveFacts(state, handoffs)
     planner = Planner(facts)
     handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
@@ -423,8 +440,9 @@ def new_router(
         tokenizer,
         candidates,
         planner,
-        Lifecycle(state, candidates, planner, handing_over, observer, clock, wall_clock),
+        Lifecycle(state, candidates, planner, handing_over, observer, aliases, clock, wall_clock),
         handing_over,
+        aliases,
         clock=clock,
         stopwatch=stopwatch,
         rng=rng or Random(),

@@ -14,10 +14,9 @@ from perilune_gateway.request.openai import (
     TextPrompt,
     TokenPrompt,
     error_body,
+    for_engine,
     is_model_path,
     parse,
-    with_full_report,
-    with_priority,
 )
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
@@ -68,9 +67,10 @@ def test_only_paths_that_name_a_model_are_parsed(path, yes):
     ],
 )
 def test_a_priority_is_all_that_changes(body: bytes):
-    changed = json.loads(with_priority(body, 41))
-    assert changed == json.loads(body) | {"priority": 41}
-    parsed = parse(COMPLETIONS, with_priority(body, 41))
+    changed = for_engine(body, priority=41)
+    assert changed is not None
+    assert json.loads(changed) == json.loads(body) | {"priority": 41}
+    parsed = parse(COMPLETIONS, changed)
     assert isinstance(parsed, ParsedRequest)
     assert parsed.priority == 41
 
@@ -86,8 +86,14 @@ def test_a_priority_is_all_that_changes(body: bytes):
     ],
 )
 def test_asking_for_a_full_report_keeps_the_clients_own_arguments(body: bytes, xargs: dict):
-    changed = json.loads(with_full_report(body))
-    assert changed == json.loads(body) | {"vllm_xargs": {"kv_cache_report_mode": "full"} | xargs}
+    changed = for_engine(body, full_report=True, cache_salt="tenant", priority=0)
+    assert changed is not None
+    added = {"vllm_xargs": {"kv_cache_report_mode": "full"} | xargs, "cache_salt": "tenant", "priority": 0}
+    assert json.loads(changed) == json.loads(body) | added
+
+
+def test_a_body_to_which_nothing_is_added_stays():
+    assert for_engine(b'{"model":"m"}') is None
 
 
 @pytest.mark.parametrize("path", MODEL_PATHS)

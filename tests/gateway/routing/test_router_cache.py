@@ -137,6 +137,31 @@ def test_salts_and_loras_are_other_prefixes() -> None:
         assert all(c.overlap.device_tokens == 0 for c in record.candidates)
 
 
+def test_tenants_share_no_prefix_where_the_pool_derives_salts() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear"), cache_salt="tenant")))
+
+    def ask(tenant: str, **body: object) -> tuple[str, int]:
+        routed = rig.route(range(21), head("/v1/completions", authorization=tenant), **body)
+        rig.finish(routed)
+        overlaps = (c.overlap.device_tokens for c in rig.record(routed).candidates)
+        return routed.cache_salt, max(overlaps)
+
+    salt, cached = ask("a")
+    assert cached == 0
+    assert ask("a") == (salt, 20)
+    assert ask("b")[1] == 0
+    assert ask("b", cache_salt=salt)[1] == 0, "the other tenant's salt, had it leaked"
+    assert ask("a", cache_salt="own")[1] == 0
+    assert ask("a", cache_salt="own")[1] == 20
+
+
+def test_salts_need_every_body() -> None:
+    rig = Rig(pool(routing=Routing(chosen("ear"), cache_salt="tenant")))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    rig.finish(rig.route(range(40), h))
+    assert rig.router.on_headers(h) is NEED_BODY
+
+
 def test_text_without_a_tokenizer_is_matched_by_its_bytes() -> None:
     rig = Rig(pool(endpoints=[EndpointSpec(A), EndpointSpec(B)]))
     text = "the quick brown fox " * 50
