@@ -1,4 +1,4 @@
-"""Decisions asked for over TLS: a Secret, three arguments and a BackendTLSPolicy, as README.md says."""
+"""Decisions asked for over TLS: a Secret, and the one field that names it."""
 
 import base64
 
@@ -24,47 +24,22 @@ def guarded(kube, edge, operator, tmp_path):
     data = {file: base64.b64encode((pki.folder / file).read_bytes()).decode() for file in FILES}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SERVICE}, "data": data}
     kube.apply(secret)
-    mounted = [{"name": "tls", "mountPath": "/tls", "readOnly": True}]
     pool = LivePool(kube, edge, NAME)
     pool.apply(
         gateway={
             "parent": {"name": "edge", "namespace": "edge"},
             "hostnames": [f"{NAME}.test"],
             "failOpen": False,
-            "args": ["--tls-cert=/tls/tls.crt", "--tls-key=/tls/tls.key"],
-            "podTemplate": {
-                "spec": {
-                    "containers": [{"name": "gateway", "volumeMounts": mounted}],
-                    "volumes": [{"name": "tls", "secret": {"secretName": SERVICE}}],
-                }
-            },
+            "tls": {"secret": SERVICE},
         }
     )
     pool.becomes(1)
     yield pool
     pool.delete()
-    kube.ctl("delete", "backendtlspolicy,secret", SERVICE, "--ignore-not-found")
+    kube.ctl("delete", "secret", SERVICE, "--ignore-not-found")
 
 
-def test_envoy_asks_over_tls_once_it_is_told_to(guarded, kube):
-    def refused():
-        assert guarded.client.complete().status == 503
-
-    eventually(refused)  # in plain text it is not heard
-    kube.apply(
-        {
-            "apiVersion": "gateway.networking.k8s.io/v1",
-            "kind": "BackendTLSPolicy",
-            "metadata": {"name": SERVICE},
-            "spec": {
-                "targetRefs": [{"group": "", "kind": "Service", "name": SERVICE}],
-                "validation": {
-                    "hostname": f"{SERVICE}.default.svc",
-                    "caCertificateRefs": [{"group": "", "kind": "Secret", "name": SERVICE}],
-                },
-            },
-        }
-    )
+def test_envoy_asks_over_tls(guarded):
     eventually(guarded.answers)
     answer = guarded.client.complete("over TLS", session="guarded")
     assert (answer.status, answer.served) == (200, answer.decided)

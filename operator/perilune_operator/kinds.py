@@ -11,6 +11,7 @@ GATEWAY_API = "gateway.networking.k8s.io"
 ENVOY_GATEWAY = "gateway.envoyproxy.io"
 INFERENCE = "inference.networking.k8s.io"
 MONITORING = "monitoring.coreos.com"
+CERT_MANAGER = "cert-manager.io"
 LEADER_WORKER_SET = "leaderworkerset.x-k8s.io"
 
 
@@ -35,12 +36,14 @@ KINDS: Mapping[str, Kind] = {
     "HorizontalPodAutoscaler": Kind("autoscaling/v2", "horizontalpodautoscalers"),
     "NetworkPolicy": Kind("networking.k8s.io/v1", "networkpolicies"),
     "HTTPRoute": Kind(f"{GATEWAY_API}/v1", "httproutes", optional=True),
+    "BackendTLSPolicy": Kind(f"{GATEWAY_API}/v1", "backendtlspolicies", optional=True),
     "BackendTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "backendtrafficpolicies", optional=True),
     "EnvoyExtensionPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "envoyextensionpolicies", optional=True),
     "ClientTrafficPolicy": Kind(f"{ENVOY_GATEWAY}/v1alpha1", "clienttrafficpolicies", optional=True),
     "InferencePool": Kind(f"{INFERENCE}/v1", "inferencepools", optional=True),
     "PodMonitor": Kind(f"{MONITORING}/v1", "podmonitors", optional=True),
     "ServiceMonitor": Kind(f"{MONITORING}/v1", "servicemonitors", optional=True),
+    "Certificate": Kind(f"{CERT_MANAGER}/v1", "certificates", optional=True),
     "LeaderWorkerSet": Kind(f"{LEADER_WORKER_SET}/v1", "leaderworkersets", optional=True),
 }
 """The InferencePool in this table is the Gateway API inference extension's, not Perilune's."""

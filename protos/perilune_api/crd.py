@@ -11,7 +11,7 @@ from typing import NamedTuple
 from perilune_api import names
 from perilune_api.conditions import Condition
 from perilune_api.inference_pool.engine import Cache, EngineSpec
-from perilune_api.inference_pool.gateway import GatewaySpec
+from perilune_api.inference_pool.gateway import GatewaySpec, TlsSpec
 from perilune_api.inference_pool.spec import InferencePoolSpec, Rollout, Scaling
 from perilune_api.inference_pool.topology import TopologySpec
 from perilune_api.policies import PolicyChoice
@@ -115,6 +115,12 @@ RULES: Mapping[type, Sequence[Rule]] = {
             "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
             "minReplicas must not be above maxReplicas",
             ".minReplicas",
+        ),
+    ),
+    TlsSpec: (
+        Rule(
+            "(has(self.secret) && self.secret != '') || (has(self.issuer) && self.issuer != '')",
+            "tls needs a secret, or an issuer that writes one",
         ),
     ),
     Scaling: (

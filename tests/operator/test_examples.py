@@ -22,6 +22,7 @@ KINDS = frozenset(
         "gateway.networking.k8s.io/HTTPRoute",
         "gateway.envoyproxy.io/EnvoyExtensionPolicy",
         "leaderworkerset.x-k8s.io/LeaderWorkerSet",
+        "cert-manager.io/Certificate",
     }
 )
 WITHOUT_CRD = {"ScaledObject"}

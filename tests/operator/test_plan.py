@@ -146,6 +146,20 @@ def test_kubelets_ask_a_gateway_that_does_tls_by_its_admin_server(args: list[str
     assert {name: asked[name] for name in ("grpc", "httpGet") if name in asked} == probe
 
 
+def test_an_issuer_without_cert_manager_is_refused() -> None:
+    spec = {"model": {"name": "m"}, "gateway": {"tls": {"issuer": "ca"}}}
+    planned = made(spec, Observed("u", 1))
+    assert planned.objects is None
+    words = "The cluster has no cert-manager: install it, or give a Secret"
+    assert planned.status.conditions[0].message == f"{words} - at `$.spec.gateway.tls.issuer`"
+
+
+def test_arguments_that_the_tls_field_sets_are_refused() -> None:
+    given = {"model": {"name": "m"}, "gateway": {"tls": {"secret": "s"}, "args": ["--tls-key=/k"]}}
+    with pytest.raises(SpecError, match=r"gateway\.tls sets --tls-key - at `\$\.spec\.gateway\.args\[0\]`"):
+        convert(given)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "serving", "kept"),
     [

@@ -9,6 +9,7 @@ engines.py              the engines' workloads, Service, disruption budget and a
     placement.py            where its pods run
 mooncake.py             the KV store that engines share
 gateway.py              the gateway
+    tls.py                  its certificate, and how Envoy trusts it
 routing.py              how Envoy reaches the gateway and the engines
 network_policies.py     which pods may connect to which
 monitors.py             what Prometheus scrapes

@@ -16,7 +16,7 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
-from perilune_operator.render import door
+from perilune_operator.render import door, tls
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -40,6 +40,7 @@ def gateway(pool: Context) -> Iterator[Object]:
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.topology)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
     yield from _account(pool, name)
+    yield from tls.objects(pool)
     yield _deployment(pool, name, restart_hash=_hash(document.spec.model, document.spec.engine))
     yield _service(pool, name)
     scaled = spec.min_replicas is not None and spec.max_replicas is not None
@@ -165,12 +166,13 @@ def _pod(pool: Context) -> Object:
             }
         ],
         "containers": [_container(pool)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *tls.volumes(pool)],
     }
 
 
 def _container(pool: Context) -> Object:
     spec = pool.spec.gateway
+    arguments = [*tls.args(pool), *spec.args]
     return {
         "name": "gateway",
         "image": spec.image or pool.defaults.image,
@@ -183,7 +185,7 @@ def _container(pool: Context) -> Object:
             f"--grace-seconds={GRACE_SECONDS}",
             f"--log-level={spec.log_level}",
             "--log-format=json",
-            *spec.args,
+            *arguments,
         ],
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -193,11 +195,11 @@ def _container(pool: Context) -> Object:
             {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
             {"name": "admin", "containerPort": names.ADMIN_PORT},
         ],
-        **_probes(spec.args),
+        **_probes(arguments),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTE_SECONDS}}},
         "resources": resources(spec.resources),
         "securityContext": container_security(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *tls.mounts(pool)],
     }
 
 

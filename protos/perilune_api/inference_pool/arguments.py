@@ -133,6 +133,13 @@ def check_gateway(args: Sequence[str], path: str) -> None:
     _check(args, path, GATEWAY_ARGS)
 
 
+def check_gateway_tls(args: Sequence[str], path: str) -> None:
+    """Of a pool whose gateway.tls is given, besides. Raises SpecError."""
+    for i, arg in enumerate(args):
+        if _flag(arg).startswith("--tls"):
+            raise SpecError(f"gateway.tls sets {_flag(arg)} - at `{path}[{i}]`")
+
+
 def _check(args: Sequence[str], path: str, ours: frozenset[str]) -> None:
     for i, arg in enumerate(args):
         flag = _flag(arg)

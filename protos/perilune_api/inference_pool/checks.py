@@ -50,6 +50,8 @@ def check(spec: InferencePoolSpec) -> None:
         if spec.model.cache is not None:
             raise SpecError("Simulated engines load no model: leave it out - at `$.spec.model.cache`")
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    if spec.gateway.tls is not None:
+        arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")

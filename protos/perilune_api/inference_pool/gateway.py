@@ -14,6 +14,7 @@ from perilune_api.inference_pool.types import (
     Image,
     LogLevels,
     OptionalNamespace,
+    OptionalObject,
     OptionalSection,
     PullPolicy,
     Raw,
@@ -41,6 +42,21 @@ class ParentRef(Struct, frozen=True):
     """Name of one listener of the Gateway. Empty: all listeners."""
 
 
+class TlsSpec(Struct, frozen=True):
+    """TLS between Envoy and the gateway. Give a Secret, or an issuer of cert-manager, which writes one."""
+
+    secret: OptionalObject = ""
+    """Name of a Secret in the pool's namespace with tls.crt, tls.key and ca.crt, for the name
+    POOL-gateway.NAMESPACE.svc. Empty: POOL-gateway-tls, which the issuer writes."""
+    issuer: OptionalObject = ""
+    """Name of an issuer of cert-manager, which writes and renews the Secret. Empty: you write it."""
+    issuer_kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
+    """Kind of that issuer. An Issuer is in the pool's namespace."""
+    client_certificates: bool = False
+    """Whether the gateway also requires a certificate of Envoy, signed by the CA in ca.crt. With Envoy
+    Gateway, spec.backendTLS.clientCertificateRef of the EnvoyProxy names it."""
+
+
 class GatewaySpec(Struct, frozen=True):
     """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
@@ -64,6 +80,9 @@ class GatewaySpec(Struct, frozen=True):
     """Whether the operator may create a ClientTrafficPolicy for the Gateway, if it is in the pool's namespace
     and has none. none: one of yours has to remove the header x-gateway-destination-endpoint early, or
     clients can choose their endpoint while no gateway answers."""
+    tls: TlsSpec | None = None
+    """TLS between Envoy and the gateway. Without it, session ids, prompts and headers cross the cluster's
+    network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
     """Number of gateway pods. Each pod knows only the sessions that it routed itself. 0: no gateway runs, and
     failOpen says what happens to requests."""
