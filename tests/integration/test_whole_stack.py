@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -302,3 +303,30 @@ async def test_engines_without_events_are_known_by_what_was_sent_there() -> None
         seen = await conversation(user, "silent")
         record = await user.page("/api/decisions/" + seen[2][0].rpartition("=")[2])
         assert 0 < record["cached_tokens"] <= seen[2][2]
+
+
+async def test_twelve_turns_that_name_the_response_before_stay_on_one_engine() -> None:
+    """Only that engine has the conversation; three of them run at once."""
+    options = replace(OPTIONS, arguments=("--responses-store",))
+    async with Stack(engines=3, options=options, routing=PATIENT) as stack, aiohttp.ClientSession() as http:
+
+        async def converse(name: str, stream: bool) -> set[str]:
+            engines, previous = set(), None
+            for turn in range(12):
+                body = {
+                    "model": options.model,
+                    "input": f"{name} says something in turn {turn}",
+                    "previous_response_id": previous,
+                    "max_output_tokens": 4,
+                    "stream": stream,
+                }
+                url = f"{stack.url}/v1/responses"
+                async with http.post(url, json=body, headers={DECISION: "1"}) as answer:
+                    assert answer.status == 200, await answer.text()
+                    previous = re.findall(r'"(resp_[0-9a-f]+)"', await answer.text())[0]
+                    engines.add(answer.headers[DECISION].partition(";")[0])
+            return engines
+
+        seen = await asyncio.gather(*(converse(f"user{i}", stream=i % 2 == 0) for i in range(6)))
+    assert [len(engines) for engines in seen] == [1] * 6
+    assert len(set().union(*seen)) == 3

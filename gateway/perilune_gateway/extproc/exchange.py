@@ -327,13 +327,7 @@ class Exchange:
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
-                changed = for_engine(
-                    body,
-                    priority=verdict.priority,
-                    cache_salt=verdict.cache_salt,
-                    full_report=verdict.full_report,
-                )
-                return State.ROUTED, self._pick(verdict, body, changed)
+                return State.ROUTED, self._pick(verdict, body, for_engine(body, verdict.fields))
             case Refusal():
                 self._parts = []
                 return State.REFUSED, self._refuse(verdict)

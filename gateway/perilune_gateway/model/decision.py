@@ -174,6 +174,21 @@ NEED_BODY = NeedBody()
 Verdict = Decision | Refusal | NeedBody
 
 
+class EngineFields(Struct, frozen=True, gc=False):
+    """What the gateway writes into a request's body for the engine. Defaults leave the body as it is."""
+
+    priority: int | None = None
+    cache_salt: str = ""
+    request_id: str = ""
+    """The id of the response, in /v1/responses."""
+    full_report: bool = False
+    """Whether to ask the engine (vLLM >= 0.32; older ones ignore it) to announce the prompt's cached blocks
+    again."""
+
+
+NO_FIELDS = EngineFields()
+
+
 class Routed(Struct, frozen=True, gc=False):
     """A recorded decision: the answer for Envoy, and the ticket of the request's load."""
 
@@ -184,11 +199,7 @@ class Routed(Struct, frozen=True, gc=False):
     request_id: str
     decision_header: str = ""
     """Value of the response header x-perilune-decision; empty if the client did not ask for it."""
-    priority: int | None = None
-    """Value of `priority` to write into the body for the engine; None: the body stays unchanged."""
-    cache_salt: str = ""
-    """Value of `cache_salt` to write into the body for the engine; empty: the body's own stays."""
-    full_report: bool = False
-    """Whether to ask the engine, in the body, to announce the prompt's cached blocks again."""
+    fields: EngineFields = NO_FIELDS
+    """What to write into the body."""
     rank: int | None = None
     """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""

@@ -6,7 +6,8 @@ without the body:
 1. the pool's own session headers, the well-known ones (names.SESSION_HEADERS), then the cookie; a sub-agent
    (`x-claude-code-agent-id`) is a session of its own, whose parent is that session;
 2. the body's `session_id`, then its `user`, if the pool enables that;
-3. otherwise the router infers the session, see state/sessions.py.
+3. otherwise the session of the response that the body continues (`previous_response_id`, see aliases.py);
+4. otherwise the router infers the session, see state/sessions.py.
 
 Clients choose session ids, so the id alone grants nothing: a session is looked up by (tenant, id), where the
 tenant is a configured header or a hash of what the client authenticates with. Ids over 256 characters, and
@@ -59,7 +60,12 @@ def with_body(identity: Identity, session_id: str, user: str, keys: SessionKeys)
 
 def inferred(identity: Identity, session_id: str) -> Identity:
     """The identity with a session that the gateway inferred: this one, or a new one if it is empty."""
-    return named(identity, session_id or INFERRED + token_hex(16), inferred=True)
+    return named(identity, session_id or inferred_id(), inferred=True)
+
+
+def inferred_id() -> str:
+    """A new id of an inferred session: random, so that no client can guess it."""
+    return INFERRED + token_hex(16)
 
 
 def named(identity: Identity, session_id: str, inferred: bool = False) -> Identity:

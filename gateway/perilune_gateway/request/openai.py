@@ -15,6 +15,7 @@ number). Roles, tools and limits are not checked, since only the engine can judg
     POST /v1/messages           system, messages, tools (Anthropic)   → ChatPrompt
 """
 
+import re
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
@@ -22,8 +23,9 @@ from urllib.parse import unquote
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
-from perilune_gateway.model import Refusal, RefuseReason
+from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason
 
 
 class Api(StrEnum):
@@ -104,12 +106,15 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     max_output_tokens: int = 0
     """The request's own limit; 0 means none."""
     session_id: str = ""
-    """Body `session_id`, else `vllm_xargs.session_id`, else `metadata.session_id`."""
+    """Body `session_id`, else `vllm_xargs.session_id`, else `metadata.session_id`, else the session that
+    Claude Code writes into `metadata.user_id`."""
     prompt_cache_key: str = ""
     user: str = ""
     """Body `user`; Anthropic: `metadata.user_id`."""
     previous_response_id: str = ""
     """If not empty, the engine prepends a stored conversation, which this body does not contain."""
+    request_id: str = ""
+    """In /v1/responses the id of the response, if the client chooses it."""
     cache_salt: str = ""
     priority: int = 0
 
@@ -143,6 +148,12 @@ def is_model_path(path: str) -> bool:
     return api_of(path) is not None
 
 
+def response_of(path: str) -> str:
+    """The id of the stored response that a path names, such as /v1/responses/ID/cancel; else empty."""
+    _, _, rest = _bare(path).partition("/v1/responses/")
+    return rest.partition("/")[0]
+
+
 def is_engine_page(path: str) -> bool:
     """Whether the page describes one engine."""
     return _bare(path) in ENGINE_PAGES
@@ -159,21 +170,22 @@ def _bare(path: str) -> str:
     return unquote(bare) if "%" in bare else bare
 
 
-def for_engine(
-    body: bytes, *, priority: int | None = None, cache_salt: str = "", full_report: bool = False
-) -> bytes | None:
+def for_engine(body: bytes, added: EngineFields) -> bytes | None:
     """Adds fields for the engine to a body that `parse` has accepted; None if there are none to add.
 
-    `full_report` asks the engine (vLLM >= 0.32; older ones ignore it) to announce the prompt's cached blocks
-    again, and keeps the client's own `vllm_xargs`. Fields are written at the end, because engines take the
-    last of two equal names. Costs one copy of the body.
+    The client's own `vllm_xargs` are kept. Fields are written at the end, because engines take the last of
+    two equal names. Costs one copy of the body.
     """
+    if added == NO_FIELDS:
+        return None
     fields: dict[str, object] = {}
-    if priority is not None:
-        fields["priority"] = priority
-    if cache_salt:
-        fields["cache_salt"] = cache_salt
-    if full_report and (own := _own_xargs(body)) is not None:
+    if added.priority is not None:
+        fields["priority"] = added.priority
+    if added.cache_salt:
+        fields["cache_salt"] = added.cache_salt
+    if added.request_id:
+        fields["request_id"] = added.request_id
+    if added.full_report and (own := _own_xargs(body)) is not None:
         fields["vllm_xargs"] = {"kv_cache_report_mode": "full", **own}
     if not fields:
         return None
@@ -247,6 +259,7 @@ class _Responses(_Body, frozen=True):
     chat_template_kwargs: Raw = Raw()
     reasoning: _Effort | None = None
     previous_response_id: str | None = None
+    request_id: Any = None
     max_output_tokens: int | None = None
 
 
@@ -361,8 +374,11 @@ def _responses(body: bytes) -> ParsedRequest:
         continue_final_message=unfinished,
         add_special_tokens=True,  # vLLM adds none to the prompts of the other chat APIs
     )
-    return _request(
-        Api.RESPONSES, fields, model, prompt, fields.max_output_tokens, fields.previous_response_id
+    request = _request(Api.RESPONSES, fields, model, prompt, fields.max_output_tokens)
+    return replace(
+        request,
+        previous_response_id=fields.previous_response_id or "",
+        request_id=_text(fields.request_id),
     )
 
 
@@ -418,7 +434,6 @@ def _request(
     model: str,
     prompt: Prompt,
     max_tokens: int | None,
-    previous: str | None = None,
 ) -> ParsedRequest:
     metadata = fields.metadata if isinstance(fields.metadata, dict) else {}
     xargs = fields.vllm_xargs if isinstance(fields.vllm_xargs, dict) else {}
@@ -434,10 +449,10 @@ def _request(
         max_output_tokens=max(max_tokens or 0, 0),
         session_id=_text(fields.session_id)
         or _text(xargs.get("session_id"))
-        or _text(metadata.get("session_id")),
+        or _text(metadata.get("session_id"))
+        or (_claude_code_session(_text(metadata.get("user_id"))) if api is Api.MESSAGES else ""),
         prompt_cache_key=_text(fields.prompt_cache_key),
         user=_name(fields.user) or (_text(metadata.get("user_id")) if api is Api.MESSAGES else ""),
-        previous_response_id=previous or "",
         cache_salt=_text(fields.cache_salt),
         priority=fields.priority or 0,
     )
@@ -488,6 +503,25 @@ def _mismatch(raw: Raw, name: str, expected: str) -> _RefusedError:
     if not first:
         return _RefusedError(f"Object missing required field `{name}` - at `$`")
     return _RefusedError(f"Expected {expected}, got `{_KINDS.get(first, 'number')}` - at `$.{name}`")
+
+
+_CLAUDE_CODE_USER = re.compile(r"user_[0-9a-zA-Z]+_account_[0-9a-f-]*_session_([0-9a-f-]+)")
+
+
+class _ClaudeCodeUser(Struct, frozen=True):
+    session_id: str = ""
+
+
+def _claude_code_session(user_id: str) -> str:
+    """The session in a `user_id` of Claude Code, in the form of either its older or its newer versions;
+    empty in all others."""
+    if user_id.startswith("{"):
+        try:
+            return msgspec.json.decode(user_id, type=_ClaudeCodeUser).session_id
+        except (msgspec.DecodeError, RecursionError):
+            return ""
+    found = _CLAUDE_CODE_USER.fullmatch(user_id)
+    return found[1] if found else ""
 
 
 def _text(value: object) -> str:

@@ -35,6 +35,8 @@ class Wanted:
     """Addresses in the proxy's subset hint; None: there is no hint."""
     host: str = ""
     """Address of its session's host, which it may use even while that endpoint drains."""
+    holder: str = ""
+    """Address of the endpoint that has the earlier response which the request names."""
     failing: str = ""
     """Address of its session's host, if the session's latest requests all failed there."""
     trial: str = ""
@@ -60,13 +62,18 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
         return "failing"
     if not endpoint.ready:
         return "not_ready"
-    if endpoint.draining and endpoint.address != wanted.host:
+    if endpoint.draining and endpoint.address not in (wanted.host, wanted.holder):
         return "draining"
     return ""
 
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
-    """Return the endpoints that may be chosen, and for each other address the check that it failed."""
+    """Return the endpoints that may be chosen, and for each other address the check that it failed.
+
+    If the request names an earlier response, only the endpoint that has it may be chosen, and the others fail
+    the check `earlier_response`. If that endpoint may not be chosen, another one will answer that it has no
+    such response.
+    """
     eligible: list[EndpointView] = []
     excluded: dict[str, str] = {}
     for view in views:
@@ -74,6 +81,10 @@ def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointV
             excluded[view.endpoint.address] = why
         else:
             eligible.append(view)
+    if any(view.endpoint.address == wanted.holder for view in eligible):
+        others = (v.endpoint.address for v in eligible if v.endpoint.address != wanted.holder)
+        excluded.update(dict.fromkeys(others, "earlier_response"))
+        eligible = [view for view in eligible if view.endpoint.address == wanted.holder]
     return eligible, excluded
 
 

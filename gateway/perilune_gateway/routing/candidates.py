@@ -179,4 +179,5 @@ class CandidateBuilder:
 
 def wanted_by(context: RequestContext) -> admission.Wanted:
     """What admission must know of the request."""
-    return admission.Wanted(context.head.subset, context.session.host if context.session else "")
+    host = context.session.host if context.session else ""
+    return admission.Wanted(context.head.subset, host, context.holder)

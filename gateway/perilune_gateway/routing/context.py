@@ -61,6 +61,8 @@ class Prompt(Struct, frozen=True, gc=False):
     """The salt that the gateway derived from the tenant; empty: the body's own counts."""
     chained: bool = False
     """Whether it names an earlier response, which only one engine's process has."""
+    names_response: bool = False
+    """Whether the gateway chooses the id of the response, see aliases.py."""
 
 
 NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)
@@ -78,6 +80,8 @@ class RequestContext(Struct, gc=False):
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Endpoints that may not be chosen: address → name of the admission check that failed."""
     prompt: Prompt = NO_PROMPT
+    holder: str = ""
+    """Address of the endpoint that has the earlier response which the request names; empty: none is known."""
     candidates: Sequence[Candidate] = ()
     prefix: Prefix = NO_PREFIX
     seed: int = 0

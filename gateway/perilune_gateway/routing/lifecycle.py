@@ -31,11 +31,13 @@ from msgspec.structs import replace
 from perilune_api import names
 from perilune_api.pool import Pool
 from perilune_gateway.model import (
+    NO_FIELDS,
     Candidate,
     Decision,
     DecisionRecord,
     Ending,
     Endpoint,
+    EngineFields,
     Move,
     Outcome,
     Phase,
@@ -250,15 +252,24 @@ class Lifecycle:
                 seed=context.seed,
             )
             routed = self._answer(context.head, ticket, record)
-            if prompt.cache_salt:
-                routed = replace(routed, cache_salt=prompt.cache_salt)
-            if prompt.model and self.asks(target):
-                self._to_ask[target] -= 1
-                routed = replace(routed, full_report=True)
-            if self._ageing_weight:
-                priority = engine_priority(self._wall_clock(), prefill_s, self._ageing_weight)
-                routed = replace(routed, priority=priority)
-            return routed
+            return replace(routed, fields=self._engine_fields(context, target, prefill_s))
+
+    def _engine_fields(self, context: RequestContext, target: str, prefill_s: float) -> EngineFields:
+        """What to write into the body of a request that was routed to `target`."""
+        prompt, identity = context.prompt, context.identity
+        if not prompt.model:
+            return NO_FIELDS  # the body is not read
+        if asked := self.asks(target):
+            self._to_ask[target] -= 1
+        ageing, response_id = self._ageing_weight, ""
+        if prompt.names_response:
+            response_id = self._aliases.response(identity.tenant, identity.session_id, target, context.seed)
+        return EngineFields(
+            engine_priority(self._wall_clock(), prefill_s, ageing) if ageing else None,
+            prompt.cache_salt,
+            response_id,
+            asked,
+        )
 
     def unprompted(self, context: RequestContext, order: Sequence[EndpointView], reason: Reason) -> Routed:
         """No policy was asked: the request goes to the first of `order`, the rest are fallbacks."""

@@ -133,6 +133,7 @@ class Router:
         self.lifecycle.configure(pool)
         self.handing_over.configure(pool)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
+        self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
         for address in gone:
             self.state.forget(address)
@@ -159,13 +160,15 @@ class Router:
                 return self.lifecycle.refused(head, self._too_large(body_bytes), timer)
             if session is None or not session.host or not body_bytes:
                 return NEED_BODY  # a body of unknown length may be too long
-            if self.state.connectors.known and openai.api_of(head.path) is openai.Api.RESPONSES:
-                return NEED_BODY  # only the body tells whether the session may move, see MoveReason.CHAINED
+            if openai.api_of(head.path) is openai.Api.RESPONSES:
+                return NEED_BODY  # the body may name an earlier response, which one endpoint has
             if not self.state.knows(session, body_bytes) or self.lifecycle.asks(session.host):
                 return NEED_BODY
             if self._routing.engine_priority.ageing_weight or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
         context = RequestContext(head, now, timer, identity, session)
+        if not for_model and (stored := self._aliases.stored(identity.tenant, openai.response_of(head.path))):
+            context.holder = self._by_alias.get(stored.endpoint, "")
         self._candidates.find_eligible(context)
         if not context.eligible:
             return self._no_endpoint(context)
@@ -245,6 +248,7 @@ class Router:
             bounded(request.prompt_cache_key),
             salt,
             bool(request.previous_response_id),
+            request.api is openai.Api.RESPONSES and not request.request_id,
         )
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
@@ -271,6 +275,9 @@ class Router:
         now, keys, sessions = self._clock(), self._routing.session, self.state.sessions
         identity = with_body(identity, request.session_id, request.user, keys)
         session = None
+        stored = self._aliases.stored(identity.tenant, request.previous_response_id)
+        if stored and not identity.session_id:
+            identity = inferred(identity, stored.session_id)
         if identity.session_id:
             session = sessions.find(identity.key, now)
         elif keys.infer and prompt.blocks:
@@ -280,7 +287,8 @@ class Router:
             else:
                 session_id = sessions.superseded(identity.tenant, prompt.blocks[-1])
             identity = inferred(identity, session_id)
-        return RequestContext(head, now, timer, identity, session, prompt=prompt)
+        holder = self._by_alias.get(stored.endpoint, "") if stored else ""
+        return RequestContext(head, now, timer, identity, session, prompt=prompt, holder=holder)
 
     # -- decide ------------------------------------------------------------------------------------
 

@@ -147,6 +147,8 @@ class Server:
         n_tokens, natural = self._output_tokens(inbound)
         given = _header_safe(http.headers.get("x-request-id") or inbound.request_id) or uuid.uuid4().hex
         answer_id = _ID_PREFIX[api] + given
+        if api is Api.RESPONSES and inbound.request_id:
+            answer_id = _header_safe(inbound.request_id)
         session = _header_safe(http.headers.get("x-session-id") or inbound.session_id)
         table = service.scheduler.cache.open(inbound.prompt[:], namespace, session)
         request = Request(

@@ -33,7 +33,7 @@ from perilune_gateway.extproc.messages import (
     ResponseHeaders,
     Trailers,
 )
-from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, Routed
+from perilune_gateway.model import NEED_BODY, EngineFields, Refusal, RefuseReason, Routed
 
 PICK_HEADERS = Pick(Kind.REQUEST_HEADERS, (A, B), Override(BodyMode.NONE))
 PICK_BODY = Pick(Kind.REQUEST_BODY, (A, B))
@@ -238,7 +238,7 @@ def test_a_full_duplex_body_is_sent_back_in_parts(router, events, answers):
     assert readable(said) == answers
 
 
-PRIORITISED = structs.replace(ROUTED, priority=7)
+PRIORITISED = structs.replace(ROUTED, fields=EngineFields(priority=7))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "after the tokens"])

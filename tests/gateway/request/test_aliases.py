@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from perilune_gateway.request.aliases import Aliases
+from perilune_gateway.request.identity import inferred_id
 
 
 def test_no_salt_of_one_tenant_is_one_of_another() -> None:
@@ -31,3 +32,34 @@ def test_gateways_with_one_secret_agree_and_others_cannot_guess() -> None:
 
 def test_a_secret_may_be_of_any_length() -> None:
     assert Aliases(b"s" * 1000).endpoint("x") != Aliases(b"s" * 1001).endpoint("x")
+
+
+def test_the_id_of_a_response_tells_its_session_and_endpoint_to_its_tenant_alone() -> None:
+    aliases, session = Aliases(b"secret"), inferred_id()
+    told = aliases.response("t", session, "10.0.0.1:8000", 2**53 - 1)
+    assert told.startswith("resp_"), "vLLM refuses others"
+    assert aliases.stored("t", told) == (session, aliases.endpoint("10.0.0.1:8000"))
+    assert aliases.stored("other", told) is None
+    assert Aliases(b"other").stored("t", told) is None
+    assert Aliases(b"secret").stored("t", told) is not None, "another gateway of the pool"
+
+
+@pytest.mark.parametrize("at", [5, 40, 52, 66, -1])
+def test_a_changed_id_tells_nothing(at: int) -> None:
+    aliases = Aliases(b"secret")
+    told = list(aliases.response("t", inferred_id(), "10.0.0.1:8000", 1))
+    told[at] = "1" if told[at] == "0" else "0"
+    assert aliases.stored("t", "".join(told)) is None
+
+
+@pytest.mark.parametrize("given", ["", "resp_1", "resp_" + "0" * 74, "resp_" + "é" * 74, "x" * 10**6])
+def test_ids_of_others_tell_nothing(given: str) -> None:
+    assert Aliases(b"secret").stored("t", given) is None
+
+
+def test_a_session_that_its_client_names_is_not_in_the_id() -> None:
+    aliases = Aliases(b"secret")
+    stored = aliases.stored("t", aliases.response("t", "mine", "10.0.0.1:8000", 1))
+    assert stored is not None
+    assert stored.endpoint == aliases.endpoint("10.0.0.1:8000")
+    assert "mine" not in stored.session_id

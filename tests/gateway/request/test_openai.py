@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune_gateway.model import Refusal, RefuseReason
+from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason
 from perilune_gateway.request.openai import (
     Api,
     ChatPrompt,
@@ -67,7 +67,7 @@ def test_only_paths_that_name_a_model_are_parsed(path, yes):
     ],
 )
 def test_a_priority_is_all_that_changes(body: bytes):
-    changed = for_engine(body, priority=41)
+    changed = for_engine(body, EngineFields(priority=41))
     assert changed is not None
     assert json.loads(changed) == json.loads(body) | {"priority": 41}
     parsed = parse(COMPLETIONS, changed)
@@ -86,14 +86,38 @@ def test_a_priority_is_all_that_changes(body: bytes):
     ],
 )
 def test_asking_for_a_full_report_keeps_the_clients_own_arguments(body: bytes, xargs: dict):
-    changed = for_engine(body, full_report=True, cache_salt="tenant", priority=0)
+    changed = for_engine(body, EngineFields(0, "tenant", "resp_1", full_report=True))
     assert changed is not None
-    added = {"vllm_xargs": {"kv_cache_report_mode": "full"} | xargs, "cache_salt": "tenant", "priority": 0}
-    assert json.loads(changed) == json.loads(body) | added
+    assert json.loads(changed) == json.loads(body) | {
+        "vllm_xargs": {"kv_cache_report_mode": "full"} | xargs,
+        "cache_salt": "tenant",
+        "request_id": "resp_1",
+        "priority": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("user_id", "session_id"),
+    [
+        ("user_5dd0_account__session_d2e70091-3007-41a3", "d2e70091-3007-41a3"),
+        ("user_5dd0_account_0a1b-2c_session_d2e7", "d2e7"),
+        (json.dumps({"device_id": "d", "account_uuid": "", "session_id": "2c4e"}), "2c4e"),
+        ("somebody@example.com", ""),
+        ("user_session_of_mine", ""),
+        ("{", ""),
+        ("{" * 100_000, ""),
+        ('{"session_id": 7}', ""),
+    ],
+)
+def test_claude_code_names_its_session_in_the_body_where_no_header_does(user_id: str, session_id: str):
+    body = {"model": "m", "messages": [], "metadata": {"user_id": user_id}}
+    parsed = parse("/v1/messages", json.dumps(body).encode())
+    assert isinstance(parsed, ParsedRequest)
+    assert parsed.session_id == session_id
 
 
 def test_a_body_to_which_nothing_is_added_stays():
-    assert for_engine(b'{"model":"m"}') is None
+    assert for_engine(b'{"model":"m"}', NO_FIELDS) is None
 
 
 @pytest.mark.parametrize("path", MODEL_PATHS)

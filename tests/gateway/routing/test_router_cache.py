@@ -144,7 +144,7 @@ def test_tenants_share_no_prefix_where_the_pool_derives_salts() -> None:
         routed = rig.route(range(21), head("/v1/completions", authorization=tenant), **body)
         rig.finish(routed)
         overlaps = (c.overlap.device_tokens for c in rig.record(routed).candidates)
-        return routed.cache_salt, max(overlaps)
+        return routed.fields.cache_salt, max(overlaps)
 
     salt, cached = ask("a")
     assert cached == 0
@@ -243,13 +243,13 @@ def test_a_picture_returns_to_its_engine_and_another_one_under_equal_text_does_n
 def test_while_an_endpoint_is_learnt_requests_ask_it_to_tell_its_blocks_again() -> None:
     rig = Rig(pool(routing=Routing(chosen("ear")), endpoints=[A]))
     h = head("/v1/completions", x_session_id="s", content_length="1000")
-    assert not rig.route(range(40), h).full_report
+    assert not rig.route(range(40), h).fields.full_report
     rig.router.lifecycle.on_learning(A, True)
     assert rig.router.on_headers(h) is NEED_BODY, "only a body can ask"
-    asked = [rig.route(range(40), h).full_report for _ in range(MAX_ASKING + 1)]
+    asked = [rig.route(range(40), h).fields.full_report for _ in range(MAX_ASKING + 1)]
     assert asked == [True] * MAX_ASKING + [False], "within a budget"
     rig.router.lifecycle.on_learning(A, True)
-    assert not rig.route(range(40), h).full_report
+    assert not rig.route(range(40), h).fields.full_report
     rig.router.lifecycle.on_learning(A, False)
     rig.router.lifecycle.on_learning(A, True)
-    assert rig.route(range(40), h).full_report
+    assert rig.route(range(40), h).fields.full_report

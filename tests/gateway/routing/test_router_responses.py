@@ -1,0 +1,117 @@
+"""A request that continues an earlier response goes to the only endpoint that has it."""
+
+import json
+
+import pytest
+from router_rig import A, B, C, Rig, pool
+from routing_objects import chosen, head
+
+from perilune_api.pool import EndpointSpec, Routing
+from perilune_gateway.model import NEED_BODY, Decision, RequestHead, Routed
+
+RESPONSES = "/v1/responses"
+ENDPOINTS = (A, B, C)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    """Its policy goes round, so that only the response's endpoint can hold a conversation together."""
+    return Rig(pool(endpoints=ENDPOINTS, routing=Routing(chosen("round_robin"))))
+
+
+def ask(rig: Rig, h: RequestHead | None = None, **body: object) -> Routed:
+    h = h or head(RESPONSES)
+    assert rig.router.on_headers(h) is NEED_BODY
+    routed = rig.router.on_body(
+        h, json.dumps({"model": "m", "input": "and what happened then? " * 10, **body}).encode()
+    )
+    assert isinstance(routed, Routed), routed
+    return routed
+
+
+def test_twelve_turns_stay_on_one_endpoint_beside_others(rig: Rig) -> None:
+    ids, hosts = ["", ""], [set[str](), set[str]()]
+    for _ in range(12):
+        for user in (0, 1):
+            routed = ask(rig, **({"previous_response_id": ids[user]} if ids[user] else {}))
+            ids[user] = routed.fields.request_id
+            hosts[user].add(routed.destinations[0])
+            assert not ids[user] or len(routed.destinations) <= len(ENDPOINTS)
+            rig.finish(routed)
+    assert [len(seen) for seen in hosts] == [1, 1]
+    assert hosts[0] != hosts[1]
+    assert len(set(ids)) == 2
+
+
+def test_its_turns_are_one_session(rig: Rig) -> None:
+    first = ask(rig)
+    second = ask(rig, previous_response_id=first.fields.request_id)
+    sessions = {rig.record(routed).session_id for routed in (first, second)}
+    assert len(sessions) == 1
+    assert rig.state.sessions.matching(sessions.pop())[0].turns == 2
+
+
+def test_another_gateway_of_the_pool_finds_the_endpoint_too(rig: Rig) -> None:
+    for _ in range(4):
+        first = ask(rig)
+        other = Rig(rig.document, seed=1)
+        ask(other)
+        second = ask(other, previous_response_id=first.fields.request_id)
+        assert second.destinations == first.destinations[:1]
+
+
+def test_a_session_that_its_client_names_is_kept_and_still_goes_to_the_response(rig: Rig) -> None:
+    named = head(RESPONSES, x_session_id="s")
+    first = ask(rig, named)
+    second = ask(rig, named, previous_response_id=first.fields.request_id)
+    assert second.destinations == first.destinations[:1]
+    assert rig.record(second).session_id == "s"
+
+
+def test_who_has_no_right_to_a_response_is_not_led_to_it(rig: Rig) -> None:
+    first = ask(rig, head(RESPONSES, authorization="ann"))
+    told = first.fields.request_id
+    seen = {ask(rig, head(RESPONSES, authorization="bob"), previous_response_id=told).destinations[0]}
+    seen |= {ask(rig, head(RESPONSES, authorization="bob"), previous_response_id=told).destinations[0]}
+    assert len(seen) == 2
+
+
+def test_a_draining_endpoint_keeps_its_conversations(rig: Rig) -> None:
+    first = ask(rig)
+    host = first.destinations[0]
+    rig.router.configure(
+        pool(
+            endpoints=[EndpointSpec(e, draining=e == host) for e in ENDPOINTS],
+            routing=rig.document.spec.routing,
+        )
+    )
+    assert ask(rig, previous_response_id=first.fields.request_id).destinations == (host,)
+
+
+def test_when_its_endpoint_is_gone_another_one_answers_that_it_has_no_such_response(rig: Rig) -> None:
+    first = ask(rig)
+    left = [e for e in ENDPOINTS if e != first.destinations[0]]
+    rig.router.configure(pool(endpoints=left, routing=rig.document.spec.routing))
+    routed = ask(rig, previous_response_id=first.fields.request_id)
+    assert routed.destinations[0] in left
+    assert isinstance(rig.record(routed).verdict, Decision)
+
+
+def test_a_stored_response_is_read_where_it_is(rig: Rig) -> None:
+    for _ in range(4):
+        routed = ask(rig)
+        for path in ("", "/cancel?x=1"):
+            page = head(f"{RESPONSES}/{routed.fields.request_id}{path}", method="GET", has_body=False)
+            found = rig.router.on_headers(page)
+            assert isinstance(found, Routed)
+            assert found.destinations == routed.destinations[:1]
+
+
+def test_a_client_may_choose_its_responses_id(rig: Rig) -> None:
+    assert ask(rig, request_id="resp_mine").fields.request_id == ""
+
+
+def test_why_the_others_were_not_chosen_is_told(rig: Rig) -> None:
+    first = ask(rig)
+    record = rig.record(ask(rig, previous_response_id=first.fields.request_id))
+    assert set(record.excluded.values()) == {"earlier_response"}
