@@ -2,7 +2,7 @@
 
 1. `find_eligible` keeps the endpoints that pass the checks of admission.BEFORE.
 2. `estimate_from_session` is for a request whose body is not read. The prompt's length follows from the
-   body's, and the session's host is taken to hold the session's context.
+   body's, and its blocks are taken to be those of the session's context.
 3. `look_up` is for a prompt whose blocks are known. The prefix index says what every endpoint holds of it.
 
 Reads state and changes nothing, except that the index drops claims that have expired. Costs about 1 µs per
@@ -37,7 +37,6 @@ from perilune_gateway.state.sessions import Session
 
 MAX_LOCATIONS = 4
 """Maximum number of endpoints in a prefix's locations."""
-NOTHING_HELD = Overlap()
 
 
 class CandidateBuilder:
@@ -82,25 +81,16 @@ class CandidateBuilder:
         """Fill in prompt, prefix and candidates from the session and the body's length alone."""
         tokens = max(1, session.estimate_tokens(body_bytes, self._model.bytes_per_token))
         context.prompt = Prompt(tokens, TokenSource.ESTIMATE, body_bytes=body_bytes)
-        held = min(self._state.held_tokens(session, context.now), self.cacheable(tokens))
-        if held:
-            context.prefix = Prefix((Location(session.host, held),))
-        overlaps = {session.host: Overlap(held, held, held)}
-        context.candidates = self._candidates(context, tokens, overlaps, NOTHING_HELD)
+        self._weigh(context, self._state.held(session, context.now))
 
     def look_up(self, context: RequestContext) -> Matches:
         """Fill in prefix and candidates from the prompt's blocks. Returns the index's answer."""
         index, prompt, now = self._state.index, context.prompt, context.now
         matches = index.find_matches(prompt.blocks, now)
-        limit = self.cacheable(prompt.tokens)
         hits, _, score = (
             index.statistics(prompt.blocks[matches.longest - 1], now) if matches.longest else (0, 0, 0.0)
         )
-        context.prefix = Prefix(self._locations(matches, limit), hits, score)
-        in_store = Overlap(0, 0, min(matches.store * self._block_size, limit))
-        context.candidates = self._candidates(
-            context, prompt.tokens, self._overlaps(matches, limit), in_store
-        )
+        self._weigh(context, matches, hits, score)
         return matches
 
     def hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
@@ -118,6 +108,14 @@ class CandidateBuilder:
         return max(0, prompt_tokens - 1) // self._block_size * self._block_size
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _weigh(self, context: RequestContext, matches: Matches, hits: int = 0, score: float = 0.0) -> None:
+        """Fill in prefix and candidates from what is held of the prompt."""
+        tokens = context.prompt.tokens
+        limit = self.cacheable(tokens)
+        context.prefix = Prefix(self._locations(matches, limit), hits, score)
+        in_store = Overlap(0, 0, min(matches.store * self._block_size, limit))
+        context.candidates = self._candidates(context, tokens, self._overlaps(matches, limit), in_store)
 
     def _candidates(
         self,

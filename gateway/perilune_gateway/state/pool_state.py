@@ -15,7 +15,7 @@ from perilune_gateway.state.connectors import Connectors
 from perilune_gateway.state.ejection import Ejection
 from perilune_gateway.state.fleet import Fleet
 from perilune_gateway.state.parity import ParityCheck
-from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.prefix_index import Matches, PrefixIndex
 from perilune_gateway.state.sessions import Session, Sessions
 
 SPECULATIVE_TTL_S = 30.0
@@ -76,13 +76,18 @@ class PoolState:
         """Eject the endpoints that fail or hang. Costs O(requests that wait for their first token)."""
         self.ejection.judge(now, lambda: self.fleet.usable(now), len(self.fleet))
 
-    def held_tokens(self, session: Session, now: float) -> int:
-        """Return how many tokens of the session's context its host still caches: the longest prefix of its
-        chain that is still held. Engines evict its last blocks first."""
-        endpoint = self.fleet.get(session.host)
-        if not (endpoint and endpoint.events):
-            return max(session.unblocked_tokens, len(session.chain) * self.block_size)
-        return self.index.leading(session.host, session.chain, now) * self.block_size
+    def held(self, session: Session, now: float) -> Matches:
+        """Return what is held of the session's context. While its host's device has all of it, the others are
+        not looked up."""
+        endpoint, chain = self.fleet.get(session.host), session.chain
+        if endpoint and endpoint.events:
+            held = self.index.leading(session.host, chain, now)
+            if held < len(chain):
+                return self.index.find_matches(chain, now)
+        else:
+            held = max(session.unblocked_tokens // self.block_size, len(chain))
+        here = {session.host: held} if held else {}
+        return Matches(len(chain), here, here, here, longest=held)
 
     def knows(self, session: Session, body_bytes: int) -> bool:
         """Whether the headers of a turn with a body of this length suffice to tell what its host caches. They

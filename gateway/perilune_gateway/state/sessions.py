@@ -317,7 +317,7 @@ class Sessions:
             chain = array("Q", (*known, *news))
             self._set_chain(session, chain, len(chain) if prompt else session.fork)
             session.context_tokens = len(chain) * block_size
-        session.unconfirmed = False
+            session.unconfirmed = False
         return session, len(blocks) * block_size
 
     def hint(self, tenant: str, hint: str, host: str) -> None:

@@ -4,6 +4,7 @@ import json
 from base64 import b64encode
 from random import Random
 
+import pytest
 from router_rig import A, B, Rig, completion, pool
 from routing_objects import chosen, head
 
@@ -43,6 +44,23 @@ def test_an_unread_turn_after_an_eviction_has_what_is_left_of_its_chain() -> Non
     assert record.cached_tokens == 32
     assert record.token_source is TokenSource.ESTIMATE
     assert rig.pending()[host] >= record.prompt_tokens - 32
+
+
+@pytest.mark.parametrize("tier", [Tier.STORE, Tier.HOST])
+def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
+    """What left the device is still in the store, or in the host's own memory."""
+    rig = Rig(pool(routing=Routing(chosen("ear"))))
+    h = head("/v1/completions", x_session_id="s", content_length="1000")
+    routed = rig.route(range(40), h)
+    host = routed.destinations[0]
+    rig.stored(host, range(40))
+    rig.stored(host, range(36), tier=tier)
+    rig.router.state.index.removed(host, Tier.DEVICE, blocks.chain(range(40), rig.block_size, 0)[3:])
+    rig.now += 60.0
+    record = rig.record(rig.route(h=h))
+    assert record.token_source is TokenSource.ESTIMATE
+    assert record.cached_tokens == 36
+    assert {c.address: c.overlap for c in record.candidates}[host] == (12, 36 if tier is Tier.HOST else 12, 36)
 
 
 def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:

@@ -167,6 +167,17 @@ def test_a_session_follows_its_blocks_inside_of_a_longer_event(
     assert list(session.chain) == chain
 
 
+def test_blocks_that_were_loaded_again_are_not_the_end_of_the_prompt(sessions: Sessions) -> None:
+    """An engine announces first what it has loaded from the store, then what it has computed."""
+    session = bound(sessions)
+    sessions.routed(session, [1, 2, 3])
+    sessions.unread(session, 70, 280)
+    sessions.blocks_stored("h", 1, [2, 3], 16)
+    sessions.blocks_stored("h", 3, [4], 16)  # its prompt
+    sessions.blocks_stored("h", 4, [5], 16)  # its answer
+    assert (list(session.chain), session.fork) == ([1, 2, 3, 4, 5], 4)
+
+
 def test_chains_are_bounded() -> None:
     sessions = Sessions(max_sessions=10, idle_s=100.0, max_blocks=5)
     old, new = bound(sessions, A), bound(sessions, B)
