@@ -1,4 +1,4 @@
-"""Asks the store's master once a second which segments it has.
+"""Asks the store's master once a second which segments it has, and how many bytes of each are in use.
 
 A segment is memory of one engine, and dies with it: the master then no longer names it, and whatever lay in
 it is gone. A master that refuses connections has ended, and its successor knows no blocks. One that does not
@@ -9,41 +9,53 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
+import msgspec
 
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
-MAX_BYTES = 1024 * 1024
 
-Sink = Callable[[frozenset[str]], None]
-"""Called with the names of all segments, `host:port`."""
+Sink = Callable[[Mapping[str, int]], None]
+"""Called with the bytes in use of all segments, by their names, `host:port`."""
 
 
-def parse(text: str) -> frozenset[str]:
-    """Reads the answer of /get_all_segments: one name in each line."""
-    return frozenset(text.split())
+class _Segment(msgspec.Struct):
+    segment_name: str
+    allocator_used_bytes: int = 0
+
+
+class _Segments(msgspec.Struct):
+    segments: list[_Segment]
+
+
+_decoder = msgspec.json.Decoder(_Segments)
+
+
+def parse(body: bytes) -> dict[str, int]:
+    """Reads the answer of /get_segments_detail. Raises msgspec.DecodeError."""
+    return {each.segment_name: each.allocator_used_bytes for each in _decoder.decode(body).segments}
 
 
 async def run(master: str, sink: Sink, *, interval_s: float = INTERVAL_S) -> None:
-    """Asks `http://<master>/get_all_segments` until cancelled."""
+    """Asks `http://<master>/get_segments_detail` until cancelled."""
     failing = False
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         while True:
             try:
-                async with session.get(f"http://{master}/get_all_segments") as answer:
+                async with session.get(f"http://{master}/get_segments_detail") as answer:
                     answer.raise_for_status()
-                    segments = parse((await answer.content.read(MAX_BYTES)).decode())
-            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError) as error:
+                    segments = parse(await answer.read())
+            except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
                 if not failing:
                     log.warning("store master unreadable address=%s cause=%r", master, error)
                 failing = True
                 if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
-                    sink(frozenset())
+                    sink({})
             else:
                 if failing:
                     log.info("store master readable again address=%s", master)

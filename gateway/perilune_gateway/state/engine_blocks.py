@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from math import ceil
 from typing import Any
@@ -144,9 +144,10 @@ class EngineBlocks:
         self._names.widen(max_names)
         self._claims.max_blocks = max(self._claims.max_blocks, max_names)
 
-    def segments(self, names: frozenset[str]) -> None:
-        """The store has these segments (`host:port`) now: forget the blocks that it has lost with others."""
-        self._index.lost(self._claims.seen(names))
+    def segments(self, used: Mapping[str, int]) -> None:
+        """The store has these segments (`host:port`) now, with so many bytes in use: forget the blocks that
+        it has lost."""
+        self._index.lost(self._claims.seen(used))
 
     def apply(self, endpoint: str, event: Event, now: float) -> Applied:
         """Apply one event to the index."""

@@ -3,12 +3,17 @@
 The store's blocks lie in segments, memory of the engines, which the master names by `host:port`. An engine's
 own blocks lie in its own segment (the operator sets the master's allocation to local_first). KV events say
 who stored a block, and never that the store has lost it. So a block counts as stored until its engine's host
-has lost a segment.
+has lost a segment. A segment may be lost and be there again, empty, before the gateway asks the next time: of
+an engine that gave no sign of life for a while, or with another master. That shows by the bytes in use, of
+which the master's own eviction takes a twentieth at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+
+LOST_SHARE = 0.5
+"""A segment that has less than this share of its bytes still in use was lost meanwhile."""
 
 
 class StoreClaims:
@@ -20,7 +25,8 @@ class StoreClaims:
         self.max_blocks = max_blocks
         self._blocks: dict[str, set[int]] = {}
         self._count = 0
-        self._segments: frozenset[str] = frozenset()
+        self._used: Mapping[str, int] = {}
+        """Segment → its bytes in use."""
 
     def stored(self, endpoint: str, blocks: Iterable[int]) -> None:
         """`endpoint` has put these blocks into the store."""
@@ -32,11 +38,15 @@ class StoreClaims:
             self._blocks = {host: set(filter(self._matters, held)) for host, held in self._blocks.items()}
             self._count = sum(map(len, self._blocks.values()))
 
-    def seen(self, segments: frozenset[str]) -> set[int]:
-        """The master names these segments (`host:port`): return the blocks that are lost since the last
-        call."""
-        gone = {_host(name) for name in self._segments - segments}
-        self._segments = segments
+    def seen(self, used: Mapping[str, int]) -> set[int]:
+        """The master names these segments (`host:port`), of which so many bytes are in use: return the blocks
+        that are lost since the last call."""
+        gone = {
+            _host(name)
+            for name, before in self._used.items()
+            if name not in used or used[name] < LOST_SHARE * before
+        }
+        self._used = used
         lost: set[int] = set()
         for host in gone:
             lost |= self._blocks.pop(host, set())

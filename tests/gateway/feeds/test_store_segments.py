@@ -9,19 +9,24 @@ from perilune_gateway.feeds import store_segments
 
 
 class Master:
-    """Answers /get_all_segments as `mooncake_master` 0.3.13 does."""
+    """Answers /get_segments_detail as `mooncake_master` 0.3.13 does."""
 
     def __init__(self):
         self.answered = asyncio.Event()
-        self.segments, self.status = ["10.246.0.11:12741", "10.246.0.10:12605"], 200
+        self.segments, self.status = {"10.246.0.11:12741": 5000, "10.246.0.10:12605": 0}, 200
 
     async def serve(self, port=0):
         async def answer(request):
             self.answered.set()
-            return web.Response(status=self.status, text="".join(f"{name}\n" for name in self.segments))
+            segments = [
+                {"segment_name": name, "te_endpoint": "10.246.0.11:15055", "allocator_used_bytes": used}
+                for name, used in self.segments.items()
+            ]
+            page = {"total_segments": len(segments), "segments": segments}
+            return web.json_response(page, status=self.status)
 
         app = web.Application()
-        app.router.add_get("/get_all_segments", answer)
+        app.router.add_get("/get_segments_detail", answer)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
@@ -41,22 +46,22 @@ async def followed():
 
 async def until(seen, wanted):
     async with asyncio.timeout(10):
-        while await seen.get() != frozenset(wanted):
+        while await seen.get() != wanted:
             pass
 
 
 async def test_segments_come_and_go(followed):
     master, seen = followed
-    await until(seen, ["10.246.0.11:12741", "10.246.0.10:12605"])
-    master.segments = ["10.246.0.11:12741"]
-    await until(seen, ["10.246.0.11:12741"])
+    await until(seen, {"10.246.0.11:12741": 5000, "10.246.0.10:12605": 0})
+    master.segments = {"10.246.0.11:12741": 6000}
+    await until(seen, {"10.246.0.11:12741": 6000})
 
 
 async def test_a_master_that_has_ended_has_no_segments(followed):
     master, seen = followed
     await until(seen, master.segments)
     await master.runner.cleanup()
-    await until(seen, [])
+    await until(seen, {})
 
 
 async def test_a_master_that_answers_with_errors_says_nothing(followed):
@@ -68,4 +73,4 @@ async def test_a_master_that_answers_with_errors_says_nothing(followed):
             await master.answered.wait()
             master.answered.clear()
     while not seen.empty():
-        assert seen.get_nowait() == frozenset(master.segments)
+        assert seen.get_nowait() == master.segments

@@ -60,7 +60,11 @@ def test_an_unread_turn_also_has_what_its_host_can_load(tier: Tier) -> None:
     record = rig.record(rig.route(h=h))
     assert record.token_source is TokenSource.ESTIMATE
     assert record.cached_tokens == 36
-    assert {c.address: c.overlap for c in record.candidates}[host] == (12, 36 if tier is Tier.HOST else 12, 36)
+    assert {c.address: c.overlap for c in record.candidates}[host] == (
+        12,
+        36 if tier is Tier.HOST else 12,
+        36,
+    )
 
 
 def test_the_blocks_of_an_unread_turn_may_come_back_with_new_ones() -> None:

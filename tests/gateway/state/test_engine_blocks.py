@@ -400,13 +400,13 @@ def test_media_are_read_by_meaning(medium, with_store, without):
 def test_the_store_loses_blocks_with_the_segment_of_their_engine():
     pool = Pool()
     one, other = "10.0.0.1:8000", "10.0.0.2:8000"
-    pool.blocks.segments(frozenset({"10.0.0.1:12001", "10.0.0.2:12002"}))
+    pool.blocks.segments({"10.0.0.1:12001": 0, "10.0.0.2:12002": 0})
     pool.apply(stored(), endpoint="b")
     pool.apply(stored(medium="cpu"), endpoint=one)
     pool.apply(stored(NAMES[:1], TOKENS[:2], medium="cpu"), endpoint=other)
     chain = blocks.chain(TOKENS, SIZE, 0)
     assert pool.index.find_matches(chain, 0.0).store == 3
-    pool.blocks.segments(frozenset({"10.0.0.2:12002"}))
+    pool.blocks.segments({"10.0.0.2:12002": 0})
     assert pool.index.find_matches(chain, 0.0).store == 1
-    pool.blocks.segments(frozenset())
+    pool.blocks.segments({})
     assert pool.index.find_matches(chain, 0.0).store == 0
