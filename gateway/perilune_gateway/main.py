@@ -36,6 +36,7 @@ from perilune_gateway.feeds import (
     bootstrap_pages,
     drained,
     engine_metrics,
+    gift_legs,
     handoff_legs,
     store_segments,
     zmq_sockets,
@@ -130,12 +131,16 @@ class Gateway:
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
         self.events = EventFeeds(sink, time.time, self._rng)
+        self.gift_legs = gift_legs.GiftLegs(
+            self.router.gifts, state.connectors, os.environ.get(ENGINE_SECRET, "")
+        )
         self.service = Service(
             self.router,
             self.tokenizer,
             limits=spec.routing.limits,
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
+            giver=self.gift_legs,
         )
         self.server = new_server(transport, self.service, tls)
         snapshots = Snapshots(
@@ -218,6 +223,7 @@ class Gateway:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
                 handoff_legs.run(self.router.handing_over, connectors, http),
+                self.gift_legs.run(http),
             )
 
     async def _plan_moves(self) -> None:

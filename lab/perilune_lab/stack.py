@@ -67,6 +67,8 @@ class EngineOptions:
     """Every engine writes a JSON line per ended request to `engine-N.requests.jsonl` in the run folder."""
     handoff: bool = False
     """Engines hand KV over to each other."""
+    prefill: int = 0
+    """Number of engines, from the first, that only prefill. They need `handoff`."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `perilune engine`."""
 
@@ -184,6 +186,7 @@ def pool_of(options: EngineOptions, routing: spec.Routing, engines: Sequence[dic
                     events=tuple(filter(None, facts.get("events", "").split(","))),
                     replay=tuple(filter(None, facts.get("replay", "").split(","))),
                     bootstrap=facts.get("bootstrap", ""),
+                    role=spec.Role.PREFILL if i < options.prefill else spec.Role.BOTH,
                 )
                 for i, facts in enumerate(engines)
             ),
@@ -315,7 +318,7 @@ class Stack:
         ]
 
     async def _start_envoy(self) -> None:
-        bootstrap = envoy.config(self.endpoints, [self.ext_proc])
+        bootstrap = envoy.config(self.endpoints[self.options.prefill :], [self.ext_proc])
         child = await self._run("envoy", envoy_process.command(bootstrap, self.folder, self.programs.envoy))
         self.envoy_admin_url, self.url = await envoy_process.serving(child, self.folder, self.ready_timeout_s)
 

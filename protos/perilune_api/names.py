@@ -30,6 +30,10 @@ the pool's `routing.decisionHeader` says how the endpoint is named."""
 ENGINE_SECRET_HEADER = "x-perilune-engine-secret"
 """Request header with the pool's secret, by which a gateway's requests to engines may have transfer
 parameters; engines drop those of others."""
+TRANSFER_TARGET_HEADER = "x-perilune-transfer-target"
+"""Request header with the `ip:port` of the only engine that may obey the request's transfer parameters. A
+proxy may send the same request to another engine again; that one drops them, because the transfer is
+spent."""
 REQUEST_ID_HEADER = "x-request-id"
 REFUSE_REASON_HEADER = "x-perilune-refused"
 """Response header of every request that the gateway refuses: the reason."""

@@ -262,12 +262,32 @@ class Ejection(Struct, frozen=True):
     not."""
 
 
+class Disaggregation(Struct, frozen=True):
+    """When a prompt is prefilled on another endpoint than the one that decodes. Has an effect only where
+    endpoints have the role `prefill`."""
+
+    local_tokens: Annotated[int, Meta(ge=0)] = 1000
+    """A prompt of which the decoding endpoint does not cache at most this many tokens is prefilled there."""
+    queue: Positive = 2
+    """Number of prompts at a prefill endpoint that wait or are being prefilled, from which on it gets no
+    more. While all prefill endpoints have so many, prompts are prefilled where they are decoded."""
+    max_seconds: Seconds = 30.0
+    """A prompt whose remote prefill would take more seconds than this, queue included, is prefilled where it
+    is decoded. At most half of the time for which engines keep KV that is not fetched
+    (`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`)."""
+    accept_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.3
+    """Seconds for which the gateway holds a request until the prefill endpoint has accepted its prompt. After
+    that, the prompt is prefilled where it is decoded. Together with `limits.decisionSeconds`, it must stay
+    below Envoy's messageTimeout."""
+
+
 class Routing(Struct, frozen=True):
     """How the gateway chooses the endpoint of a request: policy, sessions, migration, admission."""
 
     policy: PolicyChoice = PolicyChoice()
     migration: Migration = Migration()
     engine_priority: EnginePriority = EnginePriority()
+    disaggregation: Disaggregation = Disaggregation()
     decision_header: Literal["name", "address", "off"] = "name"
     """What a client learns that asks with the header names.DECISION_HEADER: the endpoint, the reason and the
     request id. name: the endpoint as a name that tells nothing of its address. address: its address, for
@@ -326,6 +346,18 @@ class Topology(Struct, frozen=True):
         return min(gbits or NIC_GBITS for gbits in known) / NIC_GBITS
 
 
+class Role(StrEnum):
+    """The part of the work that an endpoint does."""
+
+    PREFILL = "prefill"
+    """It prefills prompts for endpoints that decode, and gets no requests of clients."""
+    DECODE = "decode"
+    """It gets clients' requests, and fetches the KV of long prompts from an endpoint that prefills."""
+    BOTH = "both"
+    """It gets clients' requests, and like `decode` fetches the KV of long prompts where another endpoint has
+    the role `prefill`."""
+
+
 class EndpointSpec(Struct, frozen=True):
     """One vLLM server."""
 
@@ -348,6 +380,9 @@ class EndpointSpec(Struct, frozen=True):
     bootstrap: Annotated[str, Meta(pattern=r"^$|" + _IP_PORT)] = ""
     """Address of the bootstrap page of its KV connector (vLLM's MooncakeConnector), `ip:port`. The gateway
     moves a session's KV between endpoints whose pages answer. Empty: it hands no KV over."""
+    role: Role = Role.BOTH
+    """prefill: it prefills long prompts for the other endpoints. decode and both: it gets clients' requests.
+    An endpoint with the role `prefill` needs a bootstrap page."""
 
 
 class Spec(Struct, frozen=True):
@@ -514,8 +549,17 @@ def check(pool: Pool) -> None:
             raise SpecError(
                 f"Node {endpoint.node!r} is not one of {sorted(spec.topology.nodes)} - {at}.node`"
             )
+        if endpoint.role is Role.PREFILL and not endpoint.bootstrap:
+            raise SpecError(
+                "An endpoint with the role prefill hands KV over, so it needs the address of its connector's"
+                f" bootstrap page - {at}.bootstrap`"
+            )
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
             raise SpecError(f"replay must have as many addresses as events - {at}.replay`")
+    if spec.endpoints and all(endpoint.role is Role.PREFILL for endpoint in spec.endpoints):
+        raise SpecError(
+            "All endpoints have the role prefill: give one the role decode or both - at `$.spec.endpoints`"
+        )
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
     for model in models:
         if models.count(model) > 1:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune_api import pool
-from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec, SpecError
+from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Role, Spec, SpecError
 from perilune_api.topology import Bandwidth, Level, Place
 
 EXAMPLE = Path(__file__).parents[2] / "examples/local/pool.yaml"
@@ -21,6 +21,11 @@ def test_the_example_loads_and_is_short() -> None:
     assert loaded.spec.model.name == "qwen3-coder-30b"
     assert loaded.spec.topology.place("node-b") == Place("node-b", "r2", "s1")
     assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+def test_the_example_of_roles_loads() -> None:
+    loaded = pool.load(EXAMPLE.with_name("split.yaml"))
+    assert [e.role for e in loaded.spec.endpoints] == [Role.PREFILL, Role.DECODE, Role.DECODE]
 
 
 def test_the_smallest_document() -> None:
@@ -77,6 +82,18 @@ def test_the_smallest_document() -> None:
             document(endpoints=[{"address": "127.0.0.1:1", "events": ["foo"]}]),
             "at `$.spec.endpoints[0].events[",
             id="no ZMQ address",
+        ),
+        pytest.param(
+            document(endpoints=[{"address": "127.0.0.1:1", "role": "prefill"}, {"address": "127.0.0.1:2"}]),
+            "needs the address of its connector's bootstrap page - at `$.spec.endpoints[0].bootstrap`",
+            id="a prefill endpoint that cannot hand KV over",
+        ),
+        pytest.param(
+            document(
+                endpoints=[{"address": "127.0.0.1:1", "role": "prefill", "bootstrap": "127.0.0.1:8998"}]
+            ),
+            "All endpoints have the role prefill: give one the role decode or both - at `$.spec.endpoints`",
+            id="nobody decodes",
         ),
         pytest.param(
             document(endpoints=[{"address": "127.0.0.1:1"}] * 2),

@@ -8,7 +8,7 @@ import pytest
 
 from perilune_api import names
 from perilune_gateway.main import ENGINE_SECRET
-from perilune_operator.render.engine_door import HEADER, SECRET, Door
+from perilune_operator.render.engine_door import HEADER, SECRET, TARGET, Door
 
 PARAMETERS = {"do_remote_prefill": True, "remote_host": "10.0.0.9"}
 JSON = (b"content-type", b"application/json")
@@ -45,6 +45,7 @@ def through(
 
     length = (b"content-length", str(len(body)).encode())
     scope = {"type": "http", "method": method, "path": "/v1/completions", "headers": [length, *headers]}
+    scope["server"] = ("10.0.0.1", 8000)
     asyncio.run(Door(engine)(scope, receive, send))
     return statuses[0], got["body"], dict(got["headers"])
 
@@ -103,6 +104,15 @@ def test_they_pass_with_the_pools_secret(monkeypatch, given: bytes, passes: bool
     assert (through(body, JSON, (HEADER, given))[1] == body) is passes
 
 
+@pytest.mark.parametrize(("target", "passes"), [(b"10.0.0.1:8000", True), (b"10.0.0.2:8000", False)])
+def test_a_request_that_a_proxy_sends_to_another_engine_asks_for_no_transfer(
+    monkeypatch, target: bytes, passes: bool
+) -> None:
+    monkeypatch.setenv(SECRET, "secret")
+    body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
+    assert (through(body, JSON, (HEADER, b"secret"), (TARGET, target))[1] == body) is passes
+
+
 def test_without_a_secret_nothing_passes(monkeypatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
     body = json.dumps({"kv_transfer_params": PARAMETERS}).encode()
@@ -111,3 +121,4 @@ def test_without_a_secret_nothing_passes(monkeypatch) -> None:
 
 def test_the_gateway_sends_what_the_door_reads() -> None:
     assert (HEADER.decode(), SECRET) == (names.ENGINE_SECRET_HEADER, ENGINE_SECRET)
+    assert TARGET.decode() == names.TRANSFER_TARGET_HEADER

@@ -50,6 +50,9 @@ class FakeRouter:
         self.calls.append(("on_tokens", encode, tokens, waited_s))
         return self.on_tokens_
 
+    def prefills_itself(self, ticket):
+        self.calls.append(("prefills_itself", ticket))
+
     def on_response(self, ticket, status, served, streamed):
         self.calls.append(("on_response", ticket, status, served, streamed))
 
@@ -75,7 +78,9 @@ def converse(router: FakeRouter, *events, **options) -> tuple[list, Exchange]:
     """Feed events; the effects of each, Send unwrapped."""
     exchange, said = exchange_of(router, **options), []
     for event in events:
-        feed = exchange.tokens if isinstance(event, Tokens | Refusal) else exchange.receive
+        feed = exchange.receive
+        if isinstance(event, Tokens | Refusal):
+            feed = exchange.tokens
         said.append([e.message if isinstance(e, Send) else e for e in feed(event)])
     return said, exchange
 

@@ -14,7 +14,9 @@ Rules:
 4.  A request without a body is decided by its headers.
 5.  A refusal answers the client and ends the request; later messages are ignored.
 6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
-7.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
+7.  A request whose prompt another endpoint prefills is held until that one has accepted it. Then transfer
+    parameters are attached to its body; if it is not accepted, the request goes on as it is.
+8.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
     `fail`. That aborts the call (Envoy then fails open or closed, as configured), except in full duplex
     before the pick, where the client gets a 500 from us.
 
@@ -73,7 +75,8 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.request.openai import error_body, for_engine
+from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.request.openai import error_body, for_engine, with_transfer
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.router import Encode
 
@@ -89,6 +92,7 @@ class Router(Protocol):
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody: ...
     def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode: ...
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal: ...
+    def prefills_itself(self, ticket: int) -> None: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
     def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
@@ -107,13 +111,22 @@ class Wait(Struct, frozen=True, gc=False):
     encode: Encode
 
 
+class Hold(Struct, frozen=True, gc=False):
+    """Have this prompt prefilled elsewhere, then call `attach`."""
+
+    ticket: int
+    gift: Gift
+    head: RequestHead
+    body: bytes
+
+
 class Abort(Struct, frozen=True, gc=False):
     """End the call with an error."""
 
     reason: str
 
 
-Effect = Send | Wait | Abort
+Effect = Send | Wait | Hold | Abort
 
 
 class State(StrEnum):
@@ -124,6 +137,8 @@ class State(StrEnum):
     """The headers do not suffice, and the body has not arrived completely."""
     TOKENS = "tokens"
     """The body has arrived; its tokens are awaited."""
+    HELD = "held"
+    """The pick is made; the endpoint that prefills has not accepted the prompt yet."""
     ROUTED = "routed"
     """The pick is made; there is no response yet."""
     ANSWER = "answer"
@@ -133,9 +148,10 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-Event = Kind | Literal["tokens"]
+Event = Kind | Literal["tokens", "accepted"]
 TOKENS: Literal["tokens"] = "tokens"
-"""The one event that does not come from Envoy."""
+ACCEPTED: Literal["accepted"] = "accepted"
+"""These two events do not come from Envoy."""
 
 
 class Tokenized(Struct, frozen=True, gc=False):
@@ -146,7 +162,14 @@ class Tokenized(Struct, frozen=True, gc=False):
     waited_s: float
 
 
-_VERDICT = (State.ROUTED, State.REFUSED)
+class Accepted(Struct, frozen=True, gc=False):
+    """What a Hold asked for; None if the prompt is not prefilled elsewhere."""
+
+    kind: ClassVar[Literal["accepted"]] = ACCEPTED
+    attachment: Attachment | None
+
+
+_VERDICT = (State.ROUTED, State.HELD, State.REFUSED)
 
 TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
     (State.START, Kind.REQUEST_HEADERS): ("decide_head", (State.BODY, State.TOKENS, *_VERDICT)),
@@ -156,6 +179,8 @@ TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
     (State.BODY, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
     (State.TOKENS, TOKENS): ("decide_tokens", _VERDICT),
     (State.TOKENS, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
+    (State.HELD, ACCEPTED): ("attach", (State.ROUTED,)),
+    (State.HELD, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
     (State.ROUTED, Kind.REQUEST_BODY): ("pass_request", (State.ROUTED,)),
     (State.ROUTED, Kind.REQUEST_TRAILERS): ("pass_request", (State.ROUTED,)),
     (State.ROUTED, Kind.RESPONSE_HEADERS): ("answered", (State.ANSWER,)),
@@ -165,7 +190,8 @@ TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
     (State.ANSWER, Kind.RESPONSE_BODY): ("pass_response", (State.ANSWER,)),
     (State.ANSWER, Kind.RESPONSE_TRAILERS): ("pass_response", (State.ANSWER,)),
     (State.ANSWER, TOKENS): ("ignore", (State.ANSWER,)),
-    **{(State.REFUSED, kind): ("ignore", (State.REFUSED,)) for kind in (*Kind, TOKENS)},
+    (State.ANSWER, ACCEPTED): ("ignore", (State.ANSWER,)),
+    **{(State.REFUSED, kind): ("ignore", (State.REFUSED,)) for kind in (*Kind, TOKENS, ACCEPTED)},
 }
 """(state, event) → the handler (a method of Exchange) and the states that may follow. Other pairs are not
 allowed. `fail` leads from every state except CLOSED to REFUSED, `closed` from every state to CLOSED."""
@@ -183,9 +209,9 @@ class Exchange:
     end."""
 
     __slots__ = (
-        "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head", "_max_body_bytes",
-        "_parts", "_response_body_seen", "_response_ended", "_response_mode", "_response_status", "_routed",
-        "_router", "_trailers", "state",
+        "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head",
+        "_max_body_bytes", "_parts", "_response_body_seen", "_response_ended", "_response_mode",
+        "_response_status", "_routed", "_router", "_trailers", "state",
     )  # fmt: skip
 
     def __init__(self, router: Router, *, max_body_bytes: int, conformance: bool = False) -> None:
@@ -197,6 +223,8 @@ class Exchange:
         self._duplex = False
         self._response_mode = BodyMode.NONE
         self._parts: list[bytes] = []
+        self._bodies: tuple[bytes, bytes | None] = b"", None
+        """Of a held request: its body, and what replaces it."""
         self._body_bytes = 0
         self._trailers = False
         self._encode: Encode | None = None
@@ -208,7 +236,7 @@ class Exchange:
 
     # Called by the stream.
 
-    def receive(self, inbound: Inbound | Tokenized) -> list[Effect]:
+    def receive(self, inbound: Inbound | Tokenized | Accepted) -> list[Effect]:
         """Handles a message from Envoy. Raises ProtocolError for one that the state does not allow."""
         row = _HANDLERS.get((self.state, inbound.kind))
         if row is None:
@@ -223,11 +251,15 @@ class Exchange:
         """Handles the tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
         return self.receive(Tokenized(tokens, waited_s))
 
+    def attach(self, attachment: Attachment | None) -> list[Effect]:
+        """Handles what a Hold asked for; None if the prompt is not prefilled elsewhere."""
+        return self.receive(Accepted(attachment))
+
     def fail(self) -> list[Effect]:
         """Ends the request after a bug of ours, or when Envoy violated the protocol."""
         if self.state is State.CLOSED:
             return []
-        undecided = self.state in (State.START, State.BODY, State.TOKENS)
+        undecided = self.state in (State.START, State.BODY, State.TOKENS, State.HELD)
         self.state = State.REFUSED
         if self._duplex and undecided:
             return self._refuse(self._own(Refusal(RefuseReason.INTERNAL, "the gateway failed")))
@@ -287,6 +319,17 @@ class Exchange:
         assert self._encode is not None
         return self._conclude(self._router.on_tokens(self._encode, event.tokens, event.waited_s))
 
+    def _attach(self, event: Accepted) -> _Next:
+        routed, attachment = self._routed, event.attachment
+        assert routed is not None
+        body, changed = self._bodies
+        self._bodies = b"", None
+        if attachment is None:
+            self._router.prefills_itself(routed.ticket)
+            return State.ROUTED, self._pick(routed, body, changed)
+        attached = with_transfer(body if changed is None else changed, attachment.params)
+        return State.ROUTED, self._pick(routed, body, attached, attachment.headers)
+
     def _pass_request(self, event: Body | Trailers) -> _Next:
         return self.state, self._pass(event, self._duplex)
 
@@ -327,7 +370,12 @@ class Exchange:
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
-                return State.ROUTED, self._pick(verdict, body, for_engine(body, verdict.fields))
+                changed = for_engine(body, verdict.fields)
+                if verdict.gift:
+                    self._bodies = body, changed
+                    whole = body if changed is None else changed
+                    return State.HELD, [Hold(verdict.ticket, verdict.gift, self._head, whole)]
+                return State.ROUTED, self._pick(verdict, body, changed)
             case Refusal():
                 self._parts = []
                 return State.REFUSED, self._refuse(verdict)
@@ -335,15 +383,17 @@ class Exchange:
                 self._encode = verdict
                 return State.TOKENS, [Wait(verdict)]
 
-    def _pick(self, routed: Routed, body: bytes, changed: bytes | None) -> list[Effect]:
+    def _pick(
+        self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()
+    ) -> list[Effect]:
         """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
-        replaces the body."""
+        replaces the body, `headers` are added to the request."""
         to, rank = routed.destinations, routed.rank
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
                 return [Send(Pick(Kind.REQUEST_HEADERS, to, KEEP_BODY, rank=rank))]
-            return [Send(Pick(Kind.REQUEST_BODY, to, body=changed, rank=rank))]
-        effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, to, rank=rank))]
+            return [Send(Pick(Kind.REQUEST_BODY, to, body=changed, rank=rank, headers=headers))]
+        effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, to, rank=rank, headers=headers))]
         if self.state is not State.START and self._head.has_body:
             whole = body if changed is None else changed
             effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)

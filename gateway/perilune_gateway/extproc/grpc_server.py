@@ -30,7 +30,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from perilune_api.names import EXT_PROC_SERVICE, HEALTH_SERVICES, LIVENESS
-from perilune_gateway.extproc.exchange import Abort, Wait
+from perilune_gateway.extproc.exchange import Abort, Hold, Wait
 from perilune_gateway.extproc.service import MESSAGE_BYTES, Reply, Service, Stream
 from perilune_gateway.extproc.tls import Tls
 
@@ -129,8 +129,8 @@ async def _carry_out(stream: Stream, context: Context, reply: Reply) -> None:
     for message in reply.messages:
         await context.write(message)
     match reply.then:
-        case Wait(encode):
-            await _carry_out(stream, context, await stream.tokens(encode))
+        case Wait() | Hold() as wait:
+            await _carry_out(stream, context, await stream.waited(wait))
         case Abort(reason):
             await context.abort(grpc.StatusCode.INTERNAL, reason)
 

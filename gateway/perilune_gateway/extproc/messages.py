@@ -96,6 +96,8 @@ class Pick(Struct, frozen=True, gc=False):
     """Replaces the buffered body; None keeps it."""
     rank: int | None = None
     """The data-parallel rank of which the engine is told."""
+    headers: tuple[tuple[str, str], ...] = ()
+    """Added to the request."""
 
 
 class Echo(Struct, frozen=True, gc=False):

@@ -1,8 +1,8 @@
 """One ext_proc stream as bytes in, bytes out; both servers use it.
 
 Each message goes through `wire.decode` and `exchange.receive`. The result is a `Reply`: encoded messages to
-send, and then, if it says so, to wait for tokens or to abort the call. The server carries it out, and calls
-`closed` when the stream ends.
+send, and then, if it says so, to wait for tokens or for another endpoint, or to abort the call. The server
+carries it out, and calls `closed` when the stream ends.
 
 Waiting for tokens ends in one of three ways. The tokens come; or they do not come within
 `limits.decision_seconds`, and the estimate from bytes is used; or the prompt is invalid, and the client gets
@@ -23,9 +23,10 @@ from msgspec import Struct
 
 from perilune_api.pool import Limits
 from perilune_gateway.extproc import wire
-from perilune_gateway.extproc.exchange import Abort, Effect, Exchange, Router, Send, Wait
+from perilune_gateway.extproc.exchange import Abort, Effect, Exchange, Hold, Router, Send, Wait
 from perilune_gateway.extproc.messages import Body, BodyMode, Kind
-from perilune_gateway.model import ProtocolError, Refusal, Tokens, TokenSource
+from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
+from perilune_gateway.model.handoff import Attachment, Gift
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.router import Encode
 
@@ -57,11 +58,17 @@ class Tokenizer(Protocol):
     async def encode(self, request: ParsedRequest) -> Tokens | Refusal: ...
 
 
+class Giver(Protocol):
+    """The part of feeds.gift_legs.GiftLegs that streams need."""
+
+    async def give(self, ticket: int, gift: Gift, head: RequestHead, body: bytes) -> Attachment | None: ...
+
+
 class Reply(Struct, frozen=True, gc=False):
     """Send `messages`, then carry out `then`; None means to await the next message."""
 
     messages: list[bytes]
-    then: Wait | Abort | None
+    then: Wait | Hold | Abort | None
 
 
 class Service:
@@ -79,9 +86,11 @@ class Service:
         bytes_per_token: float = 4.0,
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
+        giver: Giver | None = None,
     ) -> None:
-        """`bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the body mode of
-        an Envoy that does not send its mode, see `wire`."""
+        """`giver` has prompts prefilled on other endpoints; None: targets always do it themselves.
+        `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the body mode of an
+        Envoy that does not send its mode, see `wire`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -99,6 +108,7 @@ class Service:
         self.bytes_per_token = bytes_per_token
         self.default_mode = default_mode
         self.conformance = conformance
+        self.giver = giver
 
     def open(self) -> Stream:
         """Begins a stream. The caller must call its `closed`."""
@@ -108,7 +118,8 @@ class Service:
 
 
 class Stream:
-    """One call of Envoy's method. After a reply with Wait, call `tokens` or `closed` and nothing else."""
+    """One call of Envoy's method. After a reply with Wait or Hold, call `waited` or `closed` and nothing
+    else."""
 
     __slots__ = ("_exchange", "_service")
 
@@ -129,11 +140,13 @@ class Stream:
         except Exception as error:
             return self._failed(error)
 
-    async def tokens(self, encode: Encode) -> Reply:
-        """Gets the tokens that the last reply waits for. Raises only CancelledError."""
+    async def waited(self, wait: Wait | Hold) -> Reply:
+        """Gets what the last reply waits for. Raises only CancelledError."""
         started = time.perf_counter()
         try:
-            tokens = await self._encode(encode)
+            if isinstance(wait, Hold):
+                return _reply(self._exchange.attach(await self._attachment(wait)))
+            tokens = await self._encode(wait.encode)
             return _reply(self._exchange.tokens(tokens, time.perf_counter() - started))
         except Exception as error:
             return self._failed(error)
@@ -142,6 +155,10 @@ class Stream:
         """Ends the stream and its request. Call it exactly once, however the stream ended."""
         self._service.streams_open -= 1
         self._exchange.closed()
+
+    async def _attachment(self, hold: Hold) -> Attachment | None:
+        giver = self._service.giver
+        return await giver.give(hold.ticket, hold.gift, hold.head, hold.body) if giver else None
 
     async def _encode(self, encode: Encode) -> Tokens | Refusal:
         service = self._service

@@ -210,7 +210,7 @@ def encode(outbound: Outbound) -> bytes:
     """Writes one ProcessingResponse. Answers without a body are cached, since there are few different
     ones."""
     match outbound:
-        case Continue() | Pick(body=None):
+        case Continue() | Pick(body=None, headers=()):
             return _encode_again(outbound)
     return _encode(outbound)
 
@@ -226,9 +226,9 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override, body, rank):
+        case Pick(to, destinations, override, body, rank, headers):
             value = ",".join(destinations)
-            changed = [(DESTINATION_HEADER, value)]
+            changed = [(DESTINATION_HEADER, value), *headers]
             if rank is not None:
                 changed.append((DATA_PARALLEL_RANK_HEADER, str(rank)))
             if body is not None:  # Envoy refuses a new body of another length than the header has

@@ -41,7 +41,7 @@ from perilune_gateway.model.endpoint import (
 )
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
 from perilune_gateway.model.errors import ProtocolError
-from perilune_gateway.model.moves import APPROVED, Move, MoveReason, Subject
+from perilune_gateway.model.moves import APPROVED, UNPLANNED, Move, MoveReason, Subject
 from perilune_gateway.model.record import DecisionRecord, Ending, tenant_hash
 from perilune_gateway.model.request import (
     NO_PREFIX,
@@ -55,6 +55,7 @@ from perilune_gateway.model.request import (
     SessionView,
     Tokens,
     TokenSource,
+    Unsplit,
 )
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "NO_FIELDS",
     "NO_PREFIX",
     "STATUS",
+    "UNPLANNED",
     "Candidate",
     "Cost",
     "Decision",
@@ -98,6 +100,7 @@ __all__ = [
     "Tier",
     "TokenSource",
     "Tokens",
+    "Unsplit",
     "Verdict",
     "rank_of",
     "server_of",

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from perilune_gateway.model.handoff import Gift
 from perilune_gateway.model.moves import Move
+from perilune_gateway.model.request import Unsplit
 
 
 class Reason(StrEnum):
@@ -147,6 +149,8 @@ class Decision(Struct, frozen=True, gc=False):
     """Predicted seconds per output token; 0 if the policy does not predict them."""
     move: Move | None = None
     """The planner's proposal that this decision carries out, with its reason and numbers."""
+    unsplit: Unsplit | None = None
+    """Why the target prefills the prompt itself; None if it does not, or without prefill endpoints."""
 
     @property
     def prefill_endpoint(self) -> str:
@@ -203,3 +207,5 @@ class Routed(Struct, frozen=True, gc=False):
     """What to write into the body."""
     rank: int | None = None
     """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""
+    gift: Gift | None = None
+    """The prompt's KV, which another endpoint must have accepted to compute before the request goes on."""

@@ -14,6 +14,7 @@ from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
+from perilune_api.pool import Role
 from perilune_api.topology import Link, Place
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
 
@@ -38,6 +39,7 @@ class Endpoint:
     draining: bool = False
     bootstrap: str = ""
     """Address of its KV connector's bootstrap page, `ip:port`; empty: it hands no KV over."""
+    role: Role = Role.BOTH
 
     @property
     def server(self) -> str:

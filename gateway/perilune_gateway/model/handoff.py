@@ -56,6 +56,8 @@ class GivenUp(StrEnum):
     """The session ended, or has another host by now."""
     TARGET = "target"
     """The target left the pool, drains or is not ready any more."""
+    ELSEWHERE = "elsewhere"
+    """The proxy sent the request to another endpoint than the target."""
 
 
 EXPIRED = frozenset({GivenUp.NOT_ACCEPTED, GivenUp.NOT_TAKEN, GivenUp.UNCONFIRMED, GivenUp.BUSY})
@@ -85,6 +87,29 @@ class Content(Struct, frozen=True, gc=False):
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+
+class Gift(Struct, frozen=True, gc=False):
+    """The KV of a request's prompt, which one endpoint computes and another one fetches."""
+
+    transfer_id: str
+    source: str
+    """Address of the endpoint that computes it."""
+    target: str
+    bootstrap: str
+    """The source's bootstrap page, `ip:port`."""
+    accept_s: float
+    """Seconds within which the source must accept the prompt."""
+    give_s: float
+    """Seconds within which the source must have computed it."""
+
+
+class Attachment(Struct, frozen=True, gc=False):
+    """What a request needs so that its engine fetches the prompt's KV."""
+
+    params: bytes
+    """JSON of `kv_transfer_params`."""
+    headers: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ class MoveReason(StrEnum):
     HOT_HOST = "hot_host"
     RACK_PRESSURE = "rack_pressure"
     REPLICATE = "replicate"
+    PREFILL = "prefill"
+    """A request's prompt is prefilled on another endpoint; no plan is made for it."""
     COOLDOWN = "cooldown"
     """The session moved too recently."""
     NOWHERE = "nowhere"
@@ -35,7 +37,9 @@ class MoveReason(StrEnum):
 Subject = Hashable
 """Identifies the session or the prefix."""
 APPROVED = frozenset({MoveReason.DRAIN, MoveReason.HOT_HOST, MoveReason.RACK_PRESSURE, MoveReason.REPLICATE})
-"""Reasons for a move; all others are reasons against one."""
+"""Reasons for a planned move."""
+UNPLANNED = frozenset({MoveReason.PREFILL})
+"""Reasons for KV that goes with a request; all others are reasons against a move."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from xxhash import xxh3_64_hexdigest
 
 from perilune_gateway.model.decision import Cost, Decision, Outcome, Refusal
 from perilune_gateway.model.endpoint import Candidate
-from perilune_gateway.model.request import Phase, RequestView, TokenSource
+from perilune_gateway.model.request import Phase, RequestView, TokenSource, Unsplit
 
 
 class Ending(Struct, frozen=True, gc=False):
@@ -92,6 +92,16 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     @property
     def moved_from(self) -> str:
         return self.verdict.moved_from if isinstance(self.verdict, Decision) else ""
+
+    @property
+    def prefill(self) -> str:
+        """Address of the endpoint that prefills for the target; empty if the target does."""
+        return self.verdict.prefill if isinstance(self.verdict, Decision) else ""
+
+    @property
+    def unsplit(self) -> Unsplit | None:
+        """Why the target prefills itself, in a pool with prefill endpoints."""
+        return self.verdict.unsplit if isinstance(self.verdict, Decision) else None
 
     @property
     def chosen(self) -> Candidate | None:

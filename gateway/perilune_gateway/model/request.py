@@ -90,6 +90,27 @@ class Phase(StrEnum):
     BODY = "body"
 
 
+class Unsplit(StrEnum):
+    """Why a prompt is prefilled where it is decoded, in a pool with prefill endpoints."""
+
+    SHORT = "short"
+    """The decoding endpoint caches all of it but a few tokens."""
+    QUEUES_FULL = "queues_full"
+    """Every prefill endpoint has as many prompts as it may have."""
+    SLOW = "slow"
+    """Queue and prefill would take longer than the engines wait for KV."""
+    NO_GIVER = "no_giver"
+    """No prefill endpoint is ready whose connector can hand KV to the decoding endpoint."""
+    API = "api"
+    """Requests of this API have no transfer parameters."""
+    ANSWERS = "answers"
+    """The request asks for several answers."""
+    PROMPTS = "prompts"
+    """The request has several prompts, or embeddings instead of one."""
+    GROUPS = "groups"
+    """The model has several KV cache groups."""
+
+
 class SessionView(Struct, frozen=True, gc=False):
     """A session as a policy sees it."""
 
@@ -161,3 +182,6 @@ class RequestView(Struct, frozen=True, gc=False):
     """Tokens per KV block."""
     prefill_queue: int = 0
     """Number of requests in the pool's prefill queue; 0 if it has none."""
+    unsplit: Unsplit | None = None
+    """Why the prompt can only be prefilled where it is decoded; None if another endpoint can do it, or in a
+    pool without prefill endpoints."""

@@ -7,6 +7,7 @@ O(sessions returned).
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from perilune_api.pool import Role
 from perilune_api.topology import Link
 from perilune_gateway.model import Candidate, Location, Overlap, SessionKey, Subject
 from perilune_gateway.model.handoff import Content, Immovable
@@ -42,7 +43,8 @@ class LiveFacts:
         return bool(self._state.connectors.known)
 
     def endpoints(self, now: float, near: Collection[str] = ()) -> Sequence[Candidate]:
-        """Return all endpoints of the pool, each with links to those `near` that can hand KV over to it."""
+        """Return all endpoints to which sessions may be bound, each with links to those `near` that can hand
+        KV over to it."""
         state = self._state
         return [
             Candidate(
@@ -53,6 +55,7 @@ class LiveFacts:
                 engine=state.calibration.speed(view.endpoint.address, now).engine,
             )
             for view in state.fleet.view(now, state.sessions.bound)
+            if view.endpoint.role is not Role.PREFILL
         ]
 
     def _links(self, view: EndpointView, near: Collection[str], now: float) -> Mapping[str, Link]:

@@ -34,6 +34,7 @@ from perilune_gateway.model import (
     RefuseReason,
     Step,
     TokenSource,
+    Unsplit,
 )
 from perilune_gateway.observe import snapshot_metrics
 from perilune_gateway.observe.stats import Snapshot
@@ -42,6 +43,8 @@ SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
 )
+REMOTE = "remote"
+"""Label of prompts that another endpoint prefills than the one that decodes."""
 LEFT = "left"
 """Label that stands for all endpoints that have left the pool."""
 
@@ -199,6 +202,11 @@ class Metrics:
             "Requests of sessions, by whether they went to the session's host.",
             "affinity",
         )
+        self._prefills = tally(
+            "prefills",
+            "Prompts in a pool with prefill endpoints, by where they are prefilled, or why not remotely.",
+            "where",
+        )
         self._migrations = tally("migrations", "Sessions that the policy moved to another endpoint.")
 
         # Ended requests, scrapes, the build
@@ -209,6 +217,7 @@ class Metrics:
         self._refusals.start(RefuseReason)
         self._sources.start(TokenSource)
         self._affinity.start(Affinity)
+        self._prefills.start((REMOTE, *Unsplit))
         self._migrations.add(by=0)
         registry.register(_Mirror(self))
 
@@ -227,6 +236,8 @@ class Metrics:
             self._migrations.add()
         if verdict.reason is Reason.PASS_THROUGH:
             return
+        if verdict.prefill or verdict.unsplit:
+            self._prefills.add(verdict.unsplit or REMOTE)
         self._prompt.add(verdict.target, by=view.prompt_tokens)
         self._cached.add(verdict.target, by=record.cached_tokens)
         self._sources.add(view.token_source)

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from perilune_gateway.model import APPROVED, Move, MoveReason, SessionKey, Subject, tenant_hash
+from perilune_gateway.model import APPROVED, UNPLANNED, Move, MoveReason, SessionKey, Subject, tenant_hash
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, HandoffRecord, Immovable
 from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.moves.planner import Ended, Lapse, Planner, PlannerStats, State
+from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats, Leg
 from perilune_gateway.state.calibration import Calibration
 
@@ -19,9 +20,12 @@ RECENT = 50
 """Number of ended moves that the page shows."""
 
 
-def page(planner: Planner, handoffs: HandoffStats, calibration: Calibration, now: float) -> Mapping[str, Any]:
-    """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, the budget, what
-    the endpoints' connectors can, and the measured slowdown of links."""
+def page(
+    planner: Planner, handoffs: HandoffStats, gifts: GiftStats, calibration: Calibration, now: float
+) -> Mapping[str, Any]:
+    """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, prompts that
+    other endpoints prefill, the budget, what the endpoints' connectors can, and the measured slowdown of
+    links."""
     stats = planner.stats(now)
     return {
         "triggers": list(stats.triggers),
@@ -39,6 +43,10 @@ def page(planner: Planner, handoffs: HandoffStats, calibration: Calibration, now
         "connectors": {
             address: {"engine_ids": list(can.engine_ids), "tensor_parallel": can.tensor_parallel}
             for address, can in handoffs.connectors.items()
+        },
+        "prefills": {
+            "open": gifts.open,
+            "ended": [_prefilled(record) for record in reversed(gifts.recent)],
         },
         "immovable": dict(handoffs.immovable),
         "stays": [_row(move) for move in planner.last.stays],
@@ -67,7 +75,9 @@ def _row(move: Move) -> dict[str, Any]:
 def _subject(subject: Subject) -> dict[str, Any]:
     if isinstance(subject, SessionKey):
         return {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
-    return {"prefix": f"{subject:016x}" if isinstance(subject, int) else str(subject)}
+    if isinstance(subject, int):
+        return {"prefix": f"{subject:016x}"}
+    return {"request_id": str(subject)}
 
 
 def _open(handoff: Handoff, now: float) -> dict[str, Any]:
@@ -89,6 +99,10 @@ def _handed_over(record: HandoffRecord) -> dict[str, Any]:
         "transfer_bytes": record.transfer_bytes,
         "rounds": record.rounds,
     }
+
+
+def _prefilled(record: HandoffRecord) -> dict[str, Any]:
+    return _row(record.move) | _handed_over(record) | {"seconds": record.seconds, "time": record.time}
 
 
 def _ended(one: Ended, now: float) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
         "Sessions and prefixes that were considered and not moved, by reason.",
         labels=("reason",),
     )
-    for reason in sorted(set(MoveReason) - APPROVED):
+    for reason in sorted(set(MoveReason) - APPROVED - UNPLANNED):
         refused.add_metric((reason,), stats.stays.get(reason, 0))
     yield refused
     yield GaugeMetricFamily(
@@ -134,7 +148,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     )
 
 
-def handoff_families(stats: HandoffStats) -> Iterator[Metric]:
+def handoff_families(stats: HandoffStats, gifts: GiftStats) -> Iterator[Metric]:
     """Metric families of hand-offs. The series of all labels exist from the start."""
     ended = CounterMetricFamily(
         "perilune_handoffs", "Ended hand-offs of KV between endpoints.", labels=("reason", "outcome")
@@ -142,11 +156,13 @@ def handoff_families(stats: HandoffStats) -> Iterator[Metric]:
     for reason in sorted(APPROVED):
         for outcome in HandoffOutcome:
             ended.add_metric((reason, outcome), stats.outcomes.get((reason, outcome), 0))
+    for outcome in HandoffOutcome:
+        ended.add_metric((MoveReason.PREFILL, outcome), gifts.outcomes.get(outcome, 0))
     yield ended
     yield _by(
         CounterMetricFamily("perilune_handoffs_given_up", "Hand-offs given up, by cause.", labels=("cause",)),
         GivenUp,
-        stats.given_up,
+        Counter(stats.given_up) + Counter(gifts.given_up),
     )
     yield _by(
         CounterMetricFamily(
@@ -164,7 +180,12 @@ def handoff_families(stats: HandoffStats) -> Iterator[Metric]:
     )
     yield _by(seconds, Leg, stats.leg_seconds)
     yield CounterMetricFamily(
-        "perilune_handoff_bytes", "KV bytes that ended hand-offs asked for.", stats.transfer_bytes
+        "perilune_handoff_bytes",
+        "KV bytes that ended hand-offs asked for.",
+        stats.transfer_bytes + gifts.transfer_bytes,
+    )
+    yield GaugeMetricFamily(
+        "perilune_prefills_open", "Requests whose prompt another endpoint prefills.", gifts.open
     )
     now_open = GaugeMetricFamily(
         "perilune_handoffs_open", "Hand-offs that have not ended, by stage.", labels=("stage",)

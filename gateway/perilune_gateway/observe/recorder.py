@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from perilune_gateway.model import DecisionRecord, Ending, SessionKey
+from perilune_gateway.model import DecisionRecord, Ending, SessionKey, Subject
 from perilune_gateway.model.handoff import HandoffRecord
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.decisions import Decisions
@@ -53,7 +53,7 @@ class Recorder:
             record.outcome,
             f" cause={record.cause}" if record.cause else "",
             move.reason,
-            f"session={move.subject.session_id}" if isinstance(move.subject, SessionKey) else "prefix",
+            _subject(move.subject),
             move.source,
             move.target,
             record.tokens,
@@ -63,3 +63,9 @@ class Recorder:
         )
         if self._decision_log:
             self._decision_log.handed_over(record)
+
+
+def _subject(subject: Subject) -> str:
+    if isinstance(subject, SessionKey):
+        return f"session={subject.session_id}"
+    return "prefix" if isinstance(subject, int) else f"request={subject}"

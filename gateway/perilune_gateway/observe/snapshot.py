@@ -61,6 +61,7 @@ class Snapshots:
             self._events.ingest(),
             self._router.handing_over.stats(),
             self._drained(),
+            self._router.gifts.stats(),
         )
 
     def serves(self) -> bool:
@@ -81,7 +82,9 @@ class Snapshots:
     def moves(self) -> Mapping[str, Any]:
         """The values of /api/moves."""
         router, calibration = self._router, self._state.calibration
-        return moves.page(router.planner, router.handing_over.stats(), calibration, self._clock())
+        return moves.page(
+            router.planner, router.handing_over.stats(), router.gifts.stats(), calibration, self._clock()
+        )
 
     def endpoints(self) -> tuple[EndpointStats, ...]:
         return self._rows(self._state.index.stats(self._clock()))

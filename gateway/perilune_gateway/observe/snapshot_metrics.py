@@ -81,8 +81,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("ingest_blocks", "Blocks stored or removed by KV events.", ingest.blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)
-    if snapshot.handoffs:
-        yield from moves.handoff_families(snapshot.handoffs)
+    if snapshot.handoffs and snapshot.gifts:
+        yield from moves.handoff_families(snapshot.handoffs, snapshot.gifts)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 

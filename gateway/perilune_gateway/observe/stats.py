@@ -12,6 +12,7 @@ from math import inf, nan
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.moves.planner import PlannerStats
+from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.ejection import Cause, EjectionStats
@@ -104,3 +105,4 @@ class Snapshot:
     handoffs: HandoffStats | None = None
     drained: Mapping[str, str] = field(default_factory=dict)
     """The marks of draining pods that this gateway no longer uses, by name."""
+    gifts: GiftStats | None = None

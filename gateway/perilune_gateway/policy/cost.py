@@ -180,7 +180,7 @@ def seconds(candidate: Candidate, request: RequestView, params: PeriluneParams) 
         load.pending_prefill_s,
         fetch_s,
         prefill_s,
-        _slower_decode_s(candidate, request, params) if load.in_flight else 0.0,
+        slower_decode_s(candidate, request, params) if load.in_flight else 0.0,
         disturbed * prefill_s,
         source,
         peer,
@@ -225,7 +225,7 @@ def fetches(candidate: Candidate, request: RequestView) -> Iterator[tuple[KvSour
             yield KvSource.PEER, peer, tokens, pull_s
 
 
-def _slower_decode_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:
+def slower_decode_s(candidate: Candidate, request: RequestView, params: PeriluneParams) -> float:
     """Return by how many seconds the requests in flight slow down this request's decoding."""
     load, engine, prompt = candidate.load, candidate.engine, request.prompt_tokens
     output = min(request.output_tokens or params.expected_output_tokens, params.expected_output_tokens)

@@ -25,7 +25,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason
+from perilune_gateway.model import NO_FIELDS, EngineFields, Refusal, RefuseReason, Unsplit
 
 
 class Api(StrEnum):
@@ -117,6 +117,8 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     """In /v1/responses the id of the response, if the client chooses it."""
     cache_salt: str = ""
     priority: int = 0
+    unsplit: Unsplit | None = None
+    """Why its prompt can only be prefilled where it is decoded; None if another endpoint can."""
 
     def prefix_text(self) -> bytes | memoryview:
         """The bytes that are hashed when the prompt's tokens are only estimated.
@@ -193,6 +195,31 @@ def for_engine(body: bytes, added: EngineFields) -> bytes | None:
     return b"".join((body[:end], b",", msgspec.json.encode(fields)[1:-1], body[end:]))
 
 
+_UNWANTED = (
+    *("stop", "stop_token_ids", "min_tokens", "response_format", "structured_outputs", "stream_options"),
+    *("max_completion_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo"),
+)
+"""Fields of a request's answer, which a prefill for another endpoint does without."""
+
+
+def prefill_body(body: bytes, transfer_id: str) -> bytes:
+    """Returns the body that has a request's prompt prefilled for another engine: the client's own, but for an
+    answer of one token that ends by its length, because the engine drops the KV of one that ends otherwise.
+    Raises msgspec.DecodeError."""
+    fields = msgspec.json.decode(body, type=dict[str, Any])
+    for name in _UNWANTED:
+        fields.pop(name, None)
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    answer = {"max_tokens": 1, "ignore_eos": True, "stream": True}
+    return msgspec.json.encode({**fields, **answer, "kv_transfer_params": params})
+
+
+def with_transfer(body: bytes, params: bytes) -> bytes:
+    """Adds transfer parameters (JSON) to a body that `parse` has accepted, see `for_engine`."""
+    end = body.rindex(b"}")
+    return b'%b,"kv_transfer_params":%b%b' % (body[:end], params, body[end:])
+
+
 class _OwnXargs(Struct, frozen=True):
     vllm_xargs: dict[str, Any] | None = None
 
@@ -219,6 +246,8 @@ class _Body(Struct, frozen=True):
     cache_salt: Any = None
     vllm_xargs: Any = None
     metadata: Any = None
+    n: Any = None
+    best_of: Any = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
 
@@ -455,7 +484,21 @@ def _request(
         user=_name(fields.user) or (_text(metadata.get("user_id")) if api is Api.MESSAGES else ""),
         cache_salt=_text(fields.cache_salt),
         priority=fields.priority or 0,
+        unsplit=_unsplit(api, fields, prompt),
     )
+
+
+def _unsplit(api: Api, fields: _Body, prompt: Prompt) -> Unsplit | None:
+    """Why the prompt can only be prefilled where it is decoded. vLLM 0.32 takes transfer parameters in two of
+    the APIs."""
+    if api not in (Api.CHAT, Api.COMPLETIONS):
+        return Unsplit.API
+    if any(count not in (None, 1) for count in (fields.n, fields.best_of)):
+        return Unsplit.ANSWERS
+    several = isinstance(prompt, TextPrompt) and len(prompt.texts) != 1
+    if several or (isinstance(prompt, TokenPrompt) and len(prompt.ids) != 1):
+        return Unsplit.PROMPTS
+    return None
 
 
 def _completion_prompt(raw: Raw, special: bool) -> TextPrompt | TokenPrompt:

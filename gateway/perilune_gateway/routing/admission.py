@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from perilune_api.pool import Limits
+from perilune_api.pool import Limits, Role
 from perilune_gateway.model import (
     Candidate,
     Refusal,
@@ -49,12 +49,13 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
     `subset`: the proxy's subset hint does not name it. `trial`: the request is the trial of an ejected
     endpoint. `failures` and `late`: it is ejected for that. `not_ready`: it is listed as not ready, or is
     suspected dead. `draining`: it drains and is not the session's host. `failing`: the session's latest
-    requests all failed there.
+    requests all failed there. An endpoint that only prefills is outside of subsets and trials.
     """
     endpoint = view.endpoint
-    if wanted.subset is not None and endpoint.server not in wanted.subset:
+    serves = endpoint.role is not Role.PREFILL
+    if wanted.subset is not None and endpoint.server not in wanted.subset and serves:
         return "subset"
-    if wanted.trial:
+    if wanted.trial and serves:
         return "" if endpoint.address == wanted.trial else "trial"
     if view.ejected:
         return view.ejected
@@ -69,6 +70,7 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:
     """Return the endpoints that may be chosen, and for each other address the check that it failed.
+    `prefill`: it only prefills, and no endpoint is left that decodes.
 
     If the request names an earlier response, only the endpoint that has it may be chosen, and the others fail
     the check `earlier_response`. If that endpoint may not be chosen, another one will answer that it has no
@@ -85,6 +87,9 @@ def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointV
         others = (v.endpoint.address for v in eligible if v.endpoint.address != wanted.holder)
         excluded.update(dict.fromkeys(others, "earlier_response"))
         eligible = [view for view in eligible if view.endpoint.address == wanted.holder]
+    if all(view.endpoint.role is Role.PREFILL for view in eligible):
+        excluded |= {view.endpoint.address: "prefill" for view in eligible}
+        eligible = []
     return eligible, excluded
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from perilune_api.pool import Pool
+from perilune_api.pool import Pool, Role
 from perilune_api.topology import Link
 from perilune_gateway.model import (
     Candidate,
@@ -23,6 +23,7 @@ from perilune_gateway.model import (
     Prefix,
     Tokens,
     TokenSource,
+    Unsplit,
 )
 from perilune_gateway.request import block_hashes, openai
 from perilune_gateway.request.media import digested
@@ -51,6 +52,7 @@ class CandidateBuilder:
         self._model = pool.spec.model
         self._block_size = pool.spec.engine.block_size
         self._session_failures = pool.spec.routing.ejection.session_failures
+        self._splits = any(endpoint.role is Role.PREFILL for endpoint in pool.spec.endpoints)
 
     def find_eligible(self, context: RequestContext) -> None:
         """Fill in which endpoints may be chosen. Endpoints that are ejected, or whose metrics fail, are tried
@@ -93,6 +95,13 @@ class CandidateBuilder:
         self._weigh(context, matches, hits, score)
         return matches
 
+    def unsplit(self, context: RequestContext) -> Unsplit | None:
+        """Why no other endpoint can prefill the request's prompt; None if one can, or in a pool without
+        prefill endpoints."""
+        if not self._splits:
+            return None
+        return context.prompt.unsplit if self._givers(context.eligible) else Unsplit.NO_GIVER
+
     def hash_blocks(self, request: ParsedRequest, tokens: Tokens, lora: str) -> Sequence[int]:
         """Our hashes of the prompt's full blocks; of its text if its token ids are not known."""
         root = block_hashes.prefix_root(lora, request.cache_salt)
@@ -126,6 +135,8 @@ class CandidateBuilder:
     ) -> list[Candidate]:
         """One candidate per eligible endpoint. `elsewhere`: the overlap of endpoints not in `overlaps`."""
         calibration, now = self._state.calibration, context.now
+        givers = self._givers(context.eligible)
+        chosen_links = calibration.transfers or self._splits
         candidates = []
         for view in context.eligible:
             address = view.endpoint.address
@@ -139,7 +150,7 @@ class CandidateBuilder:
                     overlap,
                     engine.prefill_s(prompt_tokens - device, device),
                     view.seconds_since_move,
-                    self._links(view, context.prefix, now) if calibration.transfers else view.links,
+                    self._links(view, context.prefix, givers, now) if chosen_links else view.links,
                     engine,
                     decode_s,
                     ttft_ratio,
@@ -147,12 +158,23 @@ class CandidateBuilder:
             )
         return candidates
 
-    def _links(self, view: EndpointView, prefix: Prefix, now: float) -> Mapping[str, Link]:
-        """Links to the holders of the prefix, as slow as they were observed to be."""
-        calibration, here = self._state.calibration, view.endpoint.address
+    def _givers(self, eligible: Sequence[EndpointView]) -> Sequence[str]:
+        """The endpoints that prefill for others."""
+        if not self._splits:
+            return ()
+        return [v.endpoint.address for v in eligible if v.endpoint.role is Role.PREFILL]
+
+    def _links(
+        self, view: EndpointView, prefix: Prefix, givers: Sequence[str], now: float
+    ) -> Mapping[str, Link]:
+        """Links to the holders of the prefix, and to the prefill endpoints that can hand KV over to this one,
+        as slow as they were observed to be."""
+        state, here = self._state, view.endpoint.address
+        near = [there for there, _ in prefix.locations if there not in givers]
+        near += [giver for giver in givers if state.connectors.can(giver, here)]
         return {
-            there: view.links[there]._replace(slowdown=calibration.slowdown(there, here, now))
-            for there, _ in prefix.locations
+            there: view.links[there]._replace(slowdown=state.calibration.slowdown(there, here, now))
+            for there in near
             if there in view.links
         }
 

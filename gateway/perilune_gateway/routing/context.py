@@ -14,6 +14,7 @@ from perilune_gateway.model import (
     RequestHead,
     Step,
     TokenSource,
+    Unsplit,
 )
 from perilune_gateway.state.fleet import EndpointView
 from perilune_gateway.state.sessions import Session
@@ -63,6 +64,8 @@ class Prompt(Struct, frozen=True, gc=False):
     """Whether it names an earlier response, which only one engine's process has."""
     names_response: bool = False
     """Whether the gateway chooses the id of the response, see aliases.py."""
+    unsplit: Unsplit | None = None
+    """Why no other endpoint can prefill it; None if one can."""
 
 
 NO_PROMPT = Prompt(0, TokenSource.ESTIMATE)

@@ -1,4 +1,5 @@
-"""The decision as a pure function: the policy chooses, then admission may still refuse.
+"""The decision as a pure function: the policy chooses, then admission may still refuse. Where endpoints only
+prefill, both know the others, and `split` says whether one of those prefills the prompt.
 
     request, candidates, policy, routing, rng ─▶ Decision | Refusal | NeedBody
 
@@ -12,18 +13,22 @@ from perilune_api.pool import Routing
 from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, RequestView, Verdict
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing import admission
+from perilune_gateway.routing.split import decoders, split
 
 
 def decide(
     request: RequestView, candidates: Sequence[Candidate], policy: str, routing: Routing, rng: Random
 ) -> Verdict:
     """Return the verdict of `policy`, a name in POLICIES that may differ from the one in `routing`."""
-    verdict = POLICIES[policy](request, candidates, routing.policy, rng)
+    able = decoders(candidates)
+    verdict = POLICIES[policy](request, able, routing.policy, rng)
     if not isinstance(verdict, Decision):
         return verdict
-    if refusal := admission.not_overloaded(candidates, routing.limits, request.level):
+    if refusal := admission.not_overloaded(able, routing.limits, request.level):
         return refusal
-    late = admission.meets_slo(request, candidates)
+    late = admission.meets_slo(request, able)
     if late and request.phase is Phase.HEADERS:
         return NEED_BODY  # another endpoint's cached prefix may change the prediction
-    return late or verdict
+    if late or not (request.unsplit or len(able) < len(candidates)):
+        return late or verdict
+    return split(request, verdict, candidates, routing.disaggregation, routing.policy.perilune, rng)

@@ -106,7 +106,6 @@ class HandingOver:
         self._tickets: dict[Handoff, int] = {}
         self._copies: dict[Handoff, tuple[int, float]] = {}
         """Open hand-off → (tokens to pull, predicted seconds) of its round."""
-        self._legs = 0
         self._running: dict[tuple[Handoff, Leg], tuple[int, float]] = {}
         """(hand-off, leg) → (ticket of its load, its start)."""
         self._leg_counts: Counter[Leg] = Counter()
@@ -273,9 +272,8 @@ class HandingOver:
             self.on_due()
 
     def _begin(self, legs: Legs, leg: Leg, address: str, uncached_tokens: int) -> None:
-        """Count a leg as load. Tickets of legs are negative, those of requests are not."""
-        self._legs += 1
-        ticket = -1 - self._legs
+        """Count a leg as load."""
+        ticket = self._state.fleet.leg_ticket()
         engine = self._state.calibration.speed(address, self._clock()).engine
         self._state.fleet.start(
             ticket,

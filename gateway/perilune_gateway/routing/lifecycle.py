@@ -57,6 +57,7 @@ from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext, StepTimer
+from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import Applied
@@ -125,6 +126,9 @@ class Running(Struct, gc=False):
     """As the engine reports it."""
     move: int = -1
     """The planner's ticket of the move that this request carries out; -1: none, or it is over."""
+    alone: tuple[int, float] = (0, 0.0)
+    """If another endpoint prefills: the uncached tokens here, and the seconds that their prefill would
+    take."""
 
 
 class Lifecycle:
@@ -136,6 +140,7 @@ class Lifecycle:
         candidates: CandidateBuilder,
         planner: Planner,
         handing_over: HandingOver,
+        gifts: Gifts,
         observer: Observer,
         aliases: Aliases,
         clock: Callable[[], float],
@@ -145,6 +150,7 @@ class Lifecycle:
         self._candidates = candidates
         self._planner = planner
         self._handing_over = handing_over
+        self._gifts = gifts
         self._observer = observer
         self._aliases = aliases
         self._clock = clock
@@ -167,6 +173,7 @@ class Lifecycle:
         self._decision_header = pool.spec.routing.decision_header
         self._session_failures = pool.spec.routing.ejection.session_failures
         self._state.ejection.rules = pool.spec.routing.ejection
+        self._gifts.configure(pool.spec.routing.disaggregation)
 
     def forget(self, address: str) -> None:
         """The endpoint left the pool. Its requests go on."""
@@ -183,14 +190,16 @@ class Lifecycle:
         """A policy has chosen an endpoint."""
         prompt, now, target = context.prompt, context.now, decision.target
         chosen = next(c for c in context.candidates if c.address == target)
-        cached, fetch_s = self._fetching(decision, chosen)
+        split = bool(decision.prefill)
+        held, fetch_s = self._fetching(decision, chosen)
+        cached = prompt.tokens if split else held
         uncached = prompt.tokens - cached
         prefill_s = chosen.engine.prefill_s(uncached, cached)
         believed = self._state.calibration.engine
         session = self._bind(context, chosen.endpoint)
         announces = chosen.endpoint.events and prompt.source is not TokenSource.ESTIMATE
         claim_s = None if announces else APPROXIMATE_TTL_S
-        covers_new = len(prompt.blocks) * self._block_size > cached
+        covers_new = len(prompt.blocks) * self._block_size > held
         awaited = prompt.blocks[-1] if announces and covers_new else 0
         ticket = self._start(
             Running(
@@ -203,11 +212,12 @@ class Lifecycle:
                 prompt.blocks[chosen.overlap.device_tokens // self._block_size :],
                 awaited,
                 believed.prefill_s(uncached, cached),
-                fetch_s,
+                0.0 if split else fetch_s,
                 decision.replicate_from,
                 believed.request_overhead_s(prompt.tokens),
                 chosen.load.pending_prefill_s + fetch_s + prefill_s,
                 claim_s=claim_s,
+                alone=(prompt.tokens - held, chosen.engine.prefill_s(prompt.tokens - held, held)),
             ),
             decision.move,
         )
@@ -245,13 +255,19 @@ class Lifecycle:
                 context.candidates,
                 context.excluded,
                 self._destinations(decision),
-                cached,
+                held,
                 context.timer.total(),
                 self._wall_clock(),
                 context.identity.tenant,
                 seed=context.seed,
             )
             routed = self._answer(context.head, ticket, record)
+            if split:
+                subject = session.key if session else view.request_id
+                gift = self._gifts.begin(
+                    *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
+                )
+                routed = replace(routed, gift=gift)
             return replace(routed, fields=self._engine_fields(context, target, prefill_s))
 
     def _engine_fields(self, context: RequestContext, target: str, prefill_s: float) -> EngineFields:
@@ -315,6 +331,20 @@ class Lifecycle:
         self.ordinal += 1
         return refusal
 
+    def prefills_itself(self, ticket: int) -> None:
+        """No other endpoint prefills the request's prompt after all: it is load on the target."""
+        running, fleet = self._running[ticket], self._state.fleet
+        (uncached, prefill_s), prompt = running.alone, fleet.context_tokens(ticket)
+        fleet.finish(ticket)
+        fleet.start(
+            ticket,
+            running.target,
+            uncached_tokens=uncached,
+            prefill_s=prefill_s,
+            context_tokens=prompt,
+            last_block=running.awaited,
+        )
+
     # -- what Envoy says ---------------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
@@ -336,6 +366,7 @@ class Lifecycle:
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         fleet = self._state.fleet
+        self._gifts.served_elsewhere(ticket)
         fleet.suspect(running.target, now)
         self._end_move(running, now, arrived=False)
         fleet.served_by(ticket, served)
@@ -361,6 +392,7 @@ class Lifecycle:
         state.fleet.finish(ticket)
         wrong = state.ejection.ended(ticket, now, well=answered)
         self._end_move(running, now, arrived=answered)
+        self._gifts.ended(ticket, answered=answered)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
         if completed and running.prefilled_at and state.fleet.get(running.target):
@@ -426,6 +458,8 @@ class Lifecycle:
         now = self._clock()
         state.ejection.heard(applied.endpoint)
         for ticket in state.fleet.blocks_stored(applied.endpoint, applied.stored):
+            if ticket not in self._running:  # a prompt that is prefilled for another endpoint
+                continue
             state.ejection.prefilled(ticket, now)
             self._prefilled(self._running[ticket], now)
             self._end_move(self._running[ticket], now, arrived=True)
@@ -472,6 +506,8 @@ class Lifecycle:
         from the peer that the decision names, or else from the shared store: an engine looks there by itself,
         whatever the policy expected."""
         device, host, stored = chosen.overlap
+        if decision.prefill:
+            return device, decision.estimated_ttft_s
         here, peer = max(device, decision.cached_tokens), decision.replicate_from
         believed = self._state.calibration.engine
         if peer and peer in chosen.links:
@@ -518,6 +554,7 @@ class Lifecycle:
             self._state.fleet.finish(ticket)
             self._state.ejection.ended(ticket, now, well=False)
             self._end_move(running, now, arrived=False)
+            self._gifts.ended(ticket, answered=False)
             raise
 
     def _start(self, running: Running, move: Move | None = None) -> int:

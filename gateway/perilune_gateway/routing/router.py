@@ -27,7 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from perilune_api import names
-from perilune_api.pool import EndpointSpec, Pool, Topology
+from perilune_api.pool import EndpointSpec, Pool, Role, Topology
 from perilune_gateway.model import (
     NEED_BODY,
     Decision,
@@ -46,6 +46,7 @@ from perilune_gateway.model import (
     SessionView,
     Step,
     Tokens,
+    Unsplit,
     Verdict,
 )
 from perilune_gateway.moves.facts import LiveFacts
@@ -61,6 +62,7 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
+from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.lifecycle import Lifecycle, Observer
 from perilune_gateway.state.pool_state import PoolState
@@ -97,6 +99,7 @@ class Router:
         lifecycle: Lifecycle,
         handing_over: HandingOver,
         aliases: Aliases,
+        gifts: Gifts,
         *,
         clock: Callable[[], float],
         stopwatch: Callable[[], float],
@@ -109,6 +112,7 @@ class Router:
         self.planner = planner
         self.lifecycle = lifecycle
         self.handing_over = handing_over
+        self.gifts = gifts
         self._tokenizer = tokenizer
         self._candidates = candidates
         self._aliases = aliases
@@ -209,6 +213,10 @@ class Router:
         """The exchange refused the request by itself; record it."""
         self.lifecycle.refused(head, refusal)
 
+    def prefills_itself(self, ticket: int) -> None:
+        """No other endpoint prefills the request's prompt after all, see lifecycle."""
+        self.lifecycle.prefills_itself(ticket)
+
     # -- a request's way out -----------------------------------------------------------------------
 
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None:
@@ -249,6 +257,7 @@ class Router:
             salt,
             bool(request.previous_response_id),
             request.api is openai.Api.RESPONSES and not request.request_id,
+            Unsplit.GROUPS if self.state.block_tokens.groups else request.unsplit,
         )
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
@@ -370,6 +379,7 @@ class Router:
             slo_tpot_s,
             context.prefix,
             self._block_size,
+            unsplit=self._candidates.unsplit(context),
         )
 
     def _new_session(self, context: RequestContext) -> SessionView | None:
@@ -396,14 +406,15 @@ class Router:
         return self.lifecycle.refused(context.head, refusal, context.timer, context)
 
     def _pass_through(self, context: RequestContext) -> Routed:
-        eligible = context.eligible
+        eligible = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
         target = min(eligible, key=lambda e: (e.load.in_flight, self._rng.random()))
         order = [target, *(e for e in eligible if e is not target)]
         return self.lifecycle.unprompted(context, order, Reason.PASS_THROUGH)
 
     def _forced(self, context: RequestContext) -> Routed | Refusal:
         wanted = [a.strip() for a in context.head.headers[names.CONFORMANCE_SELECTION_HEADER].split(",")]
-        by_server = {e.endpoint.server: e for e in context.eligible}
+        serving = [e for e in context.eligible if e.endpoint.role is not Role.PREFILL]
+        by_server = {e.endpoint.server: e for e in serving}
         chosen = [by_server[server] for server in wanted if server in by_server]
         if not chosen:
             message = f"None of {', '.join(wanted)[:200]} is a ready endpoint of the pool"
@@ -442,15 +453,17 @@ def new_router(
     facts = LiveFacts(state, handoffs)
     planner = Planner(facts)
     handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
+    gifts = Gifts(state, observer, clock, wall_clock)
     return Router(
         pool,
         state,
         tokenizer,
         candidates,
         planner,
-        Lifecycle(state, candidates, planner, handing_over, observer, aliases, clock, wall_clock),
+        Lifecycle(state, candidates, planner, handing_over, gifts, observer, aliases, clock, wall_clock),
         handing_over,
         aliases,
+        gifts,
         clock=clock,
         stopwatch=stopwatch,
         rng=rng or Random(),
@@ -461,7 +474,7 @@ def new_router(
 def _ranks(spec: EndpointSpec, topology: Topology) -> list[Endpoint]:
     """The endpoints of one server: itself, or its data-parallel ranks, which publish their own events."""
     place = topology.place(spec.node)
-    rest = spec.ready, spec.draining, spec.bootstrap
+    rest = spec.ready, spec.draining, spec.bootstrap, spec.role
     if len(spec.events) < 2:
         return [Endpoint(spec.address, place, spec.events, spec.replay, *rest)]
     return [

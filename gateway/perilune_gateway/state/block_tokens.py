@@ -58,7 +58,7 @@ class BlockTokens:
         """Bytes in use."""
         self.forgotten = 0
         """Number of blocks forgotten because the budget was used up."""
-        self._groups = False
+        self.groups = False
         """Whether an engine has announced blocks of another KV cache group than the first."""
         self._where: dict[int, _Run] = {}
         self._runs: OrderedDict[_Run, None] = OrderedDict()
@@ -66,7 +66,7 @@ class BlockTokens:
 
     def stored(self, event: BlockStored, applied: Applied) -> None:
         """Remember the blocks that an event announced; `applied` is what it changed."""
-        self._groups = self._groups or bool(event.group_idx)
+        self.groups = self.groups or bool(event.group_idx)
         if not self.max_bytes or applied.tier is not Tier.DEVICE or not applied.stored:
             return
         blocks, where = applied.stored, self._where
@@ -82,7 +82,7 @@ class BlockTokens:
     def why_not(self, last: int, loras: Collection[str] = ()) -> Immovable | None:
         """Return why the prompt that ends with block `last` cannot be handed over; None if it can. `loras`:
         the pool's adapters."""
-        if self._groups:
+        if self.groups:
             return Immovable.GROUPS
         runs = self._path(last)
         if isinstance(runs, Immovable):

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perilune_api.pool import Topology
+from perilune_api.pool import Role, Topology
 from perilune_api.topology import Link
 from perilune_gateway.model import Endpoint, EngineMetrics, Load
 
@@ -96,6 +96,7 @@ class Fleet:
         ends."""
         self._expected: list[tuple[float, int]] = []
         """(time, ticket) of prefills that end at a predicted time; a heap."""
+        self._legs = 0
         self._recent: list[EndpointView] = []
         """Last result of `recent`; replaced, never changed in place."""
         self._recent_until = -inf
@@ -141,9 +142,11 @@ class Fleet:
         return state.links.get(source) if state else None
 
     def takes_sessions(self, address: str, now: float) -> bool:
-        """Whether sessions may be bound to the endpoint: it is ready and does not drain."""
+        """Whether sessions may be bound to the endpoint: it is ready, does not drain, and decodes."""
         state = self._states.get(address)
         if state is None or not state.endpoint.ready or state.endpoint.draining:
+            return False
+        if state.endpoint.role is Role.PREFILL:
             return False
         return not self._is_suspect(state, now)
 
@@ -248,6 +251,12 @@ class Fleet:
         return EndpointView(endpoint, load, now - state.moved_at, state.links, ejected)
 
     # -- requests ----------------------------------------------------------------------------------
+
+    def leg_ticket(self) -> int:
+        """Return a ticket for a request that the gateway itself makes. It is negative; those of clients'
+        requests are not."""
+        self._legs += 1
+        return -self._legs
 
     def start(
         self,
@@ -354,6 +363,10 @@ class Fleet:
         if ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
+
+    def context_tokens(self, ticket: int) -> int:
+        """Return the context tokens of a request. Raises KeyError if it has ended."""
+        return self._requests[ticket].context_tokens
 
     def runs(self, ticket: int) -> bool:
         """Whether this request has started and not ended."""

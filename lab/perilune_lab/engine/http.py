@@ -7,6 +7,9 @@ handler, which aborts the request and frees its blocks. Errors have OpenAI's for
 With several data-parallel ranks, the header `x-data-parallel-rank` names one; otherwise the server takes the
 one with the fewest requests, in turns where several have equally few.
 
+A request that names another engine as the target of its transfer is an ordinary one, as with the operator's
+door before vLLM.
+
 When the engine core dies, the server lives on for a moment, as vLLM's does: it answers every request with
 500 at once, and /health with 503.
 """
@@ -21,6 +24,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from perilune_api import names
 from perilune_lab.engine.answers import error_body, error_event, form_for
 from perilune_lab.engine.faults import Faults
 from perilune_lab.engine.hashing import BASE, Namespace
@@ -150,6 +154,7 @@ class Server:
         if api is Api.RESPONSES and inbound.request_id:
             answer_id = _header_safe(inbound.request_id)
         session = _header_safe(http.headers.get("x-session-id") or inbound.session_id)
+        me = self.address
         table = service.scheduler.cache.open(inbound.prompt[:], namespace, session)
         request = Request(
             given,
@@ -158,7 +163,7 @@ class Server:
             natural_end=natural,
             priority=inbound.priority,
             report_full=inbound.report_full,
-            leg=inbound.leg,
+            leg=inbound.leg if http.headers.get(names.TRANSFER_TARGET_HEADER, me) == me else None,
         )
         headers = {NAME_HEADER: self.address, "x-request-id": given}
         form = form_for(inbound, answer_id)

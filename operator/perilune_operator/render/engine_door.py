@@ -4,7 +4,9 @@ The operator mounts this file into engine pods, so it needs nothing but the stan
 `kv_transfer_params` and `ec_transfer_params` in a request's body or its `vllm_xargs`: they name hosts to
 connect to, and an engine of the wrong role ends by an assertion. The gateway refuses them where it sees the
 body; here they are removed from all other requests, also while no gateway runs. They pass only with the
-pool's secret in HEADER. Bodies without a trace of them are passed on as they are.
+pool's secret in HEADER, and only to the engine that TARGET names, if it names one: a proxy may send a
+request again to another engine, which would wait in vain for a transfer that is spent. Bodies without a trace
+of them are passed on as they are.
 """
 
 import hmac
@@ -15,6 +17,7 @@ from typing import Any
 
 FIELDS = ("kv_transfer_params", "ec_transfer_params")
 HEADER = b"x-perilune-engine-secret"
+TARGET = b"x-perilune-transfer-target"
 SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the pool's secret; without it nothing passes."""
 TRACES = (b"_transfer_params", b"\\u", b"\0")
@@ -40,7 +43,8 @@ class Door:
         given = dict(scope["headers"]).get(HEADER, b"")
         kinds = [value.lower() for name, value in scope["headers"] if name == b"content-type"]
         form = kinds and all(kind.startswith(b"multipart/form-data") for kind in kinds)
-        if form or (self.secret and hmac.compare_digest(given, self.secret)):
+        trusted = self.secret and hmac.compare_digest(given, self.secret)
+        if form or (trusted and is_meant(scope)):
             return await self.app(scope, receive, send)
         parts, more = [], True
         while more:
@@ -60,6 +64,14 @@ class Door:
             scope = {**scope, "headers": [*kept, (b"content-length", length)]}
         left: list[Message] = [{"type": "http.request", "body": cleaned, "more_body": False}]
         return await self.app(scope, lambda: _next(left, receive), send)
+
+
+def is_meant(scope: Scope) -> bool:
+    """Return whether the request names no target of its transfer, or this server's own address."""
+    target: bytes = dict(scope["headers"]).get(TARGET, b"")
+    host, port = scope.get("server") or ("", 0)
+    name = f"[{host}]" if ":" in host else host
+    return not target or target == f"{name}:{port}".encode()
 
 
 async def _next(left: list[Message], receive: Receive) -> Message:

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 
+from perilune_api.pool import Role
 from perilune_api.topology import Level, Link, Place
 from perilune_gateway.feeds.engine_metrics import interval_s
-from perilune_gateway.model import Load, Location
+from perilune_gateway.model import Endpoint, Load, Location
 from perilune_gateway.state.calibration import Calibration
 from perilune_research.simulator.engine import SimulatedEngine
 from perilune_research.simulator.fabric import SimulatedFabric
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.roles import Role, SimulatedEndpoint
 
 _LINK_S = 5.0
 _POOL_S = 5.0
@@ -58,7 +58,7 @@ class Beliefs:
         self.engines = engines
         self.pool_tokens = hardware.kv_pool_tokens
         self.endpoints = [
-            SimulatedEndpoint(
+            Endpoint(
                 f"10.{i >> 16}.{(i >> 8) & 255}.{i & 255}:8000",
                 Place(
                     f"node{i}",

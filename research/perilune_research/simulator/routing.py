@@ -19,6 +19,7 @@ from random import Random
 from time import thread_time
 from typing import TypeVar
 
+from perilune_api.pool import Role
 from perilune_gateway.model import (
     Candidate,
     Decision,
@@ -40,7 +41,6 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.moving import Moving
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.roles import Role
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import Shortlist
 from perilune_research.simulator.store import SimulatedStore

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
+from perilune_api.pool import Role
 from perilune_gateway.model import Decision, Refusal
 from perilune_gateway.policy import Policy
 from perilune_lab.traces.model import Mode
@@ -30,7 +31,6 @@ from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.index import RunIndex
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.request import SimulatedRequest
-from perilune_research.simulator.roles import Role
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.store import SimulatedStore

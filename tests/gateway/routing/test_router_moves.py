@@ -48,7 +48,13 @@ class Moving(Rig):
 
     def page(self) -> Mapping[str, Any]:
         router = self.router
-        return move_rows.page(router.planner, router.handing_over.stats(), router.state.calibration, self.now)
+        return move_rows.page(
+            router.planner,
+            router.handing_over.stats(),
+            router.gifts.stats(),
+            router.state.calibration,
+            self.now,
+        )
 
     def states(self) -> list[str]:
         return [one.state.value for one in self.router.planner.ended]

@@ -4,14 +4,13 @@ from random import Random
 
 import pytest
 
-from perilune_api.pool import Topology
+from perilune_api.pool import Role, Topology
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.state.fleet import Fleet
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
 from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.h20 import H20
-from perilune_research.simulator.roles import Role
 
 
 class FakeEngine:

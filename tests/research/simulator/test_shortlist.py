@@ -4,6 +4,7 @@ from random import Random
 import pytest
 
 from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Role
 from perilune_research.simulator import routing
 from perilune_research.simulator.beliefs import Beliefs, KnownSession
 from perilune_research.simulator.fabric import SimulatedFabric
@@ -11,7 +12,6 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import H20
 from perilune_research.simulator.harness import OfferedLoad
-from perilune_research.simulator.roles import Role
 from perilune_research.simulator.setting import Setting
 from perilune_research.simulator.shortlist import CHEAPEST, LEAST_LOADED, Ranking, Shortlist
 from perilune_research.simulator.simulation import SimulatedOutcome, simulate

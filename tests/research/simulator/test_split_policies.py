@@ -8,15 +8,13 @@ from msgspec.structs import replace
 from routing_objects import request, session
 
 from perilune_api.policies import PolicyParams
-from perilune_gateway.model import Candidate, Decision, Reason
+from perilune_api.pool import Role
+from perilune_gateway.model import Candidate, Decision, Endpoint, Reason
 from perilune_research.simulator.policies import POLICIES, SPLIT
-from perilune_research.simulator.roles import Role, SimulatedEndpoint
 
 
 def candidate(address: str, *, role: Role = Role.BOTH, **facts) -> Candidate:
-    return routing_objects.candidate(address, **facts)._replace(
-        endpoint=SimulatedEndpoint(address, role=role)
-    )
+    return routing_objects.candidate(address, **facts)._replace(endpoint=Endpoint(address, role=role))
 
 
 def run(name: str, candidates, r=None) -> Decision:

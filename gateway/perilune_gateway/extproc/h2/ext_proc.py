@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from perilune_gateway.extproc.exchange import Abort, Wait
+from perilune_gateway.extproc.exchange import Abort, Hold, Wait
 from perilune_gateway.extproc.h2.call import Link
 from perilune_gateway.extproc.h2.replies import Status
 from perilune_gateway.extproc.service import Reply, Stream
-from perilune_gateway.routing.router import Encode
 
 
 class ExtProc:
@@ -57,13 +56,13 @@ class ExtProc:
         match reply.then:
             case None:
                 pass
-            case Wait(encode):
-                self._waiting = asyncio.get_running_loop().create_task(self._wait(encode))
+            case Wait() | Hold() as wait:
+                self._waiting = asyncio.get_running_loop().create_task(self._wait(wait))
             case Abort(reason):
                 self._link.finish(self._number, Status.INTERNAL, reason)
 
-    async def _wait(self, encode: Encode) -> None:
-        reply = await self._stream.tokens(encode)
+    async def _wait(self, wait: Wait | Hold) -> None:
+        reply = await self._stream.waited(wait)
         self._waiting = None
         self._carry_out(reply)
         while self._inbox and self._waiting is None and not self._closed:

@@ -20,13 +20,13 @@ no parts of costs (the policy can compute them again). Costs about 2 µs for eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from perilune_api.pool import Pool
+from perilune_api.pool import Pool, Role
 from perilune_api.topology import Link
 from perilune_gateway.model import (
     Candidate,
@@ -37,7 +37,6 @@ from perilune_gateway.model import (
     EngineModel,
     Load,
     Overlap,
-    Prefix,
     Refusal,
     SessionKey,
     tenant_hash,
@@ -96,7 +95,9 @@ class Writer:
     def decision(self, number: int, record: DecisionRecord) -> bytes:
         """The line of a decision, after lines for the endpoints and engines that have no number yet."""
         new: list[bytes] = []
-        rows = [self._row(candidate, record.view.prefix, new) for candidate in record.candidates]
+        linked = {address for address, _ in record.view.prefix.locations}
+        linked |= {c.address for c in record.candidates if c.endpoint.role is Role.PREFILL}
+        rows = [self._row(candidate, linked, new) for candidate in record.candidates]
         line = {
             "kind": "decision",
             "n": number,
@@ -126,12 +127,14 @@ class Writer:
         named = (
             {"session_id": subject.session_id, "tenant": tenant_hash(subject.tenant)}
             if isinstance(subject, SessionKey)
-            else {"prefix": f"{subject:016x}" if isinstance(subject, int) else ""}
+            else {"prefix": f"{subject:016x}"}
+            if isinstance(subject, int)
+            else {"request_id": str(subject)}
         )
         return _line({"kind": "handoff"} | named | move | values)
 
-    def _row(self, c: Candidate, prefix: Prefix, new: list[bytes]) -> tuple[object, ...]:
-        """One candidate, with its links to the holders of the prefix."""
+    def _row(self, c: Candidate, linked: Collection[str], new: list[bytes]) -> tuple[object, ...]:
+        """One candidate, with its links to the `linked` endpoints."""
         endpoint, load, overlap, prefill_s, since_move_s, links, engine, decode_s, ttft_ratio = c
         return (
             self._endpoints.of(endpoint, new),
@@ -139,7 +142,7 @@ class Writer:
             overlap,
             prefill_s,
             since_move_s,
-            {there: links[there] for there, _ in prefix.locations if there in links},
+            {there: links[there] for there in linked if there in links},
             self._engines.of(engine, new),
             decode_s,
             ttft_ratio,

@@ -31,6 +31,7 @@ from perilune_gateway.model import (
     Refusal,
     RefuseReason,
     RequestView,
+    Unsplit,
 )
 from perilune_gateway.observe.decision_log.lines import CANDIDATE, SCHEMA
 
@@ -75,7 +76,9 @@ class _VerdictLine(msgspec.Struct):
     reason: Reason
     costs: dict[str, float] = {}
     moved_from: str = ""
+    prefill: str = ""
     replicate_from: str = ""
+    unsplit: Unsplit | None = None
     cached_tokens: int = 0
     estimated_ttft_s: float = 0.0
     estimated_tpot_s: float = 0.0
@@ -160,6 +163,8 @@ class _Reader:
                 return self._decision(msgspec.convert(values, _DecisionLine), self._pool)
             case "end":
                 return Ended(values.pop("n", -1), _convert(values, Ending))
+            case "handoff":
+                return None
             case _:
                 raise SpecError(f"unknown kind {kind!r}")
         return None
@@ -233,6 +238,8 @@ def _read_verdict(values: dict[str, Any]) -> Decision | Refusal:
         line.reason,
         tuple(Cost(address, total, {}) for address, total in line.costs.items()),
         line.moved_from,
+        line.prefill,
+        unsplit=line.unsplit,
         replicate_from=line.replicate_from,
         cached_tokens=line.cached_tokens,
         estimated_ttft_s=line.estimated_ttft_s,

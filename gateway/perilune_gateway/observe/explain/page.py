@@ -28,6 +28,8 @@ def summary(record: DecisionRecord) -> dict[str, Any]:
         "target": record.target,
         "reason": record.reason,
         "moved_from": record.moved_from,
+        "prefill": record.prefill,
+        "unsplit": record.unsplit,
         "prompt_tokens": record.prompt_tokens,
         "token_source": record.token_source.value,
         "cached_tokens": record.cached_tokens,

@@ -34,7 +34,7 @@ BECAUSE: Mapping[Reason, str] = {
     Reason.CACHE_AWARE: "its predicted time to the first token is the lowest",
     Reason.CACHE_BALANCING: "its predicted time to the first token is the lowest with the prefix pulled",
     Reason.NOT_WORTH: "it is the session's host; another is cheaper, but not by enough to move",
-    Reason.SPLIT: "it decodes, and the prefill runs elsewhere",
+    Reason.SPLIT: "it decodes what {prefill} prefills",
     Reason.PLANNED: "the planner moves the session here from {moved_from} ({trigger})",
     Reason.REPLICA: "the planner wants a copy of its prefix here too",
 }
@@ -59,6 +59,8 @@ def sentence(record: DecisionRecord) -> str:
         )
         after_s = expected(chosen, record.view, record.verdict).ttft_s
         facts.append(f"first token expected after {after_s:.2f} s")
+    if decision.unsplit:
+        facts.append(f"prefilled here ({decision.unsplit})")
     if record.phase is Phase.HEADERS:
         facts.append("decided without the body")
     return _line(f"{why}: {'; '.join(facts)}", record)
@@ -79,7 +81,9 @@ def _because(decision: Decision, record: DecisionRecord) -> str:
         why = "which drains"
     else:
         why = "which is hot" if record.policy == "ear" else "which costs more"
-    return BECAUSE[decision.reason].format(moved_from=decision.moved_from, trigger=trigger, why=why)
+    return BECAUSE[decision.reason].format(
+        moved_from=decision.moved_from, trigger=trigger, why=why, prefill=decision.prefill
+    )
 
 
 def _came_from(record: DecisionRecord) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from random import Random
 
 from perilune_api.policies import DynamoParams
+from perilune_api.pool import Role
 from perilune_gateway.model import (
     NEED_BODY,
     Candidate,
@@ -24,7 +25,7 @@ from perilune_gateway.model import (
 )
 from perilune_gateway.policy.cost import cheapest
 from perilune_gateway.policy.others.dynamo import cost
-from perilune_research.simulator.roles import Role, is_split, with_role
+from perilune_research.simulator.roles import is_split, with_role
 
 MAX_LOCAL_PREFILL_TOKENS = 1_000
 """A prompt with more uncached tokens is prefilled remotely. Dynamo's max_local_prefill_length."""

@@ -8,9 +8,10 @@ endpoints have no roles, each part chooses among all.
 from collections.abc import Sequence
 from random import Random
 
+from perilune_api.pool import Role
 from perilune_gateway.model import Candidate, Decision, Reason, RequestView
 from perilune_gateway.policy.cost import least_pending, lowest, pending_costs
-from perilune_research.simulator.roles import Role, with_role
+from perilune_research.simulator.roles import with_role
 
 
 def static_pd(request: RequestView, candidates: Sequence[Candidate], rng: Random) -> Decision:

@@ -21,7 +21,7 @@ class Stream:
         self.received.append(raw)
         return Reply([], Wait(None) if len(self.received) == 1 else None)  # type: ignore[arg-type]
 
-    async def tokens(self, encode: object) -> Reply:
+    async def waited(self, wait: object) -> Reply:
         return self.then
 
     def closed(self) -> None:

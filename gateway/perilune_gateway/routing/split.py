@@ -1,0 +1,130 @@
+"""Prefill and decode on separate endpoints: whether a prompt is split, and between which two.
+
+1. The pool's policy has chosen from the endpoints that decode; a session stays on the one that it has.
+2. That endpoint prefills as well if all but `local_tokens` of the prompt are cached there, if every prefill
+   endpoint has `queue` prompts, or if the prefill would be over after `max_seconds` (`Unsplit`).
+3. Otherwise the prefill endpoint with the lowest time to the first token prefills:
+
+       queue + prefill(prompt, own prefix) + transfer(prompt − what the decoding endpoint has)
+
+4. A request without a bound session then gets the decoding endpoint with the lowest
+
+       transfer over the link from the prefill endpoint + queue + slower decoding
+
+Sources: NVIDIA Dynamo's conditional disaggregation (step 2; its defaults are 1,000 tokens and a queue of 2,
+which it counts for the whole pool); Mooncake, Algorithm 1, over the prefill endpoints only (step 3). An
+endpoint prefills with its own prefix, because connectors hand whole prompts over.
+
+Prefer `ear` or `perilune` as the policy of such a pool: they keep sessions where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from msgspec.structs import replace
+
+from perilune_api.policies import PeriluneParams
+from perilune_api.pool import Disaggregation, Role
+from perilune_api.topology import Link
+from perilune_gateway.model import (
+    NEED_BODY,
+    Candidate,
+    Cost,
+    Decision,
+    NeedBody,
+    Phase,
+    Reason,
+    RequestView,
+    Unsplit,
+)
+from perilune_gateway.policy.cost import cheapest, find, host_of, slower_decode_s
+
+
+def decoders(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Return the endpoints that get clients' requests."""
+    return [c for c in candidates if c.endpoint.role is not Role.PREFILL]
+
+
+def split(
+    request: RequestView,
+    decision: Decision,
+    candidates: Sequence[Candidate],
+    pool: Disaggregation,
+    params: PeriluneParams,
+    rng: Random,
+) -> Decision | NeedBody:
+    """Return the decision with the endpoint that prefills, or with the reason why the target does. The
+    candidates are all endpoints, those that prefill included."""
+    givers = [c for c in candidates if c.endpoint.role is Role.PREFILL]
+    target = find(candidates, decision.target)
+    assert target is not None, "a policy chose an endpoint that is no candidate"
+    if request.prompt_tokens - target.overlap.device_tokens <= pool.local_tokens:
+        return replace(decision, unsplit=Unsplit.SHORT)
+    if request.unsplit:
+        return replace(decision, unsplit=request.unsplit)
+    if request.phase is Phase.HEADERS:
+        return NEED_BODY
+    reachable = [c for c in givers if c.address in target.links]
+    if not reachable:
+        return replace(decision, unsplit=Unsplit.NO_GIVER)
+    free = [c for c in reachable if c.load.prefilling < pool.queue]
+    if not free:
+        return replace(decision, unsplit=Unsplit.QUEUES_FULL)
+    costs = [_prefill_cost(c, target, request) for c in free]
+    giver = cheapest(free, costs, rng)
+    if ready_s(giver, request) > pool.max_seconds:
+        return replace(decision, unsplit=Unsplit.SLOW)
+    if host_of(request, candidates) is None:
+        target = _decoder(giver, request, candidates, params, rng)
+    fetch_s = transfer_s(target.links[giver.address], target, request)
+    return replace(
+        decision,
+        target=target.address,
+        reason=Reason.SPLIT,
+        prefill=giver.address,
+        cached_tokens=target.overlap.device_tokens,
+        estimated_ttft_s=ready_s(giver, request) + fetch_s,
+    )
+
+
+def ready_s(giver: Candidate, request: RequestView) -> float:
+    """Return the predicted seconds until the prefill endpoint has computed the prompt."""
+    return giver.load.pending_prefill_s + giver.prefill_s
+
+
+def transfer_s(link: Link, target: Candidate, request: RequestView) -> float:
+    """Return the predicted seconds of fetching what the decoding endpoint does not cache."""
+    missing = request.prompt_tokens - target.overlap.device_tokens
+    return target.engine.transfer_s(missing, link.bandwidth_bytes_per_s) * link.slowdown
+
+
+def _prefill_cost(giver: Candidate, target: Candidate, request: RequestView) -> Cost:
+    terms: Mapping[str, float] = {
+        "queue_s": giver.load.pending_prefill_s,
+        "prefill_s": giver.prefill_s,
+        "transfer_s": transfer_s(target.links[giver.address], target, request),
+    }
+    return Cost(giver.address, sum(terms.values()), terms)
+
+
+def _decoder(
+    giver: Candidate,
+    request: RequestView,
+    candidates: Sequence[Candidate],
+    params: PeriluneParams,
+    rng: Random,
+) -> Candidate:
+    """Step 4."""
+    able = [c for c in decoders(candidates) if giver.address in c.links]
+    costs = [
+        Cost(
+            c.address,
+            transfer_s(c.links[giver.address], c, request)
+            + c.load.pending_prefill_s
+            + slower_decode_s(c, request, params),
+        )
+        for c in able
+    ]
+    return cheapest(able, costs, rng)

@@ -1,0 +1,156 @@
+"""The give leg of a request whose prompt another endpoint prefills, sent to a server that answers as a test
+likes."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from router_rig import USUAL, C, Rig, completion, pool
+from routing_objects import chosen, head
+
+from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
+from perilune_gateway.feeds.gift_legs import GiftLegs
+from perilune_gateway.model import Routed
+from perilune_gateway.model.handoff import Attachment, GivenUp
+from perilune_gateway.state.connectors import Connector
+
+PROMPT = list(range(3_200))
+HEAD = head("/v1/completions", authorization="Bearer key", x_session_id="s")
+
+
+@dataclass
+class Giver:
+    """A prefill endpoint."""
+
+    status: int = 200
+    accepts: asyncio.Event = field(default_factory=asyncio.Event)
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        try:
+            await self.accepts.wait()
+            answer = web.StreamResponse(status=self.status)
+            await answer.prepare(request)
+            await self.computed.wait()
+            await answer.write_eof(b"data: [DONE]")
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        return answer
+
+
+@dataclass
+class Scene:
+    rig: Rig
+    giver: Giver
+    legs: GiftLegs
+    address: str
+    routed: Routed
+
+    async def give(self, **more: object) -> Attachment | None:
+        assert self.routed.gift
+        return await self.legs.give(self.routed.ticket, self.routed.gift, HEAD, completion(PROMPT, **more))
+
+    def given_up(self) -> dict[GivenUp, int]:
+        self.rig.finish(self.routed)
+        return dict(self.rig.router.gifts.stats().given_up)
+
+
+@contextlib.asynccontextmanager
+async def scene(accept_s: float = 1.0) -> AsyncIterator[Scene]:
+    giver, app = Giver(), web.Application()
+    app.router.add_post("/v1/completions", giver.complete)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    address = "{}:{}".format(*runner.addresses[0])
+    listed = [
+        EndpointSpec(address, events=("tcp://p",), bootstrap="10.0.0.1:8998", role=Role.PREFILL),
+        EndpointSpec(C, events=("tcp://d",), bootstrap="10.0.0.3:8998"),
+    ]
+    routing = Routing(chosen("ear"), disaggregation=Disaggregation(accept_seconds=accept_s))
+    rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))
+    for i, endpoint in enumerate(listed):
+        rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
+    legs = GiftLegs(rig.router.gifts, rig.state.connectors, "secret")
+    async with aiohttp.ClientSession() as http:
+        run = asyncio.create_task(legs.run(http))
+        await asyncio.sleep(0)
+        yield Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD))
+        run.cancel()
+        await asyncio.wait({run})
+    await runner.cleanup()
+
+
+async def test_the_request_goes_on_when_its_prompt_is_accepted_not_when_it_is_computed() -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        attached = await on.give(temperature=0.5, stop=["x"], stream=False, max_tokens=99)
+        assert attached is not None
+        assert not on.giver.computed.is_set()
+        (give,), (headers,) = on.giver.bodies, on.giver.headers
+        params = give.pop("kv_transfer_params")
+        assert give == {
+            "model": "m",
+            "prompt": PROMPT,
+            "temperature": 0.5,
+            "max_tokens": 1,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        assert headers["Authorization"] == "Bearer key"
+        transfer = params.pop("transfer_id")
+        assert params == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert json.loads(attached.params) == {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_bootstrap_addr": "http://10.0.0.1:8998",
+            "remote_engine_id": "engine-0",
+            "transfer_id": transfer,
+        }
+        assert attached.headers == (
+            ("x-perilune-transfer-target", C),
+            ("x-perilune-engine-secret", "secret"),
+        )
+
+
+async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None:
+    async with scene(accept_s=0.05) as on:
+        assert await on.give() is None
+        await asyncio.wait_for(on.giver.left.wait(), 10)  # the engine need not go on
+        assert on.given_up() == {GivenUp.NOT_ACCEPTED: 1}
+
+
+async def test_a_refused_prompt_goes_to_the_target_at_once() -> None:
+    async with scene() as on:
+        on.giver.status = 400
+        on.giver.accepts.set()
+        on.giver.computed.set()
+        assert await on.give() is None
+        assert on.given_up() == {GivenUp.REFUSED: 1}
+
+
+async def test_a_giver_without_a_connector_is_asked_for_nothing() -> None:
+    async with scene() as on:
+        on.rig.state.connectors.forget(on.address)
+        assert await on.give() is None
+        assert on.giver.bodies == []
+        assert on.given_up() == {GivenUp.PAGE: 1}
+
+
+async def test_the_leg_of_a_request_that_has_ended_is_cancelled() -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        assert await on.give() is not None
+        assert on.given_up() == {GivenUp.LEFT: 1}
+        await asyncio.wait_for(on.giver.left.wait(), 10)

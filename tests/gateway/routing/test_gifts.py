@@ -1,0 +1,152 @@
+"""Prompts that another endpoint prefills, over the router's real state: loads, and what is said of them."""
+
+import pytest
+from handing_rig import PAGES, Handing, text
+from prometheus_client import generate_latest
+from router_rig import USUAL, A, B, C, pool
+
+from perilune_api.pool import EndpointSpec, Pool, Role
+from perilune_gateway.model import Outcome, Reason, Routed
+from perilune_gateway.model.handoff import GivenUp, HandoffOutcome
+from perilune_gateway.observe import moves as move_rows
+from perilune_gateway.observe.explain import to_json
+from perilune_gateway.observe.stats import Snapshot
+from perilune_gateway.state.connectors import Connector
+
+PROMPT = text(1, 3_200)
+
+
+class Split(Handing):
+    """A prefills, B and C decode."""
+
+    def __init__(self) -> None:
+        super().__init__(pages={**PAGES, C: "10.0.0.3:8998"}, policy="ear")
+
+    def pool(self, draining: str = "") -> Pool:
+        listed = [
+            EndpointSpec(
+                a, events=(f"tcp://{a}",), bootstrap=page, role=Role.PREFILL if a == A else Role.DECODE
+            )
+            for a, page in self.pages.items()
+        ]
+        return pool(endpoints=listed, routing=self.routing, engine=USUAL)
+
+    def answered(self, routed: Routed) -> None:
+        self.router.on_response(routed.ticket, 200, routed.destinations[0], True)
+        self.finish(routed)
+
+    def page(self) -> dict:
+        router = self.router
+        return move_rows.page(
+            router.planner,
+            router.handing_over.stats(),
+            router.gifts.stats(),
+            self.state.calibration,
+            self.now,
+        )
+
+    def metrics_text(self) -> str:
+        router = self.router
+        self.metrics.mirror(
+            lambda: Snapshot(handoffs=router.handing_over.stats(), gifts=router.gifts.stats())
+        )
+        return generate_latest(self.metrics.registry).decode()
+
+
+def test_the_prefill_is_load_where_it_runs_and_its_end_is_the_copy() -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    target = routed.destinations[0]
+    assert routed.gift is not None
+    assert target in (B, C)
+    assert (routed.gift.source, routed.gift.target, routed.gift.bootstrap) == (A, target, PAGES[A])
+    assert rig.pending() == {A: len(PROMPT), B: 0, C: 0}
+    assert A not in routed.destinations
+    rig.announce(A, PROMPT)
+    assert rig.pending() == {A: 0, B: 0, C: 0}
+    rig.router.gifts.given(routed.ticket, routed.gift)
+    rig.announce(target, PROMPT)
+    rig.answered(routed)
+    assert {a: rig.load(a).in_flight for a in (A, B, C)} == {A: 0, B: 0, C: 0}
+    (ended,) = rig.page()["prefills"]["ended"]
+    assert (ended["outcome"], ended["source"], ended["target"], ended["session_id"]) == (
+        *(HandoffOutcome.COPIED, A, target),
+        "s",
+    )
+    lines = rig.metrics_text()
+    assert 'perilune_prefills_total{where="remote"} 1.0' in lines
+    assert 'perilune_handoffs_total{outcome="copied",reason="prefill"} 1.0' in lines
+    record = rig.record(routed)
+    assert (record.verdict.reason, record.prefill) == (Reason.SPLIT, A)
+    assert f"it decodes what {A} prefills" in to_json(record)["sentence"]
+
+
+def test_the_next_turn_stays_and_its_short_rest_is_prefilled_there() -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    target = routed.destinations[0]
+    rig.announce(target, PROMPT)
+    rig.answered(routed)
+    again = rig.send("s", [*PROMPT, *text(2, 320)])
+    assert (again.destinations[0], again.gift) == (target, None)
+    assert 'perilune_prefills_total{where="short"} 1.0' in rig.metrics_text()
+
+
+def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    assert routed.gift
+    rig.router.gifts.failed(routed.ticket, routed.gift, GivenUp.NOT_ACCEPTED)
+    rig.router.prefills_itself(routed.ticket)
+    target = routed.destinations[0]
+    assert rig.pending() == {A: 0, B: 0, C: 0} | {target: len(PROMPT)}
+    rig.announce(target, PROMPT)
+    assert rig.pending() == {A: 0, B: 0, C: 0}
+    rig.answered(routed)
+    (ended,) = rig.page()["prefills"]["ended"]
+    assert (ended["outcome"], ended["cause"]) == (HandoffOutcome.EXPIRED, GivenUp.NOT_ACCEPTED)
+
+
+@pytest.mark.parametrize("cause", [GivenUp.UNREACHABLE, GivenUp.REFUSED])
+def test_a_prefill_endpoint_that_fails_costs_no_answer(cause: GivenUp) -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    assert routed.gift
+    rig.router.gifts.failed(routed.ticket, routed.gift, cause)
+    rig.answered(routed)
+    assert rig.router.gifts.stats().given_up == {cause: 1}
+    another = rig.send("t", text(3, 3_200))
+    assert (another.gift is None) == (cause is GivenUp.UNREACHABLE), (
+        "one that is not reached is not asked again"
+    )
+
+
+def test_a_request_that_another_endpoint_serves_has_no_gift_any_more() -> None:
+    rig = Split()
+    ended = []
+    rig.router.gifts.on_ended = ended.append
+    routed = rig.send("s", PROMPT)
+    target = routed.destinations[0]
+    other = B if target == C else C
+    rig.router.on_response(routed.ticket, 200, other, True)
+    assert rig.load(A).in_flight == 0
+    rig.finish(routed)
+    assert rig.router.gifts.stats().given_up == {GivenUp.ELSEWHERE: 1}
+    assert ended == [routed.gift]
+
+
+def test_a_client_that_leaves_ends_the_prefill() -> None:
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    rig.finish(routed, Outcome.CANCELLED)
+    assert rig.router.gifts.stats().given_up == {GivenUp.LEFT: 1}
+    assert rig.load(A).in_flight == 0
+
+
+def test_connectors_that_are_silent_or_unlike_give_nothing() -> None:
+    rig = Split()
+    rig.state.connectors.forget(A)
+    assert rig.send("s", PROMPT).gift is None
+    rig.state.connectors.answered(A, Connector(["engine"], 2))
+    assert rig.send("t", text(5, 3_200)).gift is None
+    assert 'perilune_prefills_total{where="no_giver"} 2.0' in rig.metrics_text()

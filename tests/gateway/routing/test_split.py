@@ -1,0 +1,158 @@
+"""Whether a prompt is split between a prefill and a decode endpoint, and between which two."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from msgspec import structs
+from routing_objects import candidate, chosen, head, request, session
+
+from perilune_api.pool import Disaggregation, Limits, Role, Routing
+from perilune_api.topology import Level, Link
+from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, Reason, RequestView, Unsplit
+from perilune_gateway.request import openai
+from perilune_gateway.routing import admission
+from perilune_gateway.routing.decide import decide
+from perilune_gateway.state.fleet import EndpointView
+
+FAST, SLOW = Link(Level.NODE, 4e11, 1.0), Link(Level.FABRIC, 1e9, 1.0)
+TOKENS = 10_000
+
+
+def prefiller(address: str, *, prefill_s: float = 1.0, **facts) -> Candidate:
+    made = candidate(address, **facts)
+    return made._replace(endpoint=replace(made.endpoint, role=Role.PREFILL), prefill_s=prefill_s)
+
+
+def decoder(address: str, links: dict[str, Link], **facts) -> Candidate:
+    return candidate(address, **facts)._replace(links=links)
+
+
+def decision(view: RequestView, *candidates: Candidate, policy: str = "ear", **pool) -> Decision:
+    routing = Routing(chosen(policy), disaggregation=Disaggregation(**pool))
+    made = decide(view, candidates, policy, routing, Random(0))
+    assert isinstance(made, Decision), made
+    return made
+
+
+LONG = request(tokens=TOKENS)
+
+
+def test_a_long_prompt_is_prefilled_by_one_endpoint_and_decoded_by_another() -> None:
+    made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}))
+    assert (made.target, made.prefill, made.reason, made.unsplit) == ("d", "p", Reason.SPLIT, None)
+    assert made.estimated_ttft_s > 1.0, "the prefill's second, and the transfer"
+
+
+@pytest.mark.parametrize(
+    ("why", "cached", "giver", "links", "unsplit"),
+    [
+        (Unsplit.SHORT, TOKENS - 1_000, {}, {"p": FAST}, None),
+        (Unsplit.QUEUES_FULL, 0, {"prefilling": 2}, {"p": FAST}, None),
+        (Unsplit.SLOW, 0, {"pending_s": 30.0}, {"p": FAST}, None),
+        (Unsplit.NO_GIVER, 0, {}, {}, None),
+        (Unsplit.ANSWERS, 0, {}, {"p": FAST}, Unsplit.ANSWERS),
+    ],
+)
+def test_a_prompt_is_prefilled_where_it_is_decoded_and_the_decision_says_why(
+    why: Unsplit, cached: int, giver: dict[str, float], links: dict[str, Link], unsplit: Unsplit | None
+) -> None:
+    view = structs.replace(LONG, unsplit=unsplit)
+    made = decision(view, prefiller("p", **giver), decoder("d", links, cached=cached))
+    assert (made.target, made.prefill, made.unsplit) == ("d", "", why)
+
+
+def test_a_token_more_than_the_limit_is_prefilled_elsewhere() -> None:
+    made = decision(LONG, prefiller("p"), decoder("d", {"p": FAST}, cached=TOKENS - 1_001))
+    assert made.prefill == "p"
+
+
+def test_the_prefill_endpoint_has_the_lowest_queue_prefill_and_transfer() -> None:
+    """Each of the other three is worse in one of the terms."""
+    givers = [
+        prefiller("queue", pending_s=2.0),
+        prefiller("prefix", prefill_s=3.0),
+        prefiller("far"),
+        prefiller("best"),
+    ]
+    links = {"queue": FAST, "prefix": FAST, "far": SLOW, "best": FAST}
+    assert decision(LONG, *givers, decoder("d", links)).prefill == "best"
+
+
+def test_a_full_prefill_endpoint_gives_way_to_another() -> None:
+    made = decision(
+        LONG,
+        prefiller("full", prefilling=2),
+        prefiller("p", prefill_s=9.0),
+        decoder("d", {"full": FAST, "p": FAST}),
+    )
+    assert made.prefill == "p"
+
+
+def test_a_new_session_decodes_where_the_link_is_fast_and_few_decode() -> None:
+    far, busy, good = (
+        decoder("far", {"p": SLOW}),
+        decoder("busy", {"p": FAST}, in_flight=50, active_kv=500_000),
+        decoder("good", {"p": FAST}),
+    )
+    assert decision(LONG, prefiller("p"), far, busy, good, policy="round_robin").target == "good"
+
+
+def test_a_session_stays_with_the_endpoint_that_decodes_it() -> None:
+    view = request(tokens=TOKENS, of=session("far"))
+    made = decision(view, prefiller("p"), decoder("far", {"p": SLOW}), decoder("near", {"p": FAST}))
+    assert (made.target, made.prefill, made.moved_from) == ("far", "p", "")
+
+
+def test_headers_suffice_for_a_short_rest_but_not_for_a_long_one() -> None:
+    view = request(tokens=TOKENS, of=session("d"), phase=Phase.HEADERS)
+    made = decision(view, prefiller("p"), decoder("d", {"p": FAST}, cached=TOKENS - 10))
+    assert (made.target, made.unsplit) == ("d", Unsplit.SHORT)
+    routing = Routing(chosen("ear"))
+    assert decide(view, [prefiller("p"), decoder("d", {"p": FAST})], "ear", routing, Random(0)) is NEED_BODY
+
+
+def test_a_pool_without_prefill_endpoints_decides_as_ever() -> None:
+    made = decision(LONG, decoder("d", {}))
+    assert (made.prefill, made.unsplit, made.reason) == ("", None, Reason.COLD)
+
+
+def test_the_queue_of_a_prefill_endpoint_admits_nobody() -> None:
+    """Admission counts the queues of endpoints that get requests."""
+    routing = Routing(chosen("ear"), limits=Limits(max_pending_seconds=1.0))
+    refused = decide(LONG, [prefiller("p"), decoder("d", {}, pending_s=5.0)], "ear", routing, Random(0))
+    assert not isinstance(refused, Decision)
+
+
+def view_of(made: Candidate) -> EndpointView:
+    return EndpointView(made.endpoint, made.load, 0.0, {})
+
+
+def test_a_prefill_endpoint_serves_no_client_when_it_is_the_last_one() -> None:
+    eligible, excluded = admission.split([view_of(prefiller("p"))], admission.Wanted())
+    assert (eligible, excluded) == ([], {"p": "prefill"})
+
+
+def test_a_subset_hint_need_not_name_the_prefill_endpoint() -> None:
+    views = [view_of(prefiller("p")), view_of(candidate("d")), view_of(candidate("e"))]
+    eligible, excluded = admission.split(views, admission.Wanted(frozenset({"d"})))
+    assert ([v.endpoint.address for v in eligible], excluded) == (["p", "d"], {"e": "subset"})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/v1/completions", b'{"model":"m","prompt":[1,2]}', None),
+        ("/v1/chat/completions", b'{"model":"m","messages":[],"n":1}', None),
+        ("/v1/chat/completions", b'{"model":"m","messages":[],"n":2}', Unsplit.ANSWERS),
+        ("/v1/completions", b'{"model":"m","prompt":"a","best_of":3}', Unsplit.ANSWERS),
+        ("/v1/completions", b'{"model":"m","prompt":[[1],[2]]}', Unsplit.PROMPTS),
+        ("/v1/completions", b'{"model":"m","prompt_embeds":"AA=="}', Unsplit.PROMPTS),
+        ("/v1/responses", b'{"model":"m","input":"a"}', Unsplit.API),
+        ("/v1/messages", b'{"model":"m","messages":[]}', Unsplit.API),
+    ],
+)
+def test_what_cannot_be_split_is_named(path: str, body: bytes, why: Unsplit | None) -> None:
+    parsed = openai.parse(head(path).path, body)
+    assert isinstance(parsed, openai.ParsedRequest)
+    assert parsed.unsplit is why

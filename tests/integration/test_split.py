@@ -1,0 +1,136 @@
+"""One engine prefills for two that decode, in a whole stack: real Envoy, our gateway, and simulated engines
+that speak the connector's protocol."""
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+from routing_objects import chosen
+
+from perilune_api import pool as spec
+from perilune_lab.stack import EngineOptions, Stack
+from perilune_lab.vocabulary import Vocabulary
+
+OPTIONS = EngineOptions(handoff=True, prefill=1, time_scale=10.0, request_log=True)
+ROUTING = spec.Routing(
+    chosen("ear"),
+    limits=spec.Limits(decision_seconds=30.0),
+    disaggregation=spec.Disaggregation(queue=1_000, accept_seconds=1.0),
+)
+WORDS = Vocabulary()
+LONG, SHORT = 3_000, 200
+
+
+@dataclass
+class User:
+    stack: Stack
+    http: aiohttp.ClientSession
+    failed: list[str] = field(default_factory=list)
+    hosts: dict[str, list[str]] = field(default_factory=dict)
+
+    async def ask(self, session: str, tokens: int, turn: int = 1, *, path: str = "/v1/completions") -> Any:
+        """One turn; every turn of a session begins with the turn before."""
+        ids = WORDS.ids_for(hash((session, 1)) & 0xFFFF, tokens)
+        for later in range(2, turn + 1):
+            ids += WORDS.ids_for(hash((session, later)) & 0xFFFF, SHORT)
+        body = {"model": OPTIONS.model, "prompt": ids, "max_tokens": 4, "return_token_ids": True}
+        async with self.http.post(
+            self.stack.url + path, json=body, headers={"x-session-id": session}
+        ) as answer:
+            if answer.status != 200:
+                self.failed.append(f"{session}: {answer.status} {await answer.text()}")
+                return None
+            values = await answer.json()
+            self.hosts.setdefault(session, []).append(answer.headers["x-perilune-endpoint"])
+            return values
+
+    async def page(self) -> dict[str, Any]:
+        async with self.http.get(self.stack.admin_url + "/api/moves") as answer:
+            values: dict[str, Any] = await answer.json()
+            return values
+
+    async def metric(self, name: str) -> float:
+        async with self.http.get(self.stack.admin_url + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(name))
+
+    def served(self, engine: int) -> list[dict[str, Any]]:
+        """Requests that ended on an engine, by its own log."""
+        path = self.stack.folder / f"engine-{engine}.requests.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def served(*arguments: str, **of: Any) -> AsyncIterator[User]:
+    stack = Stack(engines=3, options=replace(OPTIONS, arguments=arguments), routing=ROUTING, **of)
+    async with stack, aiohttp.ClientSession() as http:
+        user = User(stack, http)
+
+        async def all_can() -> bool:
+            return len((await user.page())["connectors"]) == 3
+
+        await until(all_can)
+        yield user
+
+
+async def test_long_prompts_are_prefilled_apart_and_short_ones_where_they_are_decoded() -> None:
+    """200 requests."""
+    async with served() as user:
+        _, *decode = user.stack.endpoints
+        for begin in range(0, 50, 10):
+            names = [f"s{i}" for i in range(begin, begin + 10)]
+            for turn in (1, 2):
+                await asyncio.gather(*(user.ask(name, LONG, turn) for name in names))
+            await asyncio.gather(*(user.ask(f"{name}-short", SHORT) for name in names))
+            await asyncio.gather(*(user.ask(f"{name}-long", LONG) for name in names))
+        assert user.failed == []
+        hosts = Counter(host for turns in user.hosts.values() for host in turns)
+        assert set(hosts) == set(decode)
+        assert all(len(set(turns)) == 1 for turns in user.hosts.values()), "sessions stay"
+        assert await user.metric('perilune_prefills_total{where="remote"}') == 100
+        assert await user.metric('perilune_prefills_total{where="short"}') == 100
+        copied = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
+        assert copied >= 98, (await user.page())["prefills"]
+        again = await user.ask("s0", LONG, 2)
+        assert user.failed == []
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.95 * (LONG + SHORT)
+
+
+async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> None:
+    async with served("--abort-timeout", "5") as user:
+        running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
+
+        async def is_prefilling() -> bool:
+            return (await user.page())["prefills"]["open"] >= 2
+
+        await until(is_prefilling)
+        user.stack.children["engine-0"].signal(signal.SIGKILL)
+        await asyncio.gather(*running)
+        for i in range(10):
+            await user.ask(f"t{i}", LONG)
+        assert user.failed == []
+        assert await user.metric('perilune_handoffs_given_up_total{cause="unreachable"}') >= 1
+        assert await user.metric('perilune_prefills_total{where="no_giver"}') >= 1
+
+
+async def test_without_a_gateway_clients_requests_reach_engines_that_decode() -> None:
+    async with served(vital=frozenset({"envoy"})) as user:
+        gateway = user.stack.children["gateway"]
+        gateway.signal(signal.SIGKILL)
+        await gateway.ended
+        for i in range(6):
+            await user.ask(f"s{i}", SHORT)
+        assert user.failed == []
+        assert {host for turns in user.hosts.values() for host in turns} <= set(user.stack.endpoints[1:])
