@@ -43,6 +43,8 @@ TIMEOUT_S = 10.0
 WATCH_S = 300
 """The server ends a watch after this many seconds; `follow` then resumes from the last version that it
 saw."""
+PAGE = 250
+"""Objects in one page of a list. A node takes up to 30 kB as JSON, most of it the names of its images."""
 SILENCE_S = 90.0
 """A watch that delivers no byte for so long counts as broken; the server sends a bookmark every minute."""
 RETRY_S = (0.2, 5.0)
@@ -194,27 +196,28 @@ async def follow(
     on_change: Callable[[dict[str, Object], Collection[str]], None],
     params: Mapping[str, str] | None = None,
     retry_s: tuple[float, float] = RETRY_S,
+    kept: Callable[[Object], Object] = lambda item: item,
 ) -> None:
     """Call `on_change` with the whole collection and the changed keys, now and after each change.
 
-    Runs until cancelled. The keys are `namespace/name`; a changed key that is not in the collection was
-    deleted. While the server cannot be reached, the last copy remains.
+    Runs until cancelled. `kept` returns the part of an object that the copy needs. The keys are
+    `namespace/name`; a changed key that is not in the collection was deleted. While the server cannot be
+    reached, the last copy remains.
     """
     objects: dict[str, Object] = {}
     version, failures, params = "", 0, params or {}
     while True:
         try:
             if not version:
-                listed = await client.request("GET", path, params=params)
-                before, objects = objects, {_key(item): item for item in listed.get("items") or []}
-                version = listed["metadata"]["resourceVersion"]
+                before = objects
+                objects, version = await _list(client, path, params, kept)
                 keys = before.keys() | objects.keys()
                 on_change(objects, {key for key in keys if before.get(key) != objects.get(key)})
             async for event in client.watch(path, params, version):
                 failures = 0
                 version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK":
-                    on_change(objects, (_take(objects, event),))
+                    on_change(objects, (_take(objects, event, kept),))
         except (ApiError, OSError) as error:
             failures += 1
             if isinstance(error, ApiError) and error.status == 410:
@@ -224,13 +227,37 @@ async def follow(
         await asyncio.sleep(_pause_s(failures, retry_s))
 
 
-def _take(objects: dict[str, Object], event: Object) -> str:
+def slim(item: Object) -> Object:
+    """A node or pod without who wrote its fields and which images it has, by far the most of a node."""
+    meta, status = item["metadata"], item.get("status") or {}
+    return {
+        **item,
+        "metadata": {name: value for name, value in meta.items() if name != "managedFields"},
+        "status": {name: value for name, value in status.items() if name != "images"},
+    }
+
+
+async def _list(
+    client: Client, path: str, params: Mapping[str, str], kept: Callable[[Object], Object]
+) -> tuple[dict[str, Object], str]:
+    """The collection and its version, read in pages, so that only one page is in memory as a whole."""
+    objects: dict[str, Object] = {}
+    asked = {**params, "limit": str(PAGE)}
+    while True:
+        page = await client.request("GET", path, params=asked)
+        objects |= {_key(item): kept(item) for item in page.get("items") or []}
+        if not page["metadata"].get("continue"):
+            return objects, page["metadata"]["resourceVersion"]
+        asked["continue"] = page["metadata"]["continue"]
+
+
+def _take(objects: dict[str, Object], event: Object, kept: Callable[[Object], Object]) -> str:
     """Apply a watch event to the copy; return the key of the object that changed."""
     key = _key(event["object"])
     if event["type"] == "DELETED":
         objects.pop(key, None)
     else:
-        objects[key] = event["object"]
+        objects[key] = kept(event["object"])
     return key
 
 

@@ -115,12 +115,15 @@ class Streams:
 
     def __init__(self) -> None:
         self.lists: list[Object] = []
+        self.pages: list[tuple[int, str]] = []
+        """The largest number of objects and the continue token of each list that was asked for."""
         self.watches: list[list[Object]] = []
         self.versions: list[str] = []
         """From which versions it was watched."""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
+            self.pages.append((int(request.query["limit"]), request.query.get("continue", "")))
             return web.json_response(self.lists.pop(0))
         self.versions.append(request.query["resourceVersion"])
         answer = web.StreamResponse()
@@ -187,3 +190,36 @@ async def test_following_goes_on_after_each_way_that_a_watch_can_end(
         (["ns/large", "ns/z"], ["ns/large"]),
     ]
     assert server.versions[:4] == ["5", "8", "9", "20"]
+
+
+async def test_a_large_collection_is_listed_in_pages_without_what_no_copy_needs(
+    streams: tuple[Streams, Client],
+) -> None:
+    server, client = streams
+    bulk = {"metadata": {"managedFields": [{}]}, "status": {"images": ["i"], "phase": "Running"}}
+
+    def heavy(name: str) -> Object:
+        light = item(name)
+        return {**light, **bulk, "metadata": light["metadata"] | bulk["metadata"]}
+
+    first = listed(5, heavy("a"))
+    first["metadata"]["continue"] = "more"
+    server.lists = [first, listed(5, heavy("b"))]
+    server.watches = [[event("ADDED", heavy("c"))]]
+    done = asyncio.Event()
+    copies: list[dict[str, Object]] = []
+
+    def take(objects: dict[str, Object], changed: Collection[str]) -> None:
+        copies.append(dict(objects))
+        if "ns/c" in objects:
+            done.set()
+
+    following = asyncio.create_task(kube.follow(client, "/items", take, kept=kube.slim))
+    async with asyncio.timeout(10):
+        await done.wait()
+    following.cancel()
+    assert server.pages == [(kube.PAGE, ""), (kube.PAGE, "more")]
+    assert [sorted(copy) for copy in copies] == [["ns/a", "ns/b"], ["ns/a", "ns/b", "ns/c"]]
+    for made in copies[-1].values():
+        assert "managedFields" not in made["metadata"]
+        assert made["status"] == {"phase": "Running"}

@@ -70,6 +70,15 @@ def test_only_nodes_that_matter_are_told() -> None:
     assert (fabric.unlabelled, fabric.racks, fabric.spines) == (("runs",), 1, 0)
 
 
+def test_the_pool_document_lists_the_nodes_that_run_the_pools_pods() -> None:
+    """Thousands of other GPU nodes are counted, and do not make the document larger."""
+    nodes = [labelled(f"n{i}", {RACK: "r"}) for i in range(5_000)]
+    pods = [PodFacts("p", "engine", "both", "n7", True, False)]
+    fabric = resolve(TopologySpec(), nodes, pods)
+    assert len(fabric.topology.nodes) == 5_000
+    assert fabric.occupied.nodes == {"n7": NodePlace("r")}
+
+
 def test_racks_of_one_name_under_two_spines_are_two() -> None:
     nodes = [labelled(n, {RACK: "r1", SPINE: s}) for n, s in (("a", "s1"), ("b", "s2"), ("c", "s2"))]
     fabric = resolve(TopologySpec(), nodes, [])

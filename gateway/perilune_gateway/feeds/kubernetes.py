@@ -151,7 +151,8 @@ class KubernetesPool:
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(kube.follow(self.client, self._config_maps, documents, self._named))
-            tasks.create_task(kube.follow(self.client, self._pods_path, pods, self._selected))
+            follow = kube.follow(self.client, self._pods_path, pods, self._selected, kept=kube.slim)
+            tasks.create_task(follow)
 
     def document(self, text: str) -> None:
         """Reads a new text of the ConfigMap. When it is empty, because there is no ConfigMap, the old

@@ -108,14 +108,18 @@ class Cluster:
             self._report(self._copies.take(kind, objects, changed))
 
         where = collection(api, self._namespace, plural)
-        await kube.follow(self._client, where, take, {"labelSelector": selector} if selector else {})
+        params = {"labelSelector": selector} if selector else {}
+        if kind == "Pod":
+            await kube.follow(self._client, where, take, params, kept=kube.slim)
+        else:  # who wrote the replicas of a gateway's Deployment matters (render/gateway.py)
+            await kube.follow(self._client, where, take, params)
 
     async def _follow_nodes(self) -> None:
         def take(objects: Objects, changed: Collection[str]) -> None:
             if self._copies.take_nodes(objects, changed):
                 self._on_change(None)
 
-        await kube.follow(self._client, collection("v1", "", "nodes"), take)
+        await kube.follow(self._client, collection("v1", "", "nodes"), take, kept=kube.slim)
 
     async def _follow_parents(self, api: str) -> None:
         def take(objects: Objects, changed: Collection[str]) -> None:

@@ -30,7 +30,10 @@ class Fabric:
     """Where the nodes are."""
 
     topology: pool.Topology
-    """Where each node stands, for the pool document."""
+    """Where each relevant node stands."""
+    occupied: pool.Topology
+    """The same of the nodes that run pods of the pool, for the pool document. So a document does not grow
+    with the cluster, and no other node's change rewrites it."""
     keys: Mapping[str, str]
     """Level → the label that names it, for affinity and topology spread."""
     unlabelled: tuple[str, ...]
@@ -60,6 +63,7 @@ def resolve(spec: TopologySpec, nodes: Sequence[NodeFacts], pods: Sequence[PodFa
         keys[name] = (carried or list(level.labels))[0]
     return Fabric(
         pool.Topology(places),
+        pool.Topology({name: place for name, place in places.items() if name in used}),
         keys,
         tuple(name for name, place in places.items() if not place.rack),
         len({(p.spine, p.rack) for p in places.values() if p.rack}),

@@ -36,6 +36,9 @@ from perilune_operator.render.objects import (
 from perilune_operator.render.placement import placement
 from perilune_operator.render.pod_template import overlaid
 
+EVICTABLE = "10%"
+"""Share of the engines that may be evicted at a time, at least one of them. Of endpoints that span nodes it
+is one pod, because each evicted pod stops a whole endpoint."""
 LONGEST_SET = names.LONGEST_LABEL - len("-0123456789") - len("-999")
 """The longest name of a LeaderWorkerSet. A group's workers are a StatefulSet of that name and the group's
 index, and its pods carry a label of the StatefulSet's name and a hash."""
@@ -60,7 +63,7 @@ def engines(pool: Context) -> Iterator[Object]:
         "PodDisruptionBudget",
         workload_name(pool.name),
         "engine",
-        spec=disruption_budget(every_pod(pool)),
+        spec=disruption_budget(every_pod(pool), EVICTABLE if nodes_per_endpoint(pool) == 1 else 1),
     )
     if pool.spec.scaling is not None:
         yield _autoscaler(pool)

@@ -146,10 +146,11 @@ POD_SECURITY: Mapping[str, Any] = {
 }
 
 
-def disruption_budget(selector: Object) -> Object:
-    """The spec of a budget that allows evicting one ready pod at a time, and any pod that is not ready."""
+def disruption_budget(selector: Object, share: int | str = 1) -> Object:
+    """The spec of a budget that allows evicting so many ready pods at a time, and any pod that is not
+    ready. Kubernetes rounds a percentage up."""
     return {
-        "maxUnavailable": 1,
+        "maxUnavailable": share,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": selector,
     }
