@@ -107,7 +107,9 @@ async def running(rig, tiny, report):
     return Running(rig, rendered, engines, document, report)
 
 
-inexact = pytest.mark.xfail(strict=False, reason="too many predictions are too low: see docs/real-engines.md")
+inexact = pytest.mark.xfail(
+    strict=False, reason="what the store has is not always known: see docs/real-engines.md"
+)
 
 
 @inexact
