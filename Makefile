@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo api-server browser test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+.PHONY: help venv demo api-server browser prometheus test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ demo: $(STAMP) ## real Envoy, gateway and 8 simulated engines under agentic load
 
 api-server: $(STAMP) ## etcd, API server and what else the operator's tests need, from Go modules; once, ten minutes
 	PYTHONPATH=e2e $(BIN)/python -m testbed.programs
+
+prometheus:    ## Debian's Prometheus and promtool, which the tests of dashboards and alerts need (root)
+	@command -v prometheus > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends prometheus; }
 
 browser:       ## Debian's Chromium, which the console's tests need (root)
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }

@@ -1,10 +1,10 @@
 """Make what is generated: `python -m protos.generate [--check]`, from the repository root.
 
 Writes `protos/perilune_api/extproc_pb2.py` and `.pyi` from extproc.proto, the CustomResourceDefinition
-(`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart, and `docs/configuration.md`
-(`perilune_api.reference`). With --check nothing is written; the exit status is 1 and a line names the file
-when a committed file differs from what would be written. Takes about a second. No gRPC stubs are made: the
-server registers its one method by name.
+(`perilune_api.crdgen`), once for kubectl (`crds/`) and once for the chart, `docs/configuration.md`
+(`perilune_api.reference`), and what `charts/` makes for the chart. With --check nothing is written;
+the exit status is 1 and a line names the file when a committed file differs from what would be written. Takes
+about a second. No gRPC stubs are made: the server registers its one method by name.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from charts import alerts, dashboards
 from grpc_tools import protoc
 
 from perilune_api import crdgen, reference
@@ -22,6 +23,7 @@ SOURCE = HERE / "extproc.proto"
 TARGET = HERE / "perilune_api"
 CRD = "inferencepools.perilune.dev.yaml"
 CRD_FOLDERS = (HERE.parent / "crds", HERE.parent / "charts" / "perilune" / "crds")
+CHART_FILES = HERE.parent / "charts" / "perilune" / "files"
 CONFIGURATION = HERE.parent / "docs" / "configuration.md"
 
 
@@ -35,6 +37,9 @@ def generate() -> dict[Path, bytes]:
         files = {TARGET / file.name: file.read_bytes() for file in sorted(Path(out).iterdir())}
     files.update(dict.fromkeys((folder / CRD for folder in CRD_FOLDERS), crdgen.generate()))
     files[CONFIGURATION] = reference.page()
+    for dashboard in dashboards.DASHBOARDS:
+        files[CHART_FILES / "dashboards" / f"{dashboard.uid}.json"] = dashboards.document(dashboard)
+    files[CHART_FILES / "alerts.yaml"] = alerts.document()
     return files
 
 

@@ -24,7 +24,7 @@ from typing import Protocol
 
 import aiohttp
 import uvloop
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
 from perilune_api import kube, names
 from perilune_api.pool import Pool, SpecError, load
@@ -104,6 +104,7 @@ class Gateway:
         self.draining = False
         self.source = source
         registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
         self.metrics = Metrics(registry, clock)
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
         decisions = Decisions()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from api_server import ApiServer
+from charts import alerts
+from charts.dashboards import DASHBOARDS
 
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
@@ -128,11 +130,21 @@ def test_monitors_get_the_labels_that_a_prometheus_goes_by(template: Callable[..
     assert arguments(container["args"]).monitor_label == [("release", "kps")]
 
 
-def test_the_dashboard_is_json(template: Callable[..., dict[str, Any]]) -> None:
+def test_the_dashboards_are_json(template: Callable[..., dict[str, Any]]) -> None:
     data = template()["ConfigMap/perilune-dashboard"]["data"]
-    assert json.loads(data["perilune.json"])["title"] == "Perilune"
+    titles = {name: json.loads(text)["title"] for name, text in data.items()}
+    assert titles == {f"{shown.uid}.json": shown.title for shown in DASHBOARDS}
     assert "ConfigMap/perilune-dashboard" not in template("dashboard.enabled=false")
     assert "ConfigMap/perilune-dashboard" in template("dashboard.labels=null")
+
+
+def test_the_alerts_are_there_where_prometheus_operator_is(template: Callable[..., dict[str, Any]]) -> None:
+    monitoring = "monitoring.coreos.com/v1"
+    made = template("monitors.labels.release=kps", apis=monitoring)["PrometheusRule/perilune"]
+    assert made["metadata"]["labels"]["release"] == "kps"
+    assert made["spec"] == yaml.safe_load(alerts.document())
+    assert "PrometheusRule/perilune" not in template()
+    assert "PrometheusRule/perilune" not in template("alerts.enabled=false", apis=monitoring)
 
 
 @pytest.mark.parametrize("apis", ["v1", "monitoring.coreos.com/v1"])

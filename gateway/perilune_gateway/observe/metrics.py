@@ -197,6 +197,10 @@ class Metrics:
         self._cached = tally(
             "predicted_cached_tokens", "Of these, tokens predicted to be in its KV cache.", "endpoint"
         )
+        self._reachable = tally(
+            "reachable_cached_tokens",
+            "Of the prompt tokens, tokens that some endpoint is known to have in its KV cache.",
+        )
         self._affinity = tally(
             "session_requests",
             "Requests of sessions, by whether they went to the session's host.",
@@ -219,6 +223,7 @@ class Metrics:
         self._affinity.start(Affinity)
         self._prefills.start((REMOTE, *Unsplit))
         self._migrations.add(by=0)
+        self._reachable.add(by=0)
         registry.register(_Mirror(self))
 
     # Events
@@ -240,6 +245,7 @@ class Metrics:
             self._prefills.add(verdict.unsplit or REMOTE)
         self._prompt.add(verdict.target, by=view.prompt_tokens)
         self._cached.add(verdict.target, by=record.cached_tokens)
+        self._reachable.add(by=max(record.cached_tokens, view.prefix.tokens))
         self._sources.add(view.token_source)
         if view.session is not None:
             self._affinity.add(affinity_of(view.session.host, verdict))

@@ -15,8 +15,10 @@ from perilune_gateway.model import (
     DecisionRecord,
     Endpoint,
     Load,
+    Location,
     Outcome,
     Phase,
+    Prefix,
     Reason,
     Refusal,
     RefuseReason,
@@ -99,6 +101,15 @@ class TestDecided:
         assert value(metrics, "prompt_tokens_total", endpoint="a") == 2_000
         assert value(metrics, "predicted_cached_tokens_total", endpoint="a") == 800
         assert value(metrics, "cache_hit_ratio") == pytest.approx(0.4)
+
+    def test_tokens_cached_at_another_endpoint_are_reachable(self, metrics):
+        assert value(metrics, "reachable_cached_tokens_total") == 0
+        metrics.decided(record())
+        assert value(metrics, "reachable_cached_tokens_total") == 800
+        elsewhere = structs.replace(request(), prefix=Prefix((Location("b", 900),)))
+        metrics.decided(record(view=elsewhere, cached_tokens=0))
+        assert value(metrics, "reachable_cached_tokens_total") == 1_700
+        assert value(metrics, "predicted_cached_tokens_total", endpoint="a") == 800
 
     def test_the_ratio_forgets_what_is_older_than_its_window(self, metrics, clock):
         metrics.decided(record())

@@ -1,0 +1,1 @@
+"""What the chart's generated files are made of; `make generate` writes them."""
