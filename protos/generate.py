@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from charts import alerts, dashboards
+from charts import alerts, dashboards, readme
 from grpc_tools import protoc
 
 from perilune_api import crdgen, reference
@@ -40,6 +40,7 @@ def generate() -> dict[Path, bytes]:
     for dashboard in dashboards.DASHBOARDS:
         files[CHART_FILES / "dashboards" / f"{dashboard.uid}.json"] = dashboards.document(dashboard)
     files[CHART_FILES / "alerts.yaml"] = alerts.document()
+    files[readme.CHART / "README.md"] = readme.page()
     return files
 
 

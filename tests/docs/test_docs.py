@@ -218,7 +218,7 @@ def test_the_readme_is_short():
 
 
 def test_every_value_of_the_chart_is_documented():
-    page = read("docs/install.md")
+    page = read("charts/perilune/README.md")
     assert [key for key in VALUES if f"`{key}" not in page] == []
 
 

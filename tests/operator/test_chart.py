@@ -13,6 +13,7 @@ import yaml
 from api_server import ApiServer
 from charts import alerts
 from charts.dashboards import DASHBOARDS
+from document_tables import rows
 
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
@@ -96,6 +97,34 @@ def test_the_deployment_starts_an_operator(template: Callable[..., dict[str, Any
     args = arguments(container["args"])
     assert (args.namespace, args.image, args.master_image) == ("team", "ghcr.io/perilune/perilune:v7", "m:1")
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_pods_get_the_users_labels_annotations_and_priority(template: Callable[..., dict[str, Any]]) -> None:
+    named = ("podLabels.team=llm", "podAnnotations.note=yes", "priorityClassName=system-cluster-critical")
+    deployment = template(*named)["Deployment/perilune-operator"]["spec"]
+    pods = deployment["template"]
+    assert (
+        pods["metadata"]["labels"].items() >= {**deployment["selector"]["matchLabels"], "team": "llm"}.items()
+    )
+    assert pods["metadata"]["annotations"].items() >= {"note": "yes", "prometheus.io/port": "8080"}.items()
+    assert pods["spec"]["priorityClassName"] == "system-cluster-critical"
+    assert "priorityClassName" not in template()["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+
+
+def test_a_digest_counts_more_than_a_tag(template: Callable[..., dict[str, Any]]) -> None:
+    digest = "sha256:" + "a" * 64
+    made = template("image.tag=v7", f"image.digest={digest}")
+    (container,) = made["Deployment/perilune-operator"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"ghcr.io/perilune/perilune@{digest}"
+    assert arguments(container["args"]).image == container["image"]
+
+
+def test_the_readme_has_every_value() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    told = [row[0] for row in rows((CHART / "README.md").read_text(), "value")]
+    assert {name.partition(".")[0] for name in told} == {*values} == {*schema} - {"global"}
+    assert set(told) >= {f"image.{name}" for name in values["image"]}
 
 
 def test_an_operator_of_one_namespace_has_its_rights_there_only(
@@ -190,6 +219,7 @@ def test_reuse_values_of_the_first_chart(helm: Path, tmp_path: Path, api_server:
     [
         pytest.param("replicas=0", "minimum", id="no replica"),
         pytest.param("replica=1", "additional", id="typo"),
+        pytest.param("image.digest=latest", "digest", id="no digest"),
         pytest.param("logLevel=loud", "logLevel", id="enum"),
         pytest.param("watchNamespace=Team_A", "watchNamespace", id="no namespace"),
         pytest.param("nodeSelector.disks=2", "nodeSelector", id="a number for a label"),
