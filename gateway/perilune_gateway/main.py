@@ -1,7 +1,8 @@
 """perilune-gateway: the composition root. Settings → state → router → feeds → servers; signals and drain.
 
 `Gateway.__init__` creates and connects all parts of the process. `Gateway.run` starts them, prints one ready
-line to standard output, and waits for SIGTERM or SIGINT. Then it drains: for `--drain-seconds` it serves
+line to standard output, and waits for SIGTERM, SIGINT
+or SIGHUP. Then it drains: for `--drain-seconds` it serves
 while health answers NOT_SERVING, then it refuses new streams and gives open ones `--grace-seconds` to end.
 """
 
@@ -287,10 +288,10 @@ class Gateway:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Loads the pool and serves until SIGTERM or SIGINT, which also end the wait for a pool."""
+    """Loads the pool and serves until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     if args.kubernetes is None:
         pool = load(args.pool)

@@ -232,13 +232,22 @@ class Migration(Struct, frozen=True):
 
 
 class EnginePriority(Struct, frozen=True):
-    """The order in which an engine serves its waiting requests."""
+    """The order in which an engine serves its waiting requests: first come, first served, unless a field says
+    otherwise. Then the engines run with `--scheduling-policy priority` and the gateway writes `priority` into
+    every request body, so it waits for every body before it decides."""
 
     ageing_weight: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """Ranks a request as if it had arrived this many seconds later for each second of uncached prefill that
-    it needs, so that short prompts overtake long ones. 0: first come, first served. Above 0, the engines run
-    with `--scheduling-policy priority` and the gateway writes `priority` into every request body, so it waits
-    for every body before it decides."""
+    it needs, so that short prompts overtake long ones. 0: not by length."""
+    fair_share: bool = False
+    """Ranks a request as if it had arrived later by the time that its tenant's queued prefill takes at the
+    tenant's share of the pool, so that tenants with little in the queues overtake those with much. Tenants
+    that are alone are served as before."""
+
+    @property
+    def used(self) -> bool:
+        """Whether requests are ranked at all."""
+        return self.fair_share or self.ageing_weight > 0
 
 
 class Ejection(Struct, frozen=True):

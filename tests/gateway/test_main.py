@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from perilune_api.pool import (
     SessionKeys,
     Spec,
     SpecError,
+    dump,
 )
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
@@ -210,3 +212,21 @@ def test_a_start_that_fails_says_why_in_one_line(tmp_path, options, status, says
     assert ended.returncode == status
     assert ended.stderr.startswith(f"perilune-gateway: {says}")
     assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
+def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_bytes(dump(pool(A)))
+    command = [sys.executable, "-m", "perilune_gateway.main", "--pool", str(file)]
+    command += ["--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        assert re.search(READY, running.stdout.readline())
+        running.send_signal(number)
+        _, said = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    assert running.returncode == 0
+    assert "draining" in said

@@ -169,7 +169,7 @@ class Lifecycle:
         """Take over a (changed) pool document."""
         self._block_size = pool.spec.engine.block_size
         self._fallbacks = pool.spec.routing.fallbacks
-        self._ageing_weight = pool.spec.routing.engine_priority.ageing_weight
+        self._engine_priority = pool.spec.routing.engine_priority
         self._decision_header = pool.spec.routing.decision_header
         self._session_failures = pool.spec.routing.ejection.session_failures
         self._state.ejection.rules = pool.spec.routing.ejection
@@ -201,6 +201,7 @@ class Lifecycle:
         claim_s = None if announces else APPROXIMATE_TTL_S
         covers_new = len(prompt.blocks) * self._block_size > held
         awaited = prompt.blocks[-1] if announces and covers_new else 0
+        priority = self._priority(context.identity.tenant, prefill_s)
         ticket = self._start(
             Running(
                 view.request_id,
@@ -228,6 +229,7 @@ class Lifecycle:
             prefill_s=prefill_s,
             context_tokens=prompt.tokens,
             last_block=awaited,
+            tenant=context.identity.tenant,
         )
         with self._taken_back_on_error(ticket):
             self._state.ejection.sent(
@@ -268,20 +270,28 @@ class Lifecycle:
                     *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
                 )
                 routed = replace(routed, gift=gift)
-            return replace(routed, fields=self._engine_fields(context, target, prefill_s))
+            return replace(routed, fields=self._engine_fields(context, target, priority))
 
-    def _engine_fields(self, context: RequestContext, target: str, prefill_s: float) -> EngineFields:
+    def _priority(self, tenant: str, prefill_s: float) -> int | None:
+        """The request's rank in the engine's queue; None: first come, first served."""
+        ranks = self._engine_priority
+        if not ranks.used:
+            return None
+        ahead_s = self._state.fleet.share_of_queue_s(tenant) if ranks.fair_share else 0.0
+        return engine_priority(self._wall_clock() + ahead_s, prefill_s, ranks.ageing_weight)
+
+    def _engine_fields(self, context: RequestContext, target: str, priority: int | None) -> EngineFields:
         """What to write into the body of a request that was routed to `target`."""
         prompt, identity = context.prompt, context.identity
         if not prompt.model:
             return NO_FIELDS  # the body is not read
         if asked := self.asks(target):
             self._to_ask[target] -= 1
-        ageing, response_id = self._ageing_weight, ""
+        response_id = ""
         if prompt.names_response:
             response_id = self._aliases.response(identity.tenant, identity.session_id, target, context.seed)
         return EngineFields(
-            engine_priority(self._wall_clock(), prefill_s, ageing) if ageing else None,
+            priority,
             prompt.cache_salt,
             response_id,
             asked,

@@ -168,7 +168,7 @@ class Router:
                 return NEED_BODY  # the body may name an earlier response, which one endpoint has
             if not self.state.knows(session, body_bytes) or self.lifecycle.asks(session.host):
                 return NEED_BODY
-            if self._routing.engine_priority.ageing_weight or self._routing.cache_salt == "tenant":
+            if self._routing.engine_priority.used or self._routing.cache_salt == "tenant":
                 return NEED_BODY  # priority and salt for the engine are written into every body
         context = RequestContext(head, now, timer, identity, session)
         if not for_model and (stored := self._aliases.stored(identity.tenant, openai.response_of(head.path))):

@@ -57,8 +57,16 @@ class _InFlight(Struct, gc=False):
     total_tokens: int
     total_s: float
     context_tokens: int
+    tenant: str
     awaited: int
     """Block whose KV event ends the prefill; 0: unknown, or the prefill has ended."""
+
+
+class _Queued(Struct, gc=False):
+    """The pending prefill of one tenant in the whole pool."""
+
+    requests: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -91,6 +99,8 @@ class Fleet:
         self.kv_pool_tokens = kv_pool_tokens
         self._states: dict[str, _State] = {}
         self._requests: dict[int, _InFlight] = {}
+        self._queued: dict[str, _Queued] = {}
+        """Tenant → its pending prefill; only tenants that have some."""
         self._awaited: dict[tuple[str, int], list[int]] = {}
         """(address, last block of a prompt) → tickets of the requests whose prefill that block's event
         ends."""
@@ -267,11 +277,18 @@ class Fleet:
         prefill_s: float,
         context_tokens: int,
         last_block: int = 0,
+        tenant: str = "",
     ) -> None:
         """Add a request to the load of `address`. `last_block` is our hash of the prompt's last full block,
         or 0 if it is unknown or already cached there."""
-        request = _InFlight(address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, last_block)
+        request = _InFlight(
+            address, uncached_tokens, uncached_tokens, prefill_s, context_tokens, tenant, last_block
+        )
         self._requests[ticket] = request
+        if uncached_tokens:
+            queued = self._queued.setdefault(tenant, _Queued())
+            queued.requests += 1
+            queued.seconds += prefill_s
         if last_block:
             self._awaited.setdefault((address, last_block), []).append(ticket)
         if state := self._states.get(address):
@@ -305,12 +322,18 @@ class Fleet:
         if not done:
             return
         request.tokens -= done
+        released_s = request.total_s * done / request.total_tokens
+        queued = self._queued[request.tenant]
+        queued.seconds -= released_s
+        queued.requests -= not request.tokens
+        if not queued.requests:
+            del self._queued[request.tenant]
         if (state := self._states.get(request.address)) and ticket in state.in_flight:
             self._changed.add(request.address)
             state.prefilling -= not request.tokens
             state.pending_tokens -= done
             if state.prefilling:
-                state.pending_s -= request.total_s * done / request.total_tokens
+                state.pending_s -= released_s
             else:
                 state.pending_s = 0.0  # removes rounding errors
 
@@ -349,7 +372,14 @@ class Fleet:
             prefill_s=request.total_s,
             context_tokens=request.context_tokens,
             last_block=awaited,
+            tenant=request.tenant,
         )
+
+    def share_of_queue_s(self, tenant: str) -> float:
+        """Return how many seconds the tenant's pending prefill takes if all tenants that have some get equal
+        shares of all endpoints."""
+        queued = self._queued.get(tenant)
+        return queued.seconds * len(self._queued) / max(1, len(self._states)) if queued else 0.0
 
     def finish(self, ticket: int) -> None:
         """End the request. Raises KeyError if it has already ended."""

@@ -7,7 +7,16 @@ import sys
 import pytest
 
 from perilune_api.pool import SpecError
-from perilune_gateway.observe.logs import JsonFormatter, TextFormatter, configure, levels
+from perilune_gateway.observe.logs import (
+    MOST_CHARACTERS,
+    MOST_LINES,
+    WINDOW_S,
+    JsonFormatter,
+    Limited,
+    TextFormatter,
+    configure,
+    levels,
+)
 
 
 @pytest.mark.parametrize(
@@ -109,3 +118,24 @@ def test_a_wrong_level_changes_nothing():
     with pytest.raises(SpecError):
         configure("loud")
     assert logging.getLogger().handlers == before
+
+
+def test_what_a_client_can_cause_is_logged_a_few_times_and_counted():
+    limited = Limited()
+
+    def passes(number: int, at: float, level: int = logging.WARNING) -> str:
+        record = made("late_tokens body_bytes=%d", number)
+        record.created, record.levelno = at, level
+        return TextFormatter().format(record) if limited.filter(record) else ""
+
+    written = [passes(number, 100.0) for number in range(1_000)]
+    assert sum(map(bool, written)) == MOST_LINES
+    assert limited.filter(made("another message")), "others are not kept back"
+    assert passes(7, 100.0 + WINDOW_S).endswith(f"late_tokens body_bytes=7 left_out={1_000 - MOST_LINES}")
+    assert passes(8, 100.0 + WINDOW_S).endswith("late_tokens body_bytes=8")
+    assert all(passes(n, 200.0, logging.DEBUG) for n in range(1_000)), "debug is asked for"
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()], ids=["text", "json"])
+def test_a_line_has_an_end(formatter: logging.Formatter):
+    assert len(formatter.format(made("path=%s", "x" * 100_000))) < MOST_CHARACTERS + 200

@@ -243,3 +243,30 @@ def test_whatever_happens_an_idle_fleet_has_no_load(steps: list[tuple[str, int]]
     assert [v.load for v in made.view(0.0)] == [
         v.load for v in fleet_of(endpoint("a"), endpoint("b")).view(0.0)
     ]
+
+
+def test_a_tenants_share_of_the_queue_is_its_pending_prefill_among_all(fleet: Fleet) -> None:
+    def add(ticket: int, tenant: str, address: str = "a") -> None:
+        fleet.start(ticket, address, uncached_tokens=100, prefill_s=1.0, context_tokens=0, tenant=tenant)
+
+    add(1, "many")
+    add(2, "many", "b")
+    assert fleet.share_of_queue_s("many") == pytest.approx(1.0), "two seconds on two endpoints"
+    assert fleet.share_of_queue_s("few") == 0.0
+    add(3, "few")
+    assert fleet.share_of_queue_s("many") == pytest.approx(2.0), "half of two endpoints"
+    assert fleet.share_of_queue_s("few") == pytest.approx(1.0)
+    fleet.progress(1, 50)
+    assert fleet.share_of_queue_s("many") == pytest.approx(1.5)
+    fleet.set_endpoints([endpoint("b")], Topology())
+    for ticket in (1, 2, 3):
+        fleet.finish(ticket)
+    assert fleet.share_of_queue_s("many") == fleet.share_of_queue_s("few") == 0.0
+
+
+def test_a_tenants_queue_follows_a_request_to_the_endpoint_that_serves_it(fleet: Fleet) -> None:
+    fleet.start(1, "a", uncached_tokens=100, prefill_s=1.0, context_tokens=0, tenant="t")
+    fleet.served_by(1, "b")
+    assert fleet.share_of_queue_s("t") == pytest.approx(0.5)
+    fleet.prefill_done(1)
+    assert fleet.share_of_queue_s("t") == 0.0
