@@ -78,9 +78,9 @@ POOL_LABEL = "perilune.dev/pool"
 """Label of everything that belongs to a pool: the pool's name."""
 COMPONENT_LABEL = "perilune.dev/component"
 """Label of the same objects: a Component."""
-Component = Literal["engine", "engine-worker", "gateway", "master"]
+Component = Literal["engine", "engine-worker", "prefill", "gateway", "master"]
 """engine: pods that are endpoints, and their workloads. engine-worker: further pods of an endpoint that spans
-nodes. master: the Mooncake master."""
+nodes. prefill: pods that are endpoints and only prefill, and their workload. master: the Mooncake master."""
 ROLE_LABEL = "perilune.dev/role"
 """Label of an engine pod: always `both`, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"

@@ -441,6 +441,11 @@ def parse(text: bytes | str) -> Pool:
     except _WRONG_SCALAR as error:
         raise SpecError(_unreadable(text) or str(error)) from None
     check(pool)
+    listed = pool.spec.endpoints
+    if listed and all(endpoint.role is Role.PREFILL for endpoint in listed):
+        raise SpecError(
+            "All endpoints have the role prefill: give one the role decode or both - at `$.spec.endpoints`"
+        )
     return pool
 
 
@@ -484,7 +489,7 @@ def _unreadable(text: bytes | str) -> str:
     return ""
 
 
-_OBJECT_ONLY = ("gateway", "mooncake", "replicas", "rollout", "scaling")
+_OBJECT_ONLY = ("gateway", "mooncake", "prefillReplicas", "replicas", "rollout", "scaling")
 """Fields of `spec` that an InferencePool on Kubernetes has and a pool document does not have."""
 
 
@@ -565,10 +570,6 @@ def check(pool: Pool) -> None:
             )
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
             raise SpecError(f"replay must have as many addresses as events - {at}.replay`")
-    if spec.endpoints and all(endpoint.role is Role.PREFILL for endpoint in spec.endpoints):
-        raise SpecError(
-            "All endpoints have the role prefill: give one the role decode or both - at `$.spec.endpoints`"
-        )
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
     for model in models:
         if models.count(model) > 1:

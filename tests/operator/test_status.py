@@ -425,6 +425,21 @@ def test_an_endpoint_that_does_not_come_says_why() -> None:
     assert said.message == "1 of 2 endpoints are ready. b: ImagePullBackOff (vllm:none)"
 
 
+def test_a_pool_with_roles_is_ready_when_both_are_served() -> None:
+    spec = SPEC | {"prefillReplicas": 1, "mooncake": {"transfer": "handoff"}}
+    prefill = deployment("p-prefill")
+    without = of(seen(prefill), spec)
+    words = "2 of 2 endpoints are ready. 0 of 1 that prefill are ready."
+    assert conditions(without)["Ready"] == ("False", "WaitingForEngines")
+    assert words in [c.message for c in without.conditions if c.type == "Ready"]
+    served = (pod("a"), pod("b"), replace(pod("c"), component="prefill"))
+    made = of(seen(prefill, pods=served), spec)
+    assert conditions(made)["Ready"] == ("True", "Serving")
+    assert made.ready == "2/2", "it counts those that get requests"
+    trouble = replace(pod("c", ready=False), component="prefill", trouble=IMAGE)
+    assert f"c: {IMAGE}" in of(seen(prefill, pods=(*served[:2], trouble)), spec).conditions[2].message
+
+
 def test_pods_that_are_not_made_say_why() -> None:
     failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: gpus"}
     key, body = deployment("p-engine", 2)

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from perilune_api import kube, names
-from perilune_api.pool import EndpointSpec, NodePlace, Pool, SpecError, check, parse_known
+from perilune_api.pool import EndpointSpec, NodePlace, Pool, Role, SpecError, check, parse_known
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,12 @@ def endpoint(pod: Object) -> EndpointSpec | None:
         names.DRAINING in annotations,
         ready,
         f"{host}:{bootstrap}" if bootstrap else "",
+        Role.PREFILL if _prefills(meta) and bootstrap else Role.BOTH,
     )
+
+
+def _prefills(meta: Object) -> bool:
+    return bool((meta.get("labels") or {}).get(names.COMPONENT_LABEL) == "prefill")
 
 
 def _port(text: str) -> int:
@@ -209,4 +214,6 @@ class KubernetesPool:
 
     @property
     def _selected(self) -> dict[str, str]:
-        return {"labelSelector": f"{names.POOL_LABEL}={self.name},{names.COMPONENT_LABEL}=engine"}
+        return {
+            "labelSelector": f"{names.POOL_LABEL}={self.name},{names.COMPONENT_LABEL} in (engine,prefill)"
+        }

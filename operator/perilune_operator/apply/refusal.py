@@ -76,6 +76,7 @@ def blame(obj: Object, spec: Object, field: str) -> str:
 
 _TEMPLATE_OF: Mapping[str, tuple[str, ...]] = {
     "engine": ("engine", "podTemplate"),
+    "prefill": ("engine", "podTemplate"),
     "gateway": ("gateway", "podTemplate"),
     "master": ("mooncake", "master", "podTemplate"),
 }

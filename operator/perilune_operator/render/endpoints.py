@@ -22,6 +22,11 @@ def workload_name(pool: str) -> str:
     return f"{pool}-engine"
 
 
+def prefill_workload(pool: Context) -> Key:
+    """The workload that runs the endpoints that only prefill."""
+    return Key("Deployment", pool.namespace, f"{pool.name}-prefill")
+
+
 def gpus(pool: Context) -> int:
     """GPUs of one endpoint."""
     engine = pool.spec.engine

@@ -22,6 +22,7 @@ from perilune_operator.render.endpoints import (
     gpus,
     gpus_per_pod,
     nodes_per_endpoint,
+    prefill_workload,
     workload_name,
 )
 from perilune_operator.render.objects import (
@@ -50,6 +51,8 @@ def engines(pool: Context) -> Iterator[Object]:
         if _guarded(pool):
             yield door.config(pool)
         yield _deployment(pool) if nodes_per_endpoint(pool) == 1 else _groups(pool)
+    if pool.spec.prefill_replicas:
+        yield _prefill(pool)
     yield pool.object(
         "Service",
         pool.name,
@@ -83,6 +86,17 @@ def _deployment(pool: Context) -> Object:
             "template": _template(pool, labels, serve=True),
         },
     )
+
+
+def _prefill(pool: Context) -> Object:
+    """The engines that only prefill: like the others, but no Service, route or InferencePool selects them."""
+    made, labels = _deployment(pool), pool.labels("prefill")
+    spec = made["spec"] | {
+        "replicas": pool.spec.prefill_replicas,
+        "selector": {"matchLabels": labels},
+        "template": _template(pool, labels, serve=True),
+    }
+    return pool.object("Deployment", prefill_workload(pool).name, "prefill", spec=spec)
 
 
 def _groups(pool: Context) -> Object:

@@ -10,6 +10,8 @@ from perilune_operator.render.objects import Context
 def monitors(pool: Context) -> Iterator[Object]:
     if pool.has("PodMonitor"):
         yield _monitor(pool, "engine", "http", "PodMonitor")
+        if pool.spec.prefill_replicas:
+            yield _monitor(pool, "prefill", "http", "PodMonitor")
         if pool.spec.mooncake.store.enabled:
             yield _monitor(pool, "master", "http", "PodMonitor")
     if pool.has("ServiceMonitor"):

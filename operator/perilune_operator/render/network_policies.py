@@ -37,6 +37,10 @@ def network_policies(pool: Context) -> Iterator[Object]:
     callers = _callers(pool)
     served = {"from": [*callers, *watchers[1:]]} if callers is not None else {}
     yield _allow(pool, "engine", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), **served}])
+    if pool.spec.prefill_replicas:
+        yield _allow(
+            pool, "prefill", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": watchers[1:]}]
+        )
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
     yield _allow(

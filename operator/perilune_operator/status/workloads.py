@@ -38,13 +38,17 @@ def engines(pool: Context, observed: Observed, ready: int, wanted: int) -> Fact:
         return Fact(kind, "False", Reason.NO_WORKLOAD_API, words)
     if not wanted:
         return Fact(kind, "True", Reason.NO_ENGINES_WANTED, "replicas is 0.")
-    message = f"{ready} of {wanted} endpoints are ready."
-    if ready >= wanted:
+    message, prefill = f"{ready} of {wanted} endpoints are ready.", pool.spec.prefill_replicas
+    prefilling = sum(p.component == "prefill" and p.serves for p in observed.pods)
+    if prefill:
+        message += f" {prefilling} of {prefill} that prefill are ready."
+    if ready >= wanted and prefilling >= prefill:
         return Fact(kind, "True", Reason.AVAILABLE, message)
-    found = sorted((p for p in observed.pods if p.component == "engine"), key=lambda p: p.name)
+    found = sorted((p for p in observed.pods if p.component in ("engine", "prefill")), key=lambda p: p.name)
     troubles = [f"{p.name}: {p.trouble}" for p in found if p.trouble and not p.terminating]
-    if failure := refusal_of_pods(observed, endpoints.workload(pool)):
-        troubles.append(failure)
+    for workload in (endpoints.workload(pool), endpoints.prefill_workload(pool)):
+        if failure := refusal_of_pods(observed, workload):
+            troubles.append(failure)
     return Fact(kind, "False", Reason.WAITING_FOR_ENGINES, " ".join([message, *troubles[:1]]))
 
 

@@ -49,6 +49,11 @@ def check(spec: InferencePoolSpec) -> None:
         arguments.check_simulated(spec.engine.args, "$.spec.engine.args")
         if spec.model.cache is not None:
             raise SpecError("Simulated engines load no model: leave it out - at `$.spec.model.cache`")
+    if spec.prefill_replicas and spec.mooncake.transfer is not Transfer.HANDOFF:
+        raise SpecError(
+            "Endpoints that prefill for others hand KV over to them: set mooncake.transfer to handoff"
+            " - at `$.spec.prefillReplicas`"
+        )
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
     if spec.gateway.tls is not None:
         arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")

@@ -54,7 +54,11 @@ class InferencePoolSpec(Struct, frozen=True):
 
     model: ModelSpec
     replicas: Count = 1
-    """Number of endpoints. `kubectl scale` sets it."""
+    """Number of endpoints that get requests. `kubectl scale` sets it."""
+    prefill_replicas: Count = 0
+    """Number of further endpoints that only prefill long prompts for those that get requests. Needs
+    `mooncake.transfer: handoff`; `routing.disaggregation` says which prompts are long. 0: every endpoint
+    prefills its prompts itself."""
     engine: EngineSpec = EngineSpec()
     mooncake: Mooncake = Mooncake()
     topology: TopologySpec = TopologySpec()

@@ -17,6 +17,7 @@ from perilune_api.pool import (
     Model,
     NodePlace,
     Pool,
+    Role,
     Routing,
     Spec,
     SpecError,
@@ -54,6 +55,14 @@ def document(policy: str = "ear", model: str = "m", **topology: Any) -> Pool:
     ("given", "expected"),
     [
         pytest.param(pod(), EndpointSpec("10.0.0.1:8000", node="n1"), id="ready"),
+        pytest.param(
+            pod(
+                labels={"perilune.dev/component": "prefill"},
+                annotations={"perilune.dev/kv-bootstrap-port": "8998"},
+            ),
+            EndpointSpec("10.0.0.1:8000", node="n1", bootstrap="10.0.0.1:8998", role=Role.PREFILL),
+            id="only prefills",
+        ),
         pytest.param(pod(ready=False), None, id="not ready"),
         pytest.param(pod(ready=False, started=False), None, id="starting"),
         pytest.param(
@@ -239,7 +248,7 @@ async def taker(api: Api, watched: KubernetesPool) -> AsyncIterator[Taker]:
 async def test_the_first_pool_is_document_and_pods(api: Api, taker: Taker) -> None:
     assert taker.addresses() == ["10.0.0.1:8000"]
     assert {"fieldSelector": "metadata.name=p-gateway"} in api.queries
-    assert {"labelSelector": "perilune.dev/pool=p,perilune.dev/component=engine"} in api.queries
+    assert {"labelSelector": "perilune.dev/pool=p,perilune.dev/component in (engine,prefill)"} in api.queries
 
 
 async def test_a_pod_comes_and_another_leaves_at_once(api: Api, taker: Taker) -> None:
