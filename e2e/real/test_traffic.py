@@ -112,7 +112,6 @@ inexact = pytest.mark.xfail(
 )
 
 
-@inexact
 async def test_predictions_are_exact_over_all_apis(running):
     """Chat, completions, Responses and Anthropic's messages, with tools, Unicode, adapters, salts, and
     evictions; every prompt that the gateway tokenized has as many tokens as the engine says."""
