@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo api-server browser prometheus test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+.PHONY: help venv demo api-server browser prometheus state-server test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ prometheus:    ## Debian's Prometheus and promtool, which the tests of dashboard
 
 browser:       ## Debian's Chromium, which the console's tests need (root)
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
+state-server:  ## Debian's Redis, which the tests of shared state need (root)
+	@command -v redis-server > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server; }
 
 test: $(STAMP) ## unit, property and integration tests (real Envoy); minutes
 	$(BIN)/python -m pytest tests -m "not e2e and not bench" -n 2 --dist loadfile $(ARGS)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from perilune_api.pool import SpecError
 from perilune_gateway.extproc import Transport
@@ -74,6 +75,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="CA certificates, PEM; clients must present a certificate that one of them signed"
         " (default: any client may connect)",
     )
+    shared = parser.add_argument_group(
+        "state that gateways share",
+        "See docs/operations.md. Environment: PERILUNE_STATE_PASSWORD is the server's password, and"
+        " PERILUNE_STATE_KEY the key of the hashes that name sessions there (default: the password).",
+    )
+    shared.add_argument(
+        "--state-server",
+        type=_state_url,
+        metavar="URL",
+        help="Valkey, Redis, or another server of that protocol, redis://HOST:PORT or rediss://HOST:PORT"
+        " (TLS); several gateways of one pool that name the same server act as one (default: none)",
+    )
+    shared.add_argument("--state-ca", type=Path, metavar="FILE", help="CA certificates of that server, PEM")
     parser.add_argument(
         "--drain-seconds",
         type=_seconds,
@@ -130,6 +144,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tls-cert and --tls-key go together")
     if args.tls_client_ca and not args.tls_cert:
         parser.error("--tls-client-ca needs --tls-cert and --tls-key")
+    if args.state_ca and not (args.state_server or "").startswith("rediss:"):
+        parser.error("--state-ca needs --state-server rediss://…")
     try:
         args.tls = Tls(args.tls_cert, args.tls_key, args.tls_client_ca) if args.tls_cert else None
     except SpecError as error:
@@ -142,6 +158,21 @@ def _address(text: str) -> str:
     known = port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65_536
     if not (host and colon and known):
         raise argparse.ArgumentTypeError(f"{text!r} is not IP:PORT")
+    return text
+
+
+def _state_url(text: str) -> str:
+    url = urlsplit(text)
+    try:
+        known = url.scheme in ("redis", "rediss") and url.hostname and (url.port or True)
+    except ValueError:
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text!r} is not redis://HOST:PORT or rediss://HOST:PORT")
+    if url.password:
+        raise argparse.ArgumentTypeError(
+            "the password belongs into PERILUNE_STATE_PASSWORD, not into the URL"
+        )
     return text
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from math import inf
 from random import Random
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import Protocol
 
 import aiohttp
@@ -45,7 +45,9 @@ from perilune_gateway.feeds import (
 from perilune_gateway.feeds.kubernetes import KubernetesPool
 from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
+from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model.shared import Names, SharedStats
 from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
@@ -59,12 +61,16 @@ from perilune_gateway.request.tokens.metrics import TokenMetrics
 from perilune_gateway.routing.router import new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
+from perilune_gateway.state.replicas import Replicas
 
 log = logging.getLogger(__name__)
 
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the secret that a pool's gateways and engines share. Without it, engines drop the
 parameters of hand-offs, and tenants' salts differ between gateways."""
+STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
+STATE_KEY = "PERILUNE_STATE_KEY"
+"""Environment variables about the server of shared state: its password, and the key of sessions' names."""
 TOKENS_SHARE = 0.9
 """Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
 The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
@@ -95,11 +101,15 @@ class Gateway:
         secret: str = "",
         log_file: RotatedFile | None = None,
         pages_to_anyone: bool = False,
+        state_server: Server | None = None,
+        state_key: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `secret`: of the pool; empty: one of this process
         alone stands in. Every decision is written to `log_file`, if given.
-        `pages_to_anyone`: whether admin pages with session ids answer clients on other machines."""
+        `pages_to_anyone`: whether admin pages with session ids answer clients on other machines.
+        `state_server`: what the pool's gateways share their state through; `state_key`: the key of the hashes
+        that name sessions there."""
         spec = pool.spec
         self._clock, self._rng, self._secret = clock, Random(seed), secret
         self.draining = False
@@ -136,6 +146,13 @@ class Gateway:
         self.gift_legs = gift_legs.GiftLegs(
             self.router.gifts, state.connectors, os.environ.get(ENGINE_SECRET, "")
         )
+        self.shared: SharedState | None = None
+        if state_server:
+            name = f"{pool.metadata.namespace}/{pool.metadata.name}"
+            hashes = Names((state_key or state_server.password or name).encode())
+            self.replicas = Replicas(state, hashes, token_hex(8), clock, time.time)
+            self.router.lifecycle.on_claimed = self.replicas.claimed
+            self.shared = SharedState(state_server, name, self.replicas, clock, Random())
         self.service = Service(
             self.router,
             self.tokenizer,
@@ -146,7 +163,13 @@ class Gateway:
         )
         self.server = new_server(transport, self.service, tls)
         snapshots = Snapshots(
-            self.router, self.blocks, self.events, self.decision_log, clock, drained=self._drained
+            self.router,
+            self.blocks,
+            self.events,
+            self.decision_log,
+            clock,
+            drained=self._drained,
+            shared=self._shared_stats,
         )
         self.metrics.mirror(snapshots.snapshot)
         self.metrics.count_streams(self.service)
@@ -182,6 +205,8 @@ class Gateway:
                     tasks.create_task(self.decision_log.run())
                 feeds = [tasks.create_task(feed) for feed in self._feeds()]
                 self.events.follow(self.state.fleet.endpoints())
+                if self.shared:
+                    await self.shared.warm()
                 await self.server.set_ready(True)
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
@@ -211,6 +236,8 @@ class Gateway:
         )
         if master := self.router.pool.spec.engine.store_master:
             yield store_segments.run(master, self.blocks.segments)
+        if self.shared:
+            yield self.shared.run()
         yield self._plan_moves()
         yield self._hand_over()
 
@@ -232,7 +259,7 @@ class Gateway:
         """Runs the migration planner at the interval of the pool document."""
         while True:
             await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
-            self.router.plan_moves()
+            self.router.plan_moves(self.shared is None or self.replicas.plans)
 
     def _drained(self) -> Mapping[str, str]:
         """The draining pods that this gateway no longer uses, with their marks."""
@@ -280,6 +307,9 @@ class Gateway:
         if metrics is None and self.state.fleet.get(address):  # unless it has just left
             self.metrics.scrape_failed(address)
 
+    def _shared_stats(self) -> SharedStats | None:
+        return self.shared.stats(self._clock()) if self.shared else None
+
     def _least_busy(self) -> str:
         """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
         ready."""
@@ -323,6 +353,10 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
         secret=os.environ.get(ENGINE_SECRET, ""),
         log_file=RotatedFile(path, max_bytes, keep) if path else None,
         pages_to_anyone=args.admin_pages == "anyone",
+        state_server=Server(args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or ""))
+        if args.state_server
+        else None,
+        state_key=os.environ.get(STATE_KEY, ""),
     )
     # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
     # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.

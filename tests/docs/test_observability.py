@@ -15,6 +15,7 @@ from perilune_api import names
 from perilune_api.pool import EndpointSpec, Metadata, Model, Pool, Spec
 from perilune_gateway import main
 from perilune_gateway.feeds.kubernetes import KubernetesPool
+from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
 from perilune_gateway.observe.admin import PAGES
 from perilune_gateway.observe.decision_log import RotatedFile
@@ -73,7 +74,12 @@ async def gateway(folder):
     pool = Pool(Metadata("p"), Spec(Model("m", tokenizer=str(folder)), endpoints=(events,)))
     source = KubernetesPool(None, "default", "p")
     source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
-    made = main.Gateway(pool, source, log_file=RotatedFile(folder / "log", 2**20, 1))
+    made = main.Gateway(
+        pool,
+        source,
+        log_file=RotatedFile(folder / "log", 2**20, 1),
+        state_server=Server("redis://127.0.0.1:9"),
+    )
     made.on_pool(pool)
     decision = Decision(ADDRESS, Reason.HOST)
     record = DecisionRecord(

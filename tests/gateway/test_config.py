@@ -43,3 +43,26 @@ def test_the_pool_comes_from_one_place(capsys) -> None:
 def test_addresses_of_every_kind() -> None:
     for address in ("127.0.0.1:0", "[::1]:9002", "localhost:65535"):
         assert arguments(["--pool", "x", "--listen", address]).listen == address
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        ("state:6379", "is not redis://HOST:PORT"),
+        ("http://state", "is not redis://HOST:PORT"),
+        ("redis://:6379", "is not redis://HOST:PORT"),
+        ("redis://state:x", "is not redis://HOST:PORT"),
+        ("redis://user:password@state", "PERILUNE_STATE_PASSWORD"),
+    ],
+)
+def test_a_server_of_shared_state_is_a_url_without_a_password(capsys, server: str, says: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(["--pool", "x", "--state-server", server])
+    assert says in capsys.readouterr().err
+    assert arguments(["--pool", "x", "--state-server", "rediss://state"]).state_server == "rediss://state"
+
+
+def test_a_ca_of_the_server_needs_tls(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(["--pool", "x", "--state-server", "redis://state", "--state-ca", "ca.pem"])
+    assert "rediss://" in capsys.readouterr().err

@@ -181,6 +181,10 @@ class Planner:
         self._replace(plan, now)
         return plan
 
+    def withdraw(self, now: float) -> None:
+        """Withdraw all offers."""
+        self._replace(Plan(), now)
+
     def _gather(self, hosts: Sequence[str], endpoints: Sequence[Candidate], now: float) -> list[SessionFacts]:
         draining = {c.address for c in endpoints if c.draining}
         each = max(1, LOOKED_AT // max(1, len(hosts)))

@@ -15,6 +15,7 @@ from math import isinf
 from statistics import median
 
 from perilune_gateway.model.kv_events import IngestStats
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.state.ejection import Cause
@@ -48,6 +49,7 @@ class ProblemKind(StrEnum):
     DECISION_LOG = "decision_log"
     TOKEN_MEMORY = "token_memory"
     BOOTSTRAP = "bootstrap"
+    SHARED_STATE = "shared_state"
 
 
 class Status(StrEnum):
@@ -116,10 +118,16 @@ def report(
     decision_log: LogStats | None = None,
     ingest: IngestStats | None = None,
     handoffs: HandoffStats | None = None,
+    shared: SharedStats | None = None,
 ) -> Health:
     """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
     in force, if it is not."""
-    own = _decision_log(decision_log) + _ingest(ingest or IngestStats()) + _handoffs(endpoints, handoffs)
+    own = (
+        _decision_log(decision_log)
+        + _ingest(ingest or IngestStats())
+        + _handoffs(endpoints, handoffs)
+        + _shared(shared)
+    )
     problems = diagnose(endpoints, block_size, pool_error) + own
     ready = sum(stats.endpoint.ready for stats in endpoints)
     usable = ready or any(stats.silent or stats.ejection for stats in endpoints)
@@ -200,6 +208,22 @@ def _ingest(ingest: IngestStats) -> tuple[Problem, ...]:
             "requests are decided in time, by caches as they were then",
             "the pool announces more blocks than one gateway can take in, or the gateway gets too little CPU",
             "wait while feeds catch up; else give the gateway a core of its own, or split the pool",
+        ),
+    )
+
+
+def _shared(shared: SharedStats | None) -> tuple[Problem, ...]:
+    if shared is None or shared.connected:
+        return ()
+    return (
+        Problem(
+            ProblemKind.SHARED_STATE,
+            "",
+            f"no connection to the shared state's server {shared.server} for {shared.alone_s:.0f} s"
+            + (f" ({shared.error})" if shared.error else ""),
+            "this gateway decides alone, without the load and the new sessions of other gateways",
+            "the server is down, or address, password, TLS or a NetworkPolicy is wrong",
+            "start the server, or correct what the message names; the gateway connects again by itself",
         ),
     )
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from perilune_gateway.model.kv_events import EventStats, IngestStats
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe import health, moves
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
@@ -36,6 +37,7 @@ class Snapshots:
         clock: Callable[[], float],
         *,
         drained: Callable[[], Mapping[str, str]] = dict,
+        shared: Callable[[], SharedStats | None] = lambda: None,
     ) -> None:
         """`drained`: the draining pods that this gateway no longer uses, with their marks."""
         self._router = router
@@ -45,6 +47,7 @@ class Snapshots:
         self._events = events
         self._decision_log = decision_log
         self._clock = clock
+        self._shared = shared
         self._started_at = clock()
 
     def snapshot(self) -> Snapshot:
@@ -62,6 +65,7 @@ class Snapshots:
             self._router.handing_over.stats(),
             self._drained(),
             self._router.gifts.stats(),
+            self._shared(),
         )
 
     def serves(self) -> bool:
@@ -155,4 +159,5 @@ class Snapshots:
             decision_log=self._log_stats(),
             ingest=self._events.ingest(),
             handoffs=self._router.handing_over.stats(),
+            shared=self._shared(),
         )

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from perilune_api import names
 from perilune_gateway.model import Tier
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe import moves
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.engine_blocks import Unused
@@ -83,6 +84,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
         yield from moves.families(snapshot.moves)
     if snapshot.handoffs and snapshot.gifts:
         yield from moves.handoff_families(snapshot.handoffs, snapshot.gifts)
+    if snapshot.shared:
+        yield from _shared(snapshot.shared)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 
@@ -163,6 +166,20 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
 def _decision_log(log: LogStats) -> Iterator[Metric]:
     yield _counter("decision_log_written", "Decisions and endings written to the decision log.", log.written)
     yield _counter("decision_log_dropped", "Decisions and endings that could not be written.", log.dropped)
+
+
+def _shared(shared: SharedStats) -> Iterator[Metric]:
+    yield _gauge("shared_state_connected", "1 while the shared state's server answers.", shared.connected)
+    yield _gauge("shared_state_lag_seconds", "From writing a change to reading it back.", shared.lag_s)
+    yield _gauge("shared_state_peers", "Other gateways that share the state and are alive.", shared.peers)
+    yield _gauge("shared_state_sessions", "Sessions that only other gateways have routed.", shared.sessions)
+    changes = CounterMetricFamily(
+        "perilune_shared_state_changes", "Changes of the shared state.", labels=("what",)
+    )
+    for what in ("sent", "received", "dropped"):
+        changes.add_metric((what,), getattr(shared, what))
+    yield changes
+    yield _counter("shared_state_reconnects", "Times that the connection was made again.", shared.reconnects)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

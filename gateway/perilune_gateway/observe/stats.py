@@ -11,6 +11,7 @@ from math import inf, nan
 
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats
@@ -106,3 +107,5 @@ class Snapshot:
     drained: Mapping[str, str] = field(default_factory=dict)
     """The marks of draining pods that this gateway no longer uses, by name."""
     gifts: GiftStats | None = None
+    shared: SharedStats | None = None
+    """None when no state is shared with other gateways."""

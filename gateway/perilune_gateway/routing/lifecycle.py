@@ -164,6 +164,8 @@ class Lifecycle:
         """Endpoint of whose cache a part is not known → how many more requests may ask it to tell."""
         self._prefilled_at: dict[str, float] = {}
         """Address → when the last prefill there ended."""
+        self.on_claimed: Callable[[str, Sequence[int], float | None], object] = lambda *claim: None
+        """Called with (address, blocks, seconds) when blocks of a prompt begin to count as cached."""
 
     def configure(self, pool: Pool) -> None:
         """Take over a (changed) pool document."""
@@ -551,8 +553,8 @@ class Lifecycle:
 
     def _claim(self, address: str, blocks: Sequence[int], now: float, ttl_s: float | None) -> None:
         """Count the prompt's blocks as cached at the endpoint, before it announces them."""
-        if blocks:
-            self._state.index.speculate(address, blocks, now, ttl_s=ttl_s)
+        if blocks and (claimed := self._state.index.speculate(address, blocks, now, ttl_s=ttl_s)):
+            self.on_claimed(address, claimed, ttl_s)
 
     @contextmanager
     def _taken_back_on_error(self, ticket: int) -> Iterator[None]:

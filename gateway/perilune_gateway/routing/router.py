@@ -428,9 +428,13 @@ class Router:
 
     # -- beside requests ---------------------------------------------------------------------------
 
-    def plan_moves(self) -> None:
-        """Plan which sessions and prefixes should move; called every `migration.interval_seconds`."""
-        self.planner.plan(self._clock())
+    def plan_moves(self, plans: bool = True) -> None:
+        """Plan which sessions and prefixes should move; called every `migration.interval_seconds`. `plans`:
+        whether this replica of the gateway is the one that plans. Another one withdraws its offers."""
+        if plans:
+            self.planner.plan(self._clock())
+        else:
+            self.planner.withdraw(self._clock())
         self.handing_over.planned()
 
 

@@ -165,6 +165,8 @@ class Ejection:
         """`on_change(address, cause)` is called when an endpoint is ejected and, with an empty cause, when it
         is healthy again."""
         self.rules = rules
+        self.on_judged: Callable[[str, str], object] = lambda address, cause: None
+        """Called like `on_change`, but only for what this gateway has found out itself."""
         self.ejections: Counter[tuple[str, Cause]] = Counter()
         """(address, cause) → number of ejections."""
         self._on_change = on_change
@@ -277,6 +279,20 @@ class Ejection:
                 record.cause, record.bad, record.of = found
                 self._step(address, record, Event.BAD, now)
 
+    def learn(self, address: str, cause: str, now: float) -> None:
+        """Another replica of the gateway has ejected the endpoint or, with an empty cause, found it healthy.
+        That one tries it; this one does so only after the longest pause, if it has heard nothing more."""
+        record = self._record(address)
+        if (cause == "") is (record.standing is Standing.HEALTHY) or cause not in ("", *Cause):
+            return
+        record.standing = Standing.EJECTED if cause else Standing.HEALTHY
+        record.since, record.trial = now, -1
+        if cause:
+            record.cause, record.until = Cause(cause), now + LONGEST_PAUSE * self.rules.pause_seconds
+        else:
+            record.evidence.clear()
+        self._on_change(address, cause)
+
     def trial(self, now: float, *, new_session: bool) -> str:
         """Return the endpoint that wants this request as its trial, or an empty string."""
         due = now if new_session else now - EAGER_S
@@ -336,6 +352,7 @@ class Ejection:
                 record.since = now
                 self.ejections[address, record.cause] += 1
                 self._on_change(address, record.cause)
+                self.on_judged(address, record.cause)
             else:
                 record.pauses = min(LONGEST_PAUSE, 2 * record.pauses)
             record.until = now + record.pauses * self.rules.pause_seconds
@@ -343,6 +360,7 @@ class Ejection:
             record.since = now
             record.evidence.clear()
             self._on_change(address, "")
+            self.on_judged(address, "")
 
     @staticmethod
     def _add(record: _Record, evidence: _Evidence) -> None:

@@ -12,11 +12,14 @@ or two scrapes in a row failed. It is ready again after its next good scrape, or
 its metrics are not scraped. If no endpoint is left, `as_last_resort` admits those whose metrics alone fail,
 because engines that are too busy to answer scrapes may still serve.
 
+Where several gateways share their state, `set_elsewhere` adds the load that another one has sent to an
+endpoint, and `own` returns what they are told of this one's.
+
 `view` and `recent` only release prefills whose predicted time is over, and cost O(endpoints); `recent` reuses
 what has not changed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
@@ -48,6 +51,19 @@ class EndpointView(NamedTuple):
     links: Mapping[str, Link]
     ejected: str = ""
     """Why the endpoint is ejected; empty if it is not, or if it would not be ready anyway."""
+
+
+class Requests(NamedTuple):
+    """Requests in flight at an endpoint, as numbers that add up."""
+
+    in_flight: int = 0
+    prefilling: int = 0
+    pending_tokens: int = 0
+    pending_s: float = 0.0
+    context_tokens: int = 0
+
+
+NO_REQUESTS = Requests()
 
 
 class _InFlight(Struct, gc=False):
@@ -90,6 +106,10 @@ class _State:
     """Why it is ejected; empty if it is not."""
     position: int = 0
     """Position in the pool's order."""
+    by_replica: dict[str, Requests] = field(default_factory=dict)
+    """Other replica of the gateway → the requests that it has sent here."""
+    elsewhere: Requests = NO_REQUESTS
+    """Their sum."""
 
 
 class Fleet:
@@ -113,6 +133,8 @@ class Fleet:
         """Time from which `recent` computes every entry again."""
         self._changed: set[str] = set()
         """Addresses of endpoints that have changed since the last result of `recent`."""
+        self.on_load: Callable[[str], object] = lambda address: None
+        """Called with every endpoint whose load of this gateway's requests changes."""
 
     def sessions_changed(self, address: str) -> None:
         """Note that the number of sessions bound to the endpoint has changed."""
@@ -230,27 +252,28 @@ class Fleet:
         return view
 
     def _view(self, state: _State, now: float, sessions: int) -> EndpointView:
-        metrics, metrics_age_s = state.metrics, now - state.metrics_at
+        metrics, metrics_age_s, there = state.metrics, now - state.metrics_at, state.elsewhere
         pool = (metrics.kv_tokens if metrics else 0) or self.kv_pool_tokens
-        uncommitted = max(0, pool - state.context_tokens)
+        context_tokens = state.context_tokens + there.context_tokens
+        uncommitted = max(0, pool - context_tokens)
         if metrics and metrics_age_s <= FRESH_S:
             running, waiting, usage = metrics.running, metrics.waiting, metrics.kv_usage
             free = min(int(pool * (1.0 - usage)), uncommitted)
         else:
-            running, waiting, usage = 0, 0, min(1.0, state.context_tokens / pool)
+            running, waiting, usage = 0, 0, min(1.0, context_tokens / pool)
             free = uncommitted
         load = Load(
-            state.pending_tokens,
-            max(0.0, state.pending_s),
-            len(state.in_flight),
+            state.pending_tokens + there.pending_tokens,
+            max(0.0, state.pending_s) + there.pending_s,
+            len(state.in_flight) + there.in_flight,
             running,
             waiting,
             usage,
             max(0, free),
             sessions,
             metrics_age_s,
-            state.prefilling,
-            state.context_tokens,
+            state.prefilling + there.prefilling,
+            context_tokens,
             pool,
         )
         endpoint = state.endpoint
@@ -292,7 +315,7 @@ class Fleet:
         if last_block:
             self._awaited.setdefault((address, last_block), []).append(ticket)
         if state := self._states.get(address):
-            self._changed.add(address)
+            self._loaded(address)
             state.in_flight.add(ticket)
             state.context_tokens += context_tokens
             if uncached_tokens:
@@ -329,7 +352,7 @@ class Fleet:
         if not queued.requests:
             del self._queued[request.tenant]
         if (state := self._states.get(request.address)) and ticket in state.in_flight:
-            self._changed.add(request.address)
+            self._loaded(request.address)
             state.prefilling -= not request.tokens
             state.pending_tokens -= done
             if state.prefilling:
@@ -389,7 +412,7 @@ class Fleet:
         state = self._states.get(request.address)
         if state is None:
             return
-        self._changed.add(request.address)
+        self._loaded(request.address)
         if ticket in state.in_flight:
             state.in_flight.remove(ticket)
             state.context_tokens -= request.context_tokens
@@ -416,6 +439,35 @@ class Fleet:
         """Return when the endpoint's last good scrape was, in monotonic seconds; -inf: never."""
         state = self._states.get(address)
         return state.metrics_at if state else -inf
+
+    # -- other replicas of the gateway -------------------------------------------------------------
+
+    def own(self, address: str) -> Requests:
+        """Return the requests that this gateway has sent to the endpoint."""
+        state = self._states.get(address)
+        if state is None:
+            return NO_REQUESTS
+        return Requests(
+            len(state.in_flight),
+            state.prefilling,
+            state.pending_tokens,
+            max(0.0, state.pending_s),
+            state.context_tokens,
+        )
+
+    def set_elsewhere(self, replica: str, address: str, requests: Requests) -> None:
+        """Record which requests another replica has in flight at the endpoint."""
+        if state := self._states.get(address):
+            self._changed.add(address)
+            if requests.in_flight:
+                state.by_replica[replica] = requests
+            else:
+                state.by_replica.pop(replica, None)
+            state.elsewhere = Requests(*map(sum, zip(*state.by_replica.values(), strict=True)))
+
+    def _loaded(self, address: str) -> None:
+        self._changed.add(address)
+        self.on_load(address)
 
     # -- observations ------------------------------------------------------------------------------
 

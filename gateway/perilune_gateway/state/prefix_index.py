@@ -257,17 +257,20 @@ class PrefixIndex:
 
     # -- what the router does ----------------------------------------------------------------------
 
-    def speculate(self, endpoint: str, blocks: Sequence[int], now: float, ttl_s: float | None = None) -> None:
+    def speculate(
+        self, endpoint: str, blocks: Sequence[int], now: float, ttl_s: float | None = None
+    ) -> Sequence[int]:
         """Claim a whole prompt that was just routed to an endpoint: the blocks after the last one that it has
         announced count as cached for `ttl_s` seconds, or until they are announced. If the endpoint then has
-        too many claims, the oldest are dropped."""
+        too many claims, the oldest are dropped. Returns the claimed blocks."""
         self.expire(now)
         holder = self._holder(endpoint)
-        self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s)
+        claimed = self._claim(holder, blocks, now, self._ttl_s if ttl_s is None else ttl_s)
         while len(holder.claims) > self._claims_per_endpoint:
             block, _ = holder.claims.popitem(last=False)
             self._blocks.take((block,), holder.claimed)
         self._in_use(blocks)
+        return claimed
 
     def unclaim(self, endpoint: str, blocks: Iterable[int]) -> None:
         """Drop an endpoint's claims of these blocks: it will not cache them."""
@@ -512,20 +515,22 @@ class PrefixIndex:
 
     # -- claims ------------------------------------------------------------------------------------
 
-    def _claim(self, holder: _Holder, blocks: Sequence[int], now: float, ttl_s: float) -> None:
+    def _claim(self, holder: _Holder, blocks: Sequence[int], now: float, ttl_s: float) -> Sequence[int]:
         """Claim the blocks after the last one that the holder has announced, or renew their claims. A
-        holder's claims expire in the order in which they were made."""
+        holder's claims expire in the order in which they were made. Returns the claimed blocks."""
         expiry_s = holder.last_expiry_s = max(holder.last_expiry_s, now + ttl_s)
         value, missing = self._blocks.value, []
         for block in reversed(blocks):
             if value(block) & holder.announced:
                 break
             missing.append(block)
-        self._blocks.add(missing[::-1], holder.claimed, now)
+        claimed = missing[::-1]
+        self._blocks.add(claimed, holder.claimed, now)
         for block in missing:
             holder.claims[block] = expiry_s
             holder.claims.move_to_end(block)
         self._await_expiry(holder)
+        return claimed
 
     def _unclaim(self, holder: _Holder, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -13,7 +13,8 @@ forgotten first), and an idle session expires. The gateway learns three things a
   that contains this block and is longer continues the session (`infer`). A prompt that ends with this block
   replaces it, because only the latest can be continued (`superseded`).
 
-`find`, `view` and `infer` change nothing. Every method costs O(1), except `blocks_stored`, which is O(blocks
+`view` changes nothing, nor do `find` and `infer`, except that they make sessions of other replicas known
+(`learn`). Every method costs O(1), except `blocks_stored`, which is O(blocks
 of the event) and copies the chain that it makes longer, and `infer`, which does one dict lookup per distinct
 length of the tenant's prompts, at most one per block of the prompt."""
 
@@ -22,10 +23,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from math import inf
+from typing import Protocol
 
 from msgspec import Struct
 
 from perilune_gateway.model import Identity, SessionKey, SessionView
+from perilune_gateway.model.shared import NEVER, Bound, Stamp
 
 EXPIRED_AT_ONCE = 32
 """Maximum number of sessions that one request forgets, so that no request waits while many expire."""
@@ -73,6 +76,20 @@ class Session(Struct, gc=False):
     """Whether the gateway inferred the session. Clients with equal prompts then share it."""
     failures: int = 0
     """Number of its latest requests, one after the other, that failed at its host."""
+    name: bytes = b""
+    """Its name among replicas; empty: it has none yet."""
+    stamp: Stamp = NEVER
+    """When its latest turn was decided, and by which replica."""
+    shared_blocks: int = 0
+    """Number of blocks of the chain as the replica that decided the latest turn knows it; 0: that was we."""
+    shared_tail: int = 0
+    """The last of those blocks."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether the chain contains all that other replicas know of it."""
+        at = self.shared_blocks
+        return not at or (len(self.chain) >= at and self.chain[at - 1] == self.shared_tail)
 
     @property
     def tail(self) -> int:
@@ -129,6 +146,25 @@ class _Prompts:
         return (self.by_tail[end] for end in ends if end in self.by_tail)
 
 
+class Elsewhere(Protocol):
+    """The sessions that other replicas of the gateway have routed, see `replicas`."""
+
+    def find(self, key: SessionKey) -> tuple[SessionKey, Bound, Stamp] | None: ...
+
+    def infer(
+        self, tenant: str, blocks: Sequence[int], tokens: int
+    ) -> tuple[SessionKey, Bound, Stamp] | None: ...
+
+    def changed(self, session: Session) -> None:
+        """A turn of the session was decided here."""
+
+    def ended(self, session: Session) -> None:
+        """The session has ended here."""
+
+    def forgotten(self, session: Session) -> None:
+        """The session was idle too long, or there are too many."""
+
+
 class Sessions:
     """The sessions of a pool."""
 
@@ -165,14 +201,23 @@ class Sessions:
         self._on_rebound = on_rebound
         self._at: dict[str, dict[SessionKey, Session]] = {}
         """Host → the sessions bound to it, the least recently used first."""
+        self.elsewhere: Elsewhere | None = None
+        """The sessions of other replicas; None: nothing is shared."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def find(self, key: SessionKey | None, now: float) -> Session | None:
-        """Return the session, or None if it is unknown or expired."""
+        """Return the session, or None if it is unknown or expired. One that other replicas have routed
+        becomes known here."""
         session = self._sessions.get(key) if key else None
+        if session is None and key and self.elsewhere and (found := self.elsewhere.find(key)):
+            session = self.learn(*found, now)
         return session if session and now - session.seen_at <= self.idle_s else None
+
+    def get(self, key: SessionKey) -> Session | None:
+        """Return the session if it is known here, expired or not."""
+        return self._sessions.get(key)
 
     def at(self, host: str, limit: int, now: float) -> list[Session]:
         """Return at most `limit` live sessions that are bound to `host`, the most recently used first."""
@@ -207,10 +252,13 @@ class Sessions:
         """Return the session that a prompt of `tokens` tokens continues: the one with the longest last prompt
         that is shorter and, in whole blocks, a prefix of it. None if there is none."""
         prompts = self._prompts.get(tenant)
-        for session in prompts.within(blocks) if prompts else ():
-            if session.prompt_tokens < tokens:
-                return self.find(session.key, now)
-        return None
+        known = prompts.within(blocks) if prompts else iter(())
+        here = next((session for session in known if session.prompt_tokens < tokens), None)
+        if self.elsewhere and (there := self.elsewhere.infer(tenant, blocks, tokens)):
+            key, bound, stamp = there
+            if here is None or bound.prompt_blocks > here.prompt_blocks:
+                here = self.learn(key, bound, stamp, now)
+        return self.find(here.key, now) if here else None
 
     def superseded(self, tenant: str, last_block: int) -> str:
         """Return the id of the inferred session whose last prompt also ends with this block, or an empty
@@ -223,7 +271,7 @@ class Sessions:
         """Return the session, created if needed, and mark it as the most recently used."""
         session = self.find(key, now)
         if session is None:
-            self.free(key)  # it may be there, but expired
+            self.forget(key)  # it may be there, but expired
             session = self._sessions[key] = Session(key, parent=parent)
         self.use(session, now)
         return session
@@ -241,7 +289,12 @@ class Sessions:
         return session
 
     def use(self, session: Session, now: float) -> None:
-        """Mark the session as the most recently used."""
+        """Mark the session as the most recently used, by a turn that is decided here."""
+        if self.elsewhere:
+            self.elsewhere.changed(session)
+        self._used(session, now)
+
+    def _used(self, session: Session, now: float) -> None:
         session.seen_at = now
         self._sessions.move_to_end(session.key)
         if session.host:
@@ -262,6 +315,30 @@ class Sessions:
             session.failures = 0
             session.came_from = ""
             self._arrive(session)
+            if self.elsewhere:
+                self.elsewhere.changed(session)
+
+    def learn(self, key: SessionKey, bound: Bound, stamp: Stamp, now: float) -> Session:
+        """Take over what another replica knows of a session after a turn there."""
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(key, name=bound.session, inferred=bool(bound.inferred))
+        if session.host != bound.host:
+            session.moved_at = now if session.host else -inf
+            session.unblocked_tokens, session.failures, session.came_from = 0, 0, ""
+            self._leave(session)
+            session.host = bound.host
+            self._arrive(session)
+        session.stamp = stamp
+        session.turns, session.chained = bound.turns, bound.chained
+        session.context_tokens, session.body_bytes = bound.context_tokens, bound.body_bytes
+        session.bytes_per_token = bound.bytes_per_token
+        session.shared_blocks, session.shared_tail = bound.blocks, bound.tail
+        if bound.prompt_blocks and bound.prompt_tail != session.prompt_tail:
+            self._set_prompt(session, bound.prompt_tail, bound.prompt_blocks)
+        session.prompt_tokens = bound.prompt_tokens
+        self._used(session, now)
+        return session
 
     def hand_over(self, session: Session, host: str, now: float) -> None:
         """Bind the session to `host`, which got its KV from the present host."""
@@ -280,9 +357,7 @@ class Sessions:
         prompts = self._prompts.get(session.key.tenant)
         if prompts and prompts.by_tail.get(blocks[-1]) is session:
             return
-        self._drop_prompt(session)
-        session.prompt_tail, session.prompt_blocks = blocks[-1], len(blocks)
-        self._prompts.setdefault(session.key.tenant, prompts or _Prompts()).add(session)
+        self._set_prompt(session, blocks[-1], len(blocks))
 
     def unread(self, session: Session, tokens: int, body_bytes: int) -> None:
         """Record a turn whose body was not read; `tokens` is an estimate."""
@@ -294,6 +369,7 @@ class Sessions:
         hashes, that its host will cache this many tokens."""
         session.unblocked_tokens = unblocked_tokens
         session.unconfirmed = False
+        session.shared_blocks = 0
         self._set_chain(session, blocks, len(blocks))
 
     def blocks_stored(
@@ -335,11 +411,21 @@ class Sessions:
 
     def free(self, key: SessionKey) -> None:
         """End a session. Unknown keys are ignored."""
-        if session := self._sessions.pop(key, None):
+        session = self.forget(key)
+        if session and self.elsewhere:
+            self.elsewhere.ended(session)
+
+    def forget(self, key: SessionKey) -> Session | None:
+        """Forget a session here, while other replicas may still know it. Unknown keys are ignored."""
+        session = self._sessions.pop(key, None)
+        if session:
+            if self.elsewhere:
+                self.elsewhere.forgotten(session)
             self._set_chain(session, (), 0)
             self._drop_prompt(session)
             self._leave(session)
             session.ticket = -1  # requests that are still in flight no longer bind it
+        return session
 
     def _arrive(self, session: Session) -> None:
         if not session.host:
@@ -379,6 +465,11 @@ class Sessions:
     def _ends(session: Session) -> set[int]:
         return {session.chain[at - 1] for at in (len(session.chain), session.fork) if at}
 
+    def _set_prompt(self, session: Session, tail: int, blocks: int) -> None:
+        self._drop_prompt(session)
+        session.prompt_tail, session.prompt_blocks = tail, blocks
+        self._prompts.setdefault(session.key.tenant, _Prompts()).add(session)
+
     def _drop_prompt(self, session: Session) -> None:
         prompts = self._prompts.get(session.key.tenant)
         if prompts and prompts.drop(session) and not prompts.by_tail:
@@ -391,5 +482,5 @@ class Sessions:
             if len(self._sessions) <= self.max_sessions and now - oldest.seen_at <= self.idle_s:
                 self._oldest_at = oldest.seen_at
                 return
-            self.free(oldest.key)
+            self.forget(oldest.key)
             self.evicted += 1

@@ -4,6 +4,7 @@ import pytest
 
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
@@ -75,6 +76,17 @@ def test_a_decision_log_that_cannot_be_written_is_a_problem_of_the_gateways_own(
     (problem,) = ill.problems
     assert (ill.status, problem.kind, problem.endpoint) == (Status.DEGRADED, ProblemKind.DECISION_LOG, "")
     assert problem.message == "/var/log/d cannot be written (disk full); 3 entries are lost"
+
+
+def test_a_server_of_shared_state_that_is_away_is_a_problem_of_the_gateways_own():
+    about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
+    fine = SharedStats("redis://state:6379", connected=True)
+    assert report([stats()], **about, shared=fine).status is Status.OK
+    away = SharedStats("redis://state:6379", error="Connection refused", alone_s=7.0)
+    ill = report([stats()], **about, shared=away)
+    assert (ill.status, [p.kind for p in ill.problems]) == (Status.DEGRADED, [ProblemKind.SHARED_STATE])
+    for words in ("redis://state:6379", "7 s", "Connection refused"):
+        assert words in ill.problems[0].message
 
 
 def test_health_says_where_the_cost_model_comes_from_and_how_wrong_it_is_now():

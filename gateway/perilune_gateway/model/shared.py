@@ -1,0 +1,196 @@
+"""What gateway replicas tell each other: changes, and their bytes.
+
+A replica writes batches of changes to a stream of the shared server. A change is a value of one of the types
+of `KINDS`; its bytes are a MessagePack array that begins with the type's tag. Readers ignore fields and types
+that they do not know, so replicas of neighbouring versions understand each other.
+
+Every change except `Claimed` and `Alive` sets one register, named by its key. *The later stamp wins*: a
+register keeps the change with the greatest `Stamp`. So replicas that have received the same changes agree,
+in whatever order and however often the changes arrived.
+
+Nothing here is readable: sessions and tenants are keyed hashes (`Names`), prompts are hashes of blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from perilune_gateway.model.request import SessionKey
+
+NAME_BYTES = 16
+
+
+class Stamp(NamedTuple):
+    """The moment of a change, and the replica that made it. Stamps are totally ordered."""
+
+    at_us: int
+    """Microseconds since 1970, and later than every change that the replica had seen."""
+    replica: str
+
+
+NEVER = Stamp(0, "")
+
+
+class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
+    """A session's latest turn: where it went and what is known of the session's context."""
+
+    at_us: int
+    session: bytes
+    """Name of the session, see `Names`."""
+    host: str
+    """Empty: the session has ended."""
+    turns: int = 0
+    context_tokens: int = 0
+    body_bytes: int = 0
+    bytes_per_token: float = 0.0
+    blocks: int = 0
+    """Number of blocks of its chain; 0: unknown."""
+    tail: int = 0
+    """Hash of the last of them."""
+    prompt_blocks: int = 0
+    """Number of full blocks of its last prompt that was read; 0: none was."""
+    prompt_tail: int = 0
+    prompt_tokens: int = 0
+    inferred: str = ""
+    """Id of an inferred session, which is random; empty: clients name the session."""
+    tenant: bytes = b""
+    """Name of the tenant of an inferred session."""
+    chained: bool = False
+
+
+class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
+    """The load of the sender's own requests in flight at one endpoint."""
+
+    at_us: int
+    endpoint: str
+    in_flight: int = 0
+    prefilling: int = 0
+    pending_tokens: int = 0
+    pending_s: float = 0.0
+    context_tokens: int = 0
+
+
+class Ejected(Struct, frozen=True, gc=False, array_like=True, tag="ejected"):
+    """An endpoint was ejected or, with an empty cause, is healthy again."""
+
+    at_us: int
+    endpoint: str
+    cause: str
+
+
+class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
+    """Blocks that an endpoint will cache, because a prompt with them was sent there."""
+
+    endpoint: str
+    blocks: bytes
+    """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
+    seconds: float | None
+    """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
+
+
+class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
+    """A sign of life, with which a replica repeats all of its load."""
+
+    leaving: bool = False
+    """Whether it is the last sign: the replica stops."""
+
+
+Change = Bound | Loaded | Ejected | Claimed | Alive
+KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Claimed, Alive)
+
+
+class Batch(Struct, frozen=True, gc=False):
+    """Changes that one replica made, in order."""
+
+    replica: str
+    changes: Sequence[Change]
+    number: int = 0
+    """Number of the batch among those that its replica has written to the stream, from 1; 0: it is kept."""
+    unknown: int = 0
+    """Number of further changes of types that this version does not know."""
+
+
+class _Envelope(Struct, frozen=True, gc=False, array_like=True):
+    replica: str
+    number: int
+    changes: Sequence[msgspec.Raw]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_changes = msgspec.msgpack.Decoder(Change)
+
+
+def encode(batch: Batch) -> bytes:
+    return _encoder.encode((batch.replica, batch.number, batch.changes))
+
+
+def decode(message: bytes) -> Batch:
+    """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
+    envelope, known = _envelopes.decode(message), []
+    for raw in envelope.changes:
+        try:
+            known.append(_changes.decode(raw))
+        except msgspec.ValidationError:
+            pass  # a newer version's
+    return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known))
+
+
+def packed(blocks: Sequence[int]) -> bytes:
+    return array("Q", blocks).tobytes()
+
+
+def unpacked(blocks: bytes) -> Sequence[int]:
+    """Raises ValueError if these bytes are not whole hashes."""
+    return array("Q", blocks)
+
+
+class Names:
+    """Keyed hashes of sessions and tenants: who lacks the key cannot find a name by trying names."""
+
+    def __init__(self, key: bytes) -> None:
+        self._session = blake2b(digest_size=NAME_BYTES, key=blake2b(key).digest(), person=b"session")
+        self._tenant = blake2b(digest_size=NAME_BYTES, key=blake2b(key).digest(), person=b"tenant")
+
+    def session(self, key: SessionKey) -> bytes:
+        """Return the session's name."""
+        digest = self._session.copy()
+        digest.update(f"{len(key.tenant)}:{key.tenant}{key.session_id}".encode(errors="surrogatepass"))
+        return digest.digest()
+
+    def tenant(self, tenant: str) -> bytes:
+        """Return the tenant's name."""
+        digest = self._tenant.copy()
+        digest.update(tenant.encode(errors="surrogatepass"))
+        return digest.digest()
+
+
+class SharedStats(Struct, frozen=True, gc=False):
+    """The shared state at one moment."""
+
+    server: str
+    """Its address, without a password."""
+    connected: bool = False
+    error: str = ""
+    """Why there is no connection; empty while there is one."""
+    alone_s: float = 0.0
+    """Seconds without a connection; 0 while there is one."""
+    lag_s: float = 0.0
+    """Seconds from writing the latest batch to reading it back."""
+    peers: int = 0
+    """Number of other replicas that are alive."""
+    sessions: int = 0
+    """Number of sessions that only other replicas have routed."""
+    sent: int = 0
+    """Number of changes, as `received` and `dropped`."""
+    received: int = 0
+    dropped: int = 0
+    """Changes that could not be used: of an unknown type, malformed, or cut from the stream before they were
+    read."""
+    reconnects: int = 0

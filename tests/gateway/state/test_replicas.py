@@ -1,0 +1,294 @@
+"""Replicas of the gateway whose changes reach each other late, twice, in another order, or not at all."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from router_rig import A, B, Rig, pool
+from routing_objects import head
+
+from perilune_api.pool import Ejection, Routing
+from perilune_gateway.model import RequestHead, SessionKey
+from perilune_gateway.model.shared import (
+    Alive,
+    Batch,
+    Bound,
+    Change,
+    Ejected,
+    Loaded,
+    Names,
+    decode,
+    encode,
+)
+from perilune_gateway.state.ejection import Cause
+from perilune_gateway.state.replicas import LEASE_S, Replicas
+
+ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
+
+
+class Replica(Rig):
+    """A router whose state is shared."""
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        super().__init__(pool(routing=ROUTING), seed=seed)
+        self.name = name
+        self.shared = Replicas(
+            self.state, Names(b"key"), name, lambda: self.now, lambda: 1_700_000_000.0 + self.now
+        )
+        self.router.lifecycle.on_claimed = self.shared.claimed
+
+    def tells(self, *others: "Replica", alive: bool = False) -> bytes:
+        """Sends what has changed to the others. Returns it."""
+        message = encode(Batch(self.name, self.shared.take(alive=alive).changes, 1))
+        for other in others:
+            other.shared.apply(decode(message))
+        return message
+
+    def in_flight(self) -> dict[str, int]:
+        return {view.endpoint.address: view.load.in_flight for view in self.state.fleet.view(self.now)}
+
+    def host(self, session: str) -> str:
+        known = self.state.sessions.find(SessionKey("", session), self.now)
+        return known.host if known else ""
+
+    def ejected(self) -> set[str]:
+        return {view.endpoint.address for view in self.state.fleet.view(self.now) if view.ejected}
+
+
+def turn(session: str, **headers: str) -> RequestHead:
+    return head("/v1/completions", x_session_id=session, **headers)
+
+
+def two() -> tuple[Replica, Replica]:
+    return Replica("a", seed=1), Replica("b", seed=2)
+
+
+# -- sessions ------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_began_at_one_replica_goes_on_at_its_host_through_the_other():
+    first, second = two()
+    for n in range(20):
+        routed = first.route(range(n, n + 20), turn(f"s{n}"))
+        first.tells(second)
+        assert second.host(f"s{n}") == routed.destinations[0]
+        again = second.route(range(n, n + 24), turn(f"s{n}"))
+        assert again.destinations[0] == routed.destinations[0]
+        first.finish(routed)
+        second.finish(again)
+
+
+def test_a_turn_at_another_replica_is_known_before_the_session_comes_back():
+    """The first replica's own memory of the session is older than what the second tells."""
+    first, second = two()
+    first.finish(first.route(range(20), turn("s")))
+    first.tells(second)
+    second.state.sessions.bind(second.state.sessions.find(SessionKey("", "s"), second.now), B, second.now)
+    second.tells(first)
+    assert first.host("s") == B
+
+
+def test_an_inferred_session_is_continued_at_another_replica():
+    """No header names the session; the second prompt begins with the first."""
+    first, second = two()
+    routed = first.route(range(20))
+    first.finish(routed)
+    first.tells(second)
+    again = second.route(range(28))
+    assert again.destinations[0] == routed.destinations[0]
+    assert second.decisions.query(n=1)[0].view.session.turns == 1
+
+
+def test_the_last_turn_of_a_session_ends_it_everywhere():
+    first, second = two()
+    first.finish(first.route(range(20), turn("s")))
+    first.tells(second)
+    assert second.host("s")
+    first.finish(first.route(range(24), turn("s", x_perilune_session_final="true")))
+    first.tells(second)
+    assert second.host("s") == ""
+
+
+def test_headers_decide_only_after_all_blocks_that_the_other_replica_knows_were_announced():
+    first, second = two()
+    first.finish(first.route(range(20), turn("s")))
+    first.tells(second)
+    second.finish(second.route(range(20), turn("s")))
+    second.tells(first)
+    host = second.host("s")
+    for replica in (first, second):
+        replica.stored(host, range(20))
+    second.finish(second.route(range(40), turn("s")))  # its blocks are not announced yet
+    second.tells(first)
+    known = first.state.sessions.find(SessionKey("", "s"), first.now)
+    assert not first.state.knows(known, known.body_bytes)
+    first.stored(host, range(40), after=5)
+    assert first.state.knows(known, known.body_bytes)
+
+
+def test_a_name_among_replicas_tells_nothing_without_the_key():
+    key = SessionKey("tenant", "user@example.com")
+    assert Names(b"one").session(key) != Names(b"two").session(key)
+    assert Names(b"one").session(key) != Names(b"one").session(SessionKey("", "tenantuser@example.com"))
+    first = Replica("a")
+    first.route(range(20), turn("user@example.com", authorization="Bearer sk-secret"))
+    message = first.tells()
+    assert b"user@example.com" not in message
+    assert b"sk-secret" not in message
+
+
+# -- load ----------------------------------------------------------------------------------------------
+
+
+def test_requests_of_all_replicas_are_load_and_each_is_given_back_once():
+    first, second = two()
+    here, there = first.route(range(20)), second.route(range(100, 120))
+    first.tells(second)
+    second.tells(first)
+    assert first.in_flight() == second.in_flight()
+    assert sum(first.in_flight().values()) == 2
+    first.finish(here)
+    second.finish(there)
+    first.tells(second)
+    second.tells(first)
+    assert first.in_flight() == second.in_flight() == {A: 0, B: 0}
+    loads = [view.load for replica in (first, second) for view in replica.state.fleet.view(replica.now)]
+    assert {(load.pending_prefill_tokens, load.pending_prefill_s) for load in loads} == {(0, 0.0)}
+
+
+def test_new_sessions_avoid_the_load_that_another_replica_has_sent():
+    first, second = two()
+    busy = first.route(range(4000)).destinations[0]
+    first.tells(second)
+    idle = ({A, B} - {busy}).pop()
+    chosen = [second.route(range(5000 * n, 5000 * n + 40)).destinations[0] for n in range(1, 4)]
+    assert chosen == [idle] * 3
+
+
+def test_a_replica_that_is_not_heard_gives_its_load_back_within_two_seconds():
+    first, second = two()
+    first.route(range(20))
+    first.tells(second)
+    second.now += LEASE_S - 0.1
+    second.shared.lapse()
+    assert sum(second.in_flight().values()) == 1
+    second.now += 0.2
+    second.shared.lapse()
+    assert sum(second.in_flight().values()) == 0
+    first.tells(second, alive=True)  # it was only slow
+    assert sum(second.in_flight().values()) == 1
+
+
+def test_a_replica_that_stops_gives_its_load_back_at_once():
+    first, second = two()
+    first.route(range(20))
+    first.tells(second)
+    second.shared.apply(Batch("a", (Alive(leaving=True),)))
+    assert sum(second.in_flight().values()) == 0
+    assert second.shared.peers == 0
+
+
+# -- the rest ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_another_replica_has_just_sent_counts_as_cached_there():
+    first, second = two()
+    routed = first.route(range(400))
+    target = routed.destinations[0]
+    first.finish(routed)
+    first.tells(second)
+    again = second.route(range(400))
+    assert again.destinations[0] == target
+    assert second.decisions.query(n=1)[0].cached_tokens > 300
+
+
+def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
+    first, second = two()
+    first.state.ejection.on_judged(A, Cause.FAILURES)
+    first.tells(second)
+    assert second.ejected() == {A}
+    assert {second.route(range(9 * n, 9 * n + 20)).destinations[0] for n in range(9)} == {B}
+    first.state.ejection.on_judged(A, "")
+    first.tells(second)
+    assert second.ejected() == set()
+
+
+def test_one_of_the_replicas_that_are_alive_plans_moves():
+    first, second = two()
+    assert (first.shared.plans, second.shared.plans) == (True, True)
+    first.tells(second, alive=True)
+    second.tells(first, alive=True)
+    assert (first.shared.plans, second.shared.plans) == (True, False)
+    second.now += 2 * LEASE_S
+    second.shared.lapse()
+    assert second.shared.plans
+
+
+def test_what_an_emptied_server_lacks_is_written_again():
+    first, second = two()
+    for n in range(3):
+        first.finish(first.route(range(20), turn(f"s{n}")))
+    first.tells(second)
+    second.shared.take()
+    second.shared.reconcile(())
+    kept = {name: decode(value) for name, value in second.shared.take().sessions}
+    assert len(kept) == 3
+    third = Replica("c")
+    third.shared.reconcile(kept.values())
+    assert [third.host(f"s{n}") for n in range(3)] == [first.host(f"s{n}") for n in range(3)]
+    third.shared.take()
+    third.shared.reconcile(kept.values())
+    assert third.shared.take().sessions == []
+
+
+# -- bytes ---------------------------------------------------------------------------------------------
+
+
+def test_changes_of_a_newer_version_are_left_out_and_counted():
+    known = Loaded(5, A, 1)
+    newer = ["loaded", 5, A, 1, 0, 0, 0.0, 0, "a field of tomorrow"]
+    message = msgspec.msgpack.encode(["a", 3, [newer, ["a kind of tomorrow", 1], known]])
+    assert decode(message) == Batch("a", [known, known], 3, 1)
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", b"{}", encode(Batch("a", ()))[:-1]])
+def test_bytes_that_are_no_batch_are_refused(message):
+    with pytest.raises(msgspec.DecodeError):
+        decode(message)
+
+
+HOSTS, NAMES, REPLICAS = (A, B, ""), (b"s" * 16, b"t" * 16), ("x", "y")
+stamps = st.integers(1, 6)
+changes: st.SearchStrategy[Change] = st.one_of(
+    st.builds(
+        Bound, stamps, st.sampled_from(NAMES), st.sampled_from(HOSTS), context_tokens=st.integers(0, 3)
+    ),
+    st.builds(Loaded, stamps, st.sampled_from((A, B)), st.integers(0, 3)),
+    st.builds(Ejected, stamps, st.sampled_from((A, B)), st.sampled_from(("", *Cause))),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_replicas_agree_after_the_same_changes_in_any_order_and_number(data: st.DataObject):
+    """A stamp is of one change: two changes with one stamp do not exist."""
+    listed = data.draw(
+        st.lists(
+            st.tuples(st.sampled_from(REPLICAS), changes),
+            max_size=8,
+            unique_by=lambda pair: (pair[0], pair[1].at_us),
+        )
+    )
+    repeated = data.draw(st.lists(st.sampled_from(listed), max_size=6)) if listed else []
+    shuffled = data.draw(st.permutations(listed + repeated))
+    assert _outcome(listed) == _outcome(shuffled)
+
+
+def _outcome(listed: Sequence[tuple[str, Change]]) -> object:
+    replica = Replica("z")
+    for sender, change in listed:
+        replica.shared.apply(decode(encode(Batch(sender, (change,), 1))))
+    replica.shared.reconcile(())
+    return replica.in_flight(), replica.ejected(), dict(replica.shared.take().sessions)

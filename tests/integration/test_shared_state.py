@@ -1,0 +1,240 @@
+"""Two gateways, one Envoy in front of them, and a real server of the Redis protocol between them."""
+
+import asyncio
+import shutil
+import socket
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from redis.asyncio import Redis
+from running_envoy import Envoy
+
+from perilune_api import pool as spec
+from perilune_lab import child
+from perilune_lab.envoy import config
+from perilune_lab.stack import EngineOptions, Stack
+
+SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(SERVER is None, reason="no Valkey or Redis: `make state-server` installs one (root)"),
+]
+
+OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=400_000)
+PATIENT = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
+PASSWORD = "not-a-secret"
+SESSIONS, TURNS = 40, 4
+
+
+class Rig:
+    """Four engines, the server, and as many gateways as a test starts."""
+
+    def __init__(self, stack: Stack, http: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.http = http
+        self.url = ""
+        self.gateways: dict[str, child.Child] = {}
+        self.admin: dict[str, str] = {}
+        self.ext_proc: dict[str, str] = {}
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            self.port = bound.getsockname()[1]
+        self.server: child.Child | None = None
+        self._servers = 0
+
+    async def start_server(self) -> None:
+        assert SERVER is not None
+        self._servers += 1
+        command = [
+            SERVER,
+            "--port",
+            f"{self.port}",
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
+        name = f"server-{self._servers}"
+        self.server = await child.start(name, [*command, "--requirepass", PASSWORD], {}, self.stack.folder)
+        self.stack.children[name] = self.server
+
+    async def start_gateway(self, name: str) -> None:
+        command = [
+            *self.stack.programs.gateway,
+            *("--pool", str(self.stack.pool_file), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
+            *("--state-server", f"redis://127.0.0.1:{self.port}"),
+        ]
+        env = {"PERILUNE_STATE_PASSWORD": PASSWORD}
+        started = await child.start(name, command, env, self.stack.folder)
+        self.stack.children[name] = self.gateways[name] = started
+        facts = await started.until_ready(60)
+        self.ext_proc[name], self.admin[name] = facts["ext_proc"], f"http://{facts['admin']}"
+
+    async def kill(self, process: child.Child) -> None:
+        process.stopping = True
+        process.process.kill()
+        await asyncio.wait({process.ended})
+
+    async def page(self, gateway: str, path: str) -> Any:
+        async with self.http.get(self.admin[gateway] + path) as answer:
+            return await answer.json()
+
+    async def metric(self, gateway: str, name: str) -> float:
+        async with self.http.get(self.admin[gateway] + "/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    async def problems(self, gateway: str) -> set[str]:
+        return {problem["kind"] for problem in (await self.page(gateway, "/api/health"))["problems"]}
+
+    async def knows(self, gateway: str) -> float:
+        bound = await self.metric(gateway, "perilune_sessions_bound")
+        return bound + await self.metric(gateway, "perilune_shared_state_sessions")
+
+    async def turn(self, session: str, turn: int) -> tuple[int, str]:
+        """(status, endpoint) of a session's turn; its prompt grows with its turns."""
+        messages = [
+            {"role": "user", "content": f"{session} turn {n} says something " * 40} for n in range(turn + 1)
+        ]
+        body = {"model": OPTIONS.model, "messages": messages, "max_tokens": 4}
+        headers = {"x-perilune-decision": "1", "x-session-id": session}
+        async with self.http.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            await answer.read()
+            return answer.status, answer.headers.get("x-perilune-decision", "").partition(";")[0]
+
+    async def load(self, first_turn: int, turns: int = TURNS) -> list[tuple[str, int, str]]:
+        """(session, status, endpoint) of all turns of all sessions, a session's one after the other. Few run
+        at a time, so that no engine gets so busy that the policy moves sessions away from it."""
+        places = asyncio.Semaphore(4)
+
+        async def session(name: str) -> list[tuple[str, int, str]]:
+            async with places:
+                return [(name, *await self.turn(name, first_turn + n)) for n in range(turns)]
+
+        each = await asyncio.gather(*(session(f"session-{n}") for n in range(SESSIONS)))
+        return [turn for turns in each for turn in turns]
+
+
+async def until(check: Any, timeout_s: float = 30.0) -> None:
+    """Ask until it holds; the asking paces itself."""
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory):
+    async with AsyncExitStack() as exits:
+        stack = await exits.enter_async_context(
+            Stack(4, OPTIONS, PATIENT, with_gateway=False, with_envoy=False, vital=frozenset())
+        )
+        http = await exits.enter_async_context(aiohttp.ClientSession())
+        rig = Rig(stack, http)
+        await rig.start_server()
+        await rig.start_gateway("gateway-1")
+        await rig.start_gateway("gateway-2")
+        processors = list(rig.ext_proc.values())
+        bootstrap = config(stack.endpoints, processors, message_timeout_s=30.0, fail_open=False)
+        envoy = await exits.enter_async_context(Envoy(bootstrap))
+        rig.url = envoy.url
+
+        async def both_connected() -> bool:
+            return all([await rig.metric(g, "perilune_shared_state_peers") == 1 for g in rig.gateways])
+
+        await until(both_connected)
+        yield rig
+
+
+def hosts(turns: list[tuple[str, int, str]]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for session, _, endpoint in turns:
+        found.setdefault(session, set()).add(endpoint)
+    return found
+
+
+def failed(turns: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    return [turn for turn in turns if turn[1] != 200]
+
+
+async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Rig) -> None:
+    """One story, because each part begins where the one before ends."""
+    # Sessions whose turns alternate between two gateways stay on one engine.
+    turns = await rig.load(0, 1)
+
+    async def known() -> bool:
+        return min([await rig.knows(gateway) for gateway in rig.gateways]) >= SESSIONS
+
+    await until(known)
+    turns += await rig.load(1)
+    assert failed(turns) == []
+    alone = [await rig.metric(g, "perilune_decisions_total") for g in rig.gateways]
+    assert min(alone) > SESSIONS, "Envoy did not ask both gateways"
+    bound = hosts(turns)
+    assert [session for session, on in bound.items() if len(on) > 1] == []
+
+    # A late replica has read all sessions before it is ready.
+    await rig.start_gateway("late")
+    assert await rig.knows("late") >= SESSIONS
+    await rig.kill(rig.gateways.pop("late"))
+
+    # Killing a gateway fails no request and loses no binding.
+    await rig.kill(rig.gateways.pop("gateway-1"))
+    turns = await rig.load(TURNS + 1, 1)
+    assert failed(turns) == []
+    assert hosts(turns) == bound
+
+    async def no_peers() -> bool:
+        return await rig.metric("gateway-2", "perilune_shared_state_peers") == 0
+
+    await until(no_peers)
+
+    # Without the server, requests are served, and health says what is missing.
+    assert rig.server is not None
+    await rig.kill(rig.server)
+
+    async def says_so() -> bool:
+        return "shared_state" in await rig.problems("gateway-2")
+
+    await until(says_so)
+    turns = await rig.load(TURNS + 2, 1)
+    assert failed(turns) == []
+    assert hosts(turns) == bound
+
+    # A server that comes back empty is filled again, for replicas that come later.
+    await rig.start_server()
+
+    async def connected() -> bool:
+        return "shared_state" not in await rig.problems("gateway-2")
+
+    await until(connected)
+
+    async def again() -> bool:
+        if "again" in rig.gateways:
+            await rig.kill(rig.gateways.pop("again"))
+        await rig.start_gateway("again")
+        return await rig.knows("again") >= SESSIONS
+
+    await until(again)
+
+
+async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> None:
+    assert (await rig.turn("a-name-of-a-session", 0))[0] == 200
+    async with Redis(port=rig.port, password=PASSWORD) as client:
+
+        async def kept() -> bool:
+            return await client.dbsize() > 1
+
+        await until(kept)
+        keys = [key async for key in client.scan_iter()]
+        strings = [key for key in keys if await client.type(key) == b"string"]
+        values = [await client.get(key) for key in strings]
+        entries = await client.xrange("perilune:1:{default/local}:changes")
+    everything = b"".join([*keys, *filter(None, values), *(entry[1][b"b"] for entry in entries)])
+    assert len(entries) > 1
+    assert b"a-name" not in everything
+    assert b"session-1" not in everything
