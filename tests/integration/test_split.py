@@ -125,6 +125,19 @@ async def test_a_killed_prefill_engine_costs_recomputations_and_no_turn() -> Non
         assert await user.metric('perilune_prefills_total{where="no_giver"}') >= 1
 
 
+async def test_a_gateway_killed_in_the_middle_costs_recomputations_and_no_turn() -> None:
+    async with served("--abort-timeout", "5", vital=frozenset({"envoy"})) as user:
+        running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(6)]
+
+        async def is_prefilling() -> bool:
+            return (await user.page())["prefills"]["open"] >= 6
+
+        await until(is_prefilling)
+        user.stack.children["gateway"].signal(signal.SIGKILL)
+        await asyncio.gather(*running)
+        assert user.failed == []
+
+
 async def test_without_a_gateway_clients_requests_reach_engines_that_decode() -> None:
     async with served(vital=frozenset({"envoy"})) as user:
         gateway = user.stack.children["gateway"]
@@ -134,3 +147,23 @@ async def test_without_a_gateway_clients_requests_reach_engines_that_decode() ->
             await user.ask(f"s{i}", SHORT)
         assert user.failed == []
         assert {host for turns in user.hosts.values() for host in turns} <= set(user.stack.endpoints[1:])
+
+
+async def test_a_request_that_is_sent_again_elsewhere_waits_for_no_spent_transfer() -> None:
+    """The engines would wait for hours."""
+    async with served("--abort-timeout", "100000") as user:
+        running = [asyncio.create_task(user.ask(f"s{i}", 20_000)) for i in range(4)]
+
+        async def is_prefilling() -> bool:
+            return (await user.page())["prefills"]["open"] >= 4
+
+        await until(is_prefilling)
+        user.stack.children["engine-1"].signal(signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*running)
+        assert user.failed == []
+        assert {host for turns in user.hosts.values() for host in turns} == {user.stack.endpoints[2]}
+        again = await user.metric('perilune_handoffs_given_up_total{cause="elsewhere"}')
+        stayed = await user.metric('perilune_handoffs_total{outcome="copied",reason="prefill"}')
+        assert again >= 1
+        assert again + stayed == 4
