@@ -26,6 +26,7 @@ from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.messages import Outbound
 from perilune_gateway.model import (
     NEED_BODY,
+    EngineFields,
     NeedBody,
     Outcome,
     Refusal,
@@ -114,7 +115,10 @@ class ScriptedRouter:
         self.tickets[ticket] = head.headers.get(ID, "")
         destinations = tuple(head.headers.get(ROUTE, "").split(","))
         priority = int(head.headers[PRIORITY]) if PRIORITY in head.headers else None
-        return Routed(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted", priority)
+        return Routed(
+            *(ticket, destinations, f"request-{ticket}", f"{destinations[0]}; scripted"),
+            fields=EngineFields(priority),
+        )
 
 
 class StubEndpoint:
