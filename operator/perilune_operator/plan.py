@@ -11,10 +11,10 @@ from math import inf
 import msgspec
 
 from perilune_api import names
-from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus
 from perilune_api.pool import SpecError
-from perilune_operator import revision, status
+from perilune_operator import revision, scaling, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
 from perilune_operator.render import (
@@ -70,7 +70,7 @@ def plan(
     """Plan a pool. A SpecError in place of the spec yields a refusal. `now`: seconds since the epoch."""
     if isinstance(spec, SpecError):
         return Plan(None, refused(name, namespace, str(spec), observed, now, defaults), LOOK_S)
-    scale_to = _handed_over(name, namespace, spec, observed)
+    scale_to = _scaled(name, namespace, spec, observed, now)
     if scale_to is not None:
         spec = msgspec.structs.replace(spec, replicas=scale_to)
     fabric = topology.resolve(spec.topology, observed.nodes, observed.pods)
@@ -149,6 +149,14 @@ def _revised(pool: Context, observed: Observed) -> Revised:
         except SpecError:  # a newer operator may refuse what an older one took
             pass
     return revision.revised(pool, _objects(pool), earlier, memory, is_turn=observed.is_turn)
+
+
+def _scaled(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed, now: float) -> int | None:
+    """The number of replicas that the spec should have from now on; None: it stays."""
+    if spec.scaling is None or spec.scaling.signal is Signal.METRIC:
+        return _handed_over(name, namespace, spec, observed)
+    wanted = scaling.replicas(spec.scaling, spec.replicas, observed.demands, now)
+    return wanted if wanted != spec.replicas else None
 
 
 def _handed_over(name: str, namespace: str, spec: InferencePoolSpec, observed: Observed) -> int | None:

@@ -20,6 +20,7 @@ pool at any time, without asking the Lease:
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -30,7 +31,7 @@ import kopf
 from perilune_api import kube
 from perilune_api.conditions import Condition, Reason
 from perilune_api.inference_pool.checks import convert
-from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.status import InferencePoolStatus, StatusCondition
 from perilune_api.pool import SpecError
 from perilune_operator import status
@@ -40,7 +41,7 @@ from perilune_operator.apply.ownership import Owner
 from perilune_operator.apply.writer import Fence, NotLeaderError, Writer
 from perilune_operator.metrics import Metrics, Outcome
 from perilune_operator.observe.cluster import Cluster
-from perilune_operator.observe.facts import GatewayStats, Object, Observed, PoolName, version
+from perilune_operator.observe.facts import Demand, GatewayStats, Object, Observed, PoolName, version
 from perilune_operator.observe.gateway_pages import DRAIN_READ_S, FIRST_READ_S, READ_S, GatewayPages
 from perilune_operator.plan import LOOK_S, Plan, plan, refused
 from perilune_operator.render.objects import Defaults
@@ -53,6 +54,8 @@ RETRY_S = (0.5, 30.0)
 """Shortest and longest pause after a failed round; it doubles each time."""
 POOLS_AT_ONCE = 2
 """The most pools whose pods follow a new version of the operator at a time, unless told otherwise."""
+KEPT_DEMANDS = 4_000
+"""More than the readings of the longest time to scale down, one hour, of which some come every second."""
 ROUNDS_AT_ONCE = 4
 """The most rounds at a time. A new leader does a round for every pool. If all ran at once, each would take
 as long as all together."""
@@ -81,6 +84,10 @@ class _Pool:
     """They wait for their turn to do so."""
     drains: bool = False
     """Some of its engines wait for their sessions to leave."""
+    scales: bool = False
+    """The operator itself sets the number of its endpoints."""
+    demands: deque[Demand] = field(default_factory=lambda: deque(maxlen=KEPT_DEMANDS))
+    """What its gateways reported since that number last changed, while this process leads."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the gateways' pages should be read at once."""
     carried_out: int = -1
@@ -234,16 +241,22 @@ class Reconciler:
         spec, now = _spec(pool.body), self._wall_clock()
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
         observed = replace(
-            self.cluster.observe(pool.name, pool.body, parent, pool.stats), is_turn=self._is_turn(pool)
+            self.cluster.observe(pool.name, pool.body, parent, pool.stats),
+            demands=tuple(pool.demands),
+            is_turn=self._is_turn(pool),
         )
         planned = plan(pool.name[1], pool.name[0], spec, observed, now, self._defaults)
         pool.upgrades, pool.waits = planned.upgrades, planned.waits
         if planned.drains and not pool.drains:
             pool.pages_due.set()
         pool.drains = planned.drains
+        pool.scales = not isinstance(spec, SpecError) and _scales(spec)
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
+            if planned.scale_to is not None:
+                log.info("scaled pool=%s/%s replicas=%d", *pool.name, planned.scale_to)
+                pool.demands.clear()
         if applied.refused:
             said = refusal.message(applied.refused, pool.body["spec"])
             new = refused(pool.name[1], pool.name[0], said, observed, now, self._defaults)
@@ -277,8 +290,10 @@ class Reconciler:
         while True:
             if self._fence.remaining_s() > 0:
                 stats = await self._pages.read(self.cluster.pods(pool.name))
-                if stats != pool.stats:
-                    pool.stats = stats
+                if stats is not None and pool.scales:
+                    pool.demands.append(Demand(self._wall_clock(), stats.queue_s, stats.kv_in_use))
+                changed, pool.stats = stats != pool.stats, stats
+                if changed or pool.scales:
                     pool.wake(self._clock())
             await _until(pool.pages_due, _read_in_s(pool))
             pool.pages_due.clear()
@@ -288,7 +303,12 @@ def _read_in_s(pool: _Pool) -> float:
     """Seconds until the gateways' pages are read again."""
     if pool.drains:
         return DRAIN_READ_S
-    return READ_S if pool.stats is not None else FIRST_READ_S
+    return FIRST_READ_S if pool.stats is None or pool.scales else READ_S
+
+
+def _scales(spec: InferencePoolSpec) -> bool:
+    """Whether the operator itself sets the number of endpoints."""
+    return spec.scaling is not None and spec.scaling.signal is not Signal.METRIC
 
 
 def _spec(body: Object) -> InferencePoolSpec | SpecError:

@@ -3,9 +3,9 @@
     4 → 2: choose two ─▶ mark them draining, cheapest to delete ─▶ wait ─▶ the workload gets 2 replicas
 
 1. *Choose* in this order: pods that are not ready (as a ReplicaSet does), pods that were chosen before, pods
-   on a node that is being emptied, the youngest. A ReplicaSet cannot be told names, only
-   `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices, whether or not
-   their pods exist just now, so its highest indices are chosen.
+   on a node that is being emptied, the pods of the fewest sessions, the youngest. A ReplicaSet cannot be
+   told names, only `controller.kubernetes.io/pod-deletion-cost`. A LeaderWorkerSet keeps the lowest indices,
+   whether or not their pods exist just now, so its highest indices are chosen.
 2. *Mark* the chosen: the gateway sends no new sessions there, and known ones finish (names.DRAINING).
 3. *Wait* until the page of every ready gateway answers that mark (names.DRAINED), or for `sessionSeconds`.
    The workload keeps its replicas meanwhile, so a change of mind costs nothing but the marks.
@@ -110,6 +110,7 @@ def drain(
 def _removal_order(pods: Sequence[PodFacts], leaving_nodes: frozenset[str]) -> list[PodFacts]:
     order = sorted((pod for pod in pods if not pod.terminating), key=lambda pod: pod.name)
     order.sort(key=lambda pod: pod.created, reverse=True)
+    order.sort(key=lambda pod: pod.sessions)
     order.sort(key=lambda pod: (-pod.group, pod.ready, not pod.chosen, pod.node not in leaving_nodes))
     return order
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from routing_objects import candidate, request, session
 
-from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Outcome, Reason
+from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
@@ -54,3 +54,21 @@ def test_drained_engines_are_read_from_the_gateways_pages() -> None:
     told = gateway_stats(pages)
     assert told
     assert told.drained == {Drained("g1", "e1", "2026-01-01T00:00:00Z"), Drained("g1", "e2", "m")}
+
+
+def test_the_work_of_all_endpoints_is_read_from_the_gateways_pages() -> None:
+    """Each gateway queues its own requests; what the engines say of themselves is the same on each page."""
+
+    def one(host: str, rank: str, queue_s: float, kv: float, sessions: int) -> str:
+        load = Load(pending_prefill_s=queue_s, kv_usage=kv, sessions=sessions)
+        metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+        metrics.mirror(lambda: Snapshot((EndpointStats(Endpoint(f"{host}:8000{rank}"), load),)))
+        return generate_latest(metrics.registry).decode()
+
+    told = gateway_stats({"g1": one("10.1.0.1", "", 2.0, 0.5, 3), "g2": one("10.1.0.1", "#1", 1.0, 0.5, 4)})
+    assert told
+    assert (told.queue_s, told.kv_in_use, told.sessions_at) == (3.0, 0.5, {"10.1.0.1": 7})
+    shared = one("10.1.0.1", "", 3.0, 0.5, 7) + "perilune_shared_state_peers 1.0\n"
+    both = gateway_stats({"g1": shared, "g2": shared})
+    assert both
+    assert both.queue_s == 3.0

@@ -107,3 +107,21 @@ async def test_an_autoscaler_takes_over_without_a_drop(
     )
     assert now["spec"]["replicas"] == 5
     assert claims(now) == [False]
+
+
+async def test_a_pool_scales_itself_by_its_gateways_pages(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    """Without any autoscaler: up while prefill waits, down to the least when none does."""
+    limits = {"minReplicas": 1, "maxReplicas": 3, "upSeconds": 0, "downSeconds": 0}
+    scaling = {"signal": "queueSeconds", **limits}
+    await client.request("POST", pools(namespace), pool(scaling=scaling, rollout={"sessionSeconds": 0}))
+    await run_pods(client, namespace, 2)
+    async with gateway_page(client, namespace) as page:
+        page.text = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 6.0\n'
+        await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 3)
+        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 3)
+        page.text = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 0.0\n'
+        await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 1)
+    hpa = f"/apis/autoscaling/v2/namespaces/{namespace}/horizontalpodautoscalers"
+    assert (await client.request("GET", hpa))["items"] == []

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from perilune_operator.observe import facts, readers
-from perilune_operator.observe.facts import Drained
+from perilune_operator.observe.facts import Drained, GatewayStats
 
 Object = dict[str, Any]
 
@@ -63,7 +63,7 @@ def test_what_a_pod_carries(annotations: Object, draining: str, chosen: bool) ->
 )
 def test_which_gateways_have_answered_a_mark(mark: str, words: set[Drained], answered: set[str]) -> None:
     given = {"metadata": {"name": "p", "annotations": {"perilune.dev/draining": mark}}}
-    assert readers.pod(given, words).drained_by == answered
+    assert readers.pod(given, GatewayStats(0, None, frozenset(words))).drained_by == answered
 
 
 @pytest.mark.parametrize(

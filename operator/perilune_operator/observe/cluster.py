@@ -65,7 +65,7 @@ class Cluster:
             generation=body["metadata"].get("generation", 0),
             status=dict(body.get("status") or {}),
             nodes=self._copies.nodes,
-            pods=tuple(readers.pod(pod, stats.drained if stats else ()) for pod in self._copies.pods(name)),
+            pods=tuple(readers.pod(pod, stats) for pod in self._copies.pods(name)),
             children=self._copies.children(name),
             kinds=self._discovery.kinds or frozenset(),
             gateway=stats,

@@ -1,6 +1,6 @@
 """The facts about a pool and its surroundings that a plan reads."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +62,8 @@ class PodFacts:
     """The value of its draining mark; empty without one."""
     drained_by: frozenset[str] = frozenset()
     """Gateways that have answered this draining mark, because they run nothing on this pod any more."""
+    sessions: int = 0
+    """Sessions whose host it is, as the gateways said last."""
     chosen: bool = False
     """The pod carries the deletion cost by which a ReplicaSet removes it first."""
     group: int = -1
@@ -92,6 +94,24 @@ class GatewayStats:
     sessions: int
     hit_ratio: float | None
     drained: frozenset[Drained] = frozenset()
+    queue_s: float = field(default=0.0, compare=False)
+    """Seconds of queued prefill of all endpoints, summed over the gateways."""
+    kv_in_use: float = field(default=0.0, compare=False)
+    """Sum over all endpoints of the share of their KV cache that is in use."""
+    sessions_at: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Sessions by the IP address of their host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the gateways' pages say at one time of the work of all endpoints."""
+
+    at: float
+    """Seconds since the epoch."""
+    queue_s: float
+    """Seconds of queued prefill of all endpoints."""
+    kv_in_use: float
+    """Sum over all endpoints of the share of their KV cache that is in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +175,7 @@ class Observed:
     parent: ParentFacts | None = None
     """The Gateway that the spec names; None when it names none, or one outside the watched namespace."""
     rival: Rival | None = None
+    demands: Sequence[Demand] = ()
+    """What the gateways reported since the number of replicas last changed."""
     is_turn: bool = True
     """Few enough other pools follow a new version of the operator at present that this one may, too."""

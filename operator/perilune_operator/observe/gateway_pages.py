@@ -7,7 +7,8 @@ is left out.
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf, isfinite
 
 import aiohttp
@@ -17,11 +18,13 @@ from perilune_operator.observe import readers
 from perilune_operator.observe.facts import Drained, GatewayStats, Object
 
 READ_S, FIRST_READ_S, DRAIN_READ_S = 30.0, 5.0, 1.0
-"""Time between two readings: usually, until a gateway has answered, and while an engine drains."""
+"""Time between two readings: usually, until a gateway has answered or where the load sets the number of
+endpoints, and while an engine drains."""
 TIMEOUT_S = 1.0
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
 _HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
+_PEERS = re.compile(r"^perilune_shared_state_peers (\S+)", re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
@@ -35,7 +38,33 @@ def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
     sessions = [number for page in texts if (number := _number(_SESSIONS, page)) is not None]
     ratios = [number for page in texts if (number := _number(_HIT_RATIO, page)) is not None]
     mean = sum(ratios) / len(ratios) if ratios else None
-    return GatewayStats(int(sum(sessions)), mean, frozenset(drained)) if any(texts) else None
+    if not any(texts):
+        return None
+    sessions_at = Counter[str]()
+    for page in texts:
+        sessions_at.update({host: int(number) for host, number in _each(page, "sessions")})
+    return GatewayStats(
+        int(sum(sessions)),
+        mean,
+        frozenset(drained),
+        queue_s=sum(_queue_s(page) for page in texts),
+        kv_in_use=max(sum(number for _, number in _each(page, "kv_usage_ratio")) for page in texts),
+        sessions_at=sessions_at,
+    )
+
+
+def _queue_s(page: str) -> float:
+    """This gateway's part of the queued prefill. A gateway that shares its state reports that of all."""
+    queued = sum(number for _, number in _each(page, "pending_prefill_seconds"))
+    return queued / (1.0 + (_number(_PEERS, page) or 0.0))
+
+
+def _each(page: str, name: str) -> Iterator[tuple[str, float]]:
+    """The host and the value of each sample of one of the endpoints' metrics."""
+    for address, text in re.findall(rf'^perilune_endpoint_{name}{{endpoint="([^"]*)"}} (\S+)', page, re.M):
+        number = float(text)
+        if isfinite(number):
+            yield address.rpartition(":")[0].strip("[]"), number
 
 
 def _number(sample: re.Pattern[str], page: str) -> float | None:

@@ -1,11 +1,11 @@
 """Kubernetes objects → facts. Pure: reads, never decides."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TypedDict
 
 from perilune_api import names
 from perilune_operator.observe.facts import (
-    Drained,
+    GatewayStats,
     Listener,
     NodeFacts,
     Object,
@@ -61,10 +61,11 @@ def node(obj: Object) -> NodeFacts:
     return NodeFacts(obj["metadata"]["name"], dict(labels), gpus, _holds(obj, "Ready"), leaving)
 
 
-def pod(obj: Object, drained: Collection[Drained] = ()) -> PodFacts:
-    """Read a pod. `drained`: what the gateways say of draining pods."""
+def pod(obj: Object, said: GatewayStats | None = None) -> PodFacts:
+    """Read a pod. `said`: what the gateways report."""
     meta = obj["metadata"]
     labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+    drained = said.drained if said else ()
     draining, group = annotations.get(names.DRAINING, ""), labels.get(GROUP_INDEX, "")
     return PodFacts(
         name=meta["name"],
@@ -77,6 +78,7 @@ def pod(obj: Object, drained: Collection[Drained] = ()) -> PodFacts:
         created=meta.get("creationTimestamp", ""),
         draining=draining,
         drained_by=frozenset(d.gateway for d in drained if draining and d[1:] == (meta["name"], draining)),
+        sessions=said.sessions_at.get((obj.get("status") or {}).get("podIP", ""), 0) if said else 0,
         chosen=annotations.get(names.DELETION_COST) == CHOSEN_COST,
         group=int(group) if group.isdigit() else -1,
         **_trouble(obj.get("status") or {}),

@@ -11,6 +11,7 @@ from perilune_api import names
 from perilune_api.crd import API_VERSION, KIND
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
+from perilune_api.inference_pool.spec import Signal
 from perilune_api.inference_pool.types import Resources
 from perilune_api.pool import SpecError
 from perilune_operator.observe.facts import Object
@@ -68,7 +69,7 @@ def engines(pool: Context) -> Iterator[Object]:
         "engine",
         spec=disruption_budget(every_pod(pool), EVICTABLE if nodes_per_endpoint(pool) == 1 else 1),
     )
-    if pool.spec.scaling is not None:
+    if pool.spec.scaling is not None and pool.spec.scaling.signal is Signal.METRIC:
         yield _autoscaler(pool)
 
 

@@ -17,7 +17,7 @@ from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_api.inference_pool.mooncake import Transfer
-from perilune_api.inference_pool.spec import InferencePoolSpec
+from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.types import EnvVar
 from perilune_api.pool import SpecError
 
@@ -55,6 +55,7 @@ def check(spec: InferencePoolSpec) -> None:
             " - at `$.spec.prefillReplicas`"
         )
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    _check_scaling(spec)
     if spec.gateway.tls is not None:
         arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
@@ -65,6 +66,19 @@ def check(spec: InferencePoolSpec) -> None:
     _check_env(spec.engine.env)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
+
+
+def _check_scaling(spec: InferencePoolSpec) -> None:
+    scaling = spec.scaling
+    if scaling is None or scaling.signal is Signal.METRIC:
+        return
+    if spec.prefill_replicas:
+        words = "With prefillReplicas the pages do not tell whose load it is: use metric or kubectl scale"
+        raise SpecError(f"{words} - at `$.spec.scaling.signal`")
+    target, share = quantities.quantity(scaling.target), scaling.signal is Signal.KV_USAGE
+    if target <= 0 or (share and target > 1):
+        words = "a share of the KV cache above 0, at most 1, such as 0.7" if share else "seconds above 0"
+        raise SpecError(f"{scaling.signal} needs {words} - at `$.spec.scaling.target`")
 
 
 def _check_env(given: tuple[EnvVar, ...]) -> None:

@@ -1,5 +1,6 @@
 """`spec`: the desired state of a pool, and how the operator applies a change to running engines."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
@@ -34,19 +35,39 @@ class Rollout(Struct, frozen=True):
     names it: they follow an operator of this revision only."""
 
 
+class Signal(StrEnum):
+    """What the number of endpoints follows."""
+
+    METRIC = "metric"
+    QUEUE_SECONDS = "queueSeconds"
+    KV_USAGE = "kvUsage"
+
+
 class Scaling(Struct, frozen=True):
-    """Lets a HorizontalPodAutoscaler set `replicas`, starting from the present number of endpoints. It needs
-    a metrics adapter, such as prometheus-adapter, that serves the metric."""
+    """Sets `replicas` by the load, starting from the present number of endpoints. An endpoint that leaves
+    first lets its sessions leave (rollout.sessionSeconds)."""
 
     min_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Minimum number of endpoints."""
     max_replicas: Annotated[int, Meta(ge=1, le=10_000)]
     """Maximum number of endpoints."""
+    signal: Signal = Signal.METRIC
+    """What the number of endpoints follows. queueSeconds: seconds of queued prefill per endpoint, without
+    what caches save. kvUsage: share of the KV caches in use, 0 to 1. For these two the operator reads the
+    gateways' pages, and nothing else is needed. metric: a HorizontalPodAutoscaler follows `metric`, for which
+    it needs a metrics adapter, such as prometheus-adapter."""
     metric: Name = "perilune_endpoint_pending_prefill_seconds"
-    """Metric to scale by. The adapter must serve it for the gateway's Service, summed over all endpoints."""
+    """Metric to scale by, for signal: metric. The adapter must serve it for the gateway's Service, summed
+    over all endpoints."""
     target: Quantity = "2"
-    """Target value of the metric per endpoint: the autoscaler divides the metric by the number of
-    replicas."""
+    """Target value of the signal per endpoint: the sum over all endpoints is divided by it. For kvUsage at
+    most 1, such as 0.7."""
+    up_seconds: Annotated[int, Meta(ge=0, le=3600)] = 30
+    """Seconds for which the load must ask for more endpoints before they are added. signal: metric
+    ignores it."""
+    down_seconds: Annotated[int, Meta(ge=0, le=3600)] = 600
+    """Seconds for which the load must need fewer endpoints before one leaves. signal: metric ignores
+    it."""
 
 
 class InferencePoolSpec(Struct, frozen=True):
