@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             answer = fetch(args.gateway, f"/api/decisions/{quote(args.request_id, safe='')}")
     except ExplainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"perilune explain: {error}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(answer, indent=2))

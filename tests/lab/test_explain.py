@@ -169,7 +169,7 @@ async def test_an_unknown_request_is_1_with_a_hint(capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == (
-        "error: no decision 'gone' among the last 1 kept; older ones are gone,"
+        "perilune explain: no decision 'gone' among the last 1 kept; older ones are gone,"
         " `perilune explain --last 20` lists the newest\n"
     )
 
@@ -202,7 +202,7 @@ async def test_no_gateway_is_1_with_a_clear_line(capsys):
         pass
     assert await explain("r1", "--gateway", url) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"error: no gateway answers at {url} (")
+    assert err.startswith(f"perilune explain: no gateway answers at {url} (")
     assert err.count("\n") == 1
 
 
@@ -210,7 +210,7 @@ async def test_no_gateway_is_1_with_a_clear_line(capsys):
 async def test_a_url_that_is_none(capsys, url):
     assert await explain("r1", "--gateway", url) == 1
     err = capsys.readouterr().err
-    assert err.startswith("error: ")
+    assert err.startswith("perilune explain: ")
     assert err.count("\n") == 1
 
 
