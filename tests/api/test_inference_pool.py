@@ -320,3 +320,18 @@ def test_a_simulated_engine_has_flags_of_its_own() -> None:
     assert convert(spec(engine={"kind": "simulated", "args": args})).mooncake.transfer is Transfer.NONE
     with pytest.raises(SpecError, match="The operator sets --block-size itself"):
         convert(spec(engine={"kind": "simulated", "args": ["--block-size=32"]}))
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"server": "state:6379"}, "$.spec.gateway.state.server"),
+        ({"server": "redis://:password@state:6379"}, "$.spec.gateway.state.server"),
+        ({"server": "redis://state", "caSecret": "ca"}, "$.spec.gateway.state.caSecret"),
+    ],
+)
+def test_a_wrong_server_of_shared_state_is_named(state: dict[str, Any], says: str) -> None:
+    """A password in the address would be readable by everyone who may read the pool."""
+    with pytest.raises(SpecError) as error:
+        convert({"model": {"name": "m"}, "gateway": {"state": state}})
+    assert says in str(error.value)

@@ -16,7 +16,7 @@ from perilune_api.inference_pool.gateway import GatewaySpec
 from perilune_api.pool import dump
 from perilune_api.versions import stated
 from perilune_operator.observe.facts import MANAGER, Object
-from perilune_operator.render import door, tls
+from perilune_operator.render import door, shared_state, tls
 from perilune_operator.render.objects import (
     POD_SECURITY,
     QUICK_EVICTION,
@@ -166,13 +166,13 @@ def _pod(pool: Context) -> Object:
             }
         ],
         "containers": [_container(pool)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *tls.volumes(pool)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *tls.volumes(pool), *shared_state.volumes(pool)],
     }
 
 
 def _container(pool: Context) -> Object:
     spec = pool.spec.gateway
-    arguments = [*tls.args(pool), *spec.args]
+    arguments = [*tls.args(pool), *shared_state.args(pool), *spec.args]
     return {
         "name": "gateway",
         "image": spec.image or pool.defaults.image,
@@ -190,6 +190,7 @@ def _container(pool: Context) -> Object:
         "env": [
             {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
             *door.secret(pool),
+            *shared_state.env(pool),
         ],
         "ports": [
             {"name": "ext-proc", "containerPort": EXT_PROC_PORT},
@@ -199,7 +200,11 @@ def _container(pool: Context) -> Object:
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTE_SECONDS}}},
         "resources": resources(spec.resources),
         "securityContext": container_security(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *tls.mounts(pool)],
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},
+            *tls.mounts(pool),
+            *shared_state.mounts(pool),
+        ],
     }
 
 

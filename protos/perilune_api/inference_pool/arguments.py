@@ -66,6 +66,8 @@ GATEWAY_ARGS = frozenset(
         "--admin",
         "--grace-seconds",
         "--drain-seconds",
+        "--state-server",
+        "--state-ca",
         "--log-level",
         "--log-format",
     }

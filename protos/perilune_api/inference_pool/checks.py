@@ -58,6 +58,9 @@ def check(spec: InferencePoolSpec) -> None:
     _check_scaling(spec)
     if spec.gateway.tls is not None:
         arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")
+    state = spec.gateway.state
+    if state and state.ca_secret and not state.server.startswith("rediss:"):
+        raise SpecError("Only rediss:// servers have certificates - at `$.spec.gateway.state.caSecret`")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")

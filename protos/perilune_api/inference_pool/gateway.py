@@ -57,6 +57,20 @@ class TlsSpec(Struct, frozen=True):
     Gateway, spec.backendTLS.clientCertificateRef of the EnvoyProxy names it."""
 
 
+class SharedStateSpec(Struct, frozen=True):
+    """The server through which the pool's gateways share sessions and load, so that they act as one."""
+
+    server: Annotated[str, Meta(max_length=512, pattern=r"^rediss?://[A-Za-z0-9.:\[\]-]+(/[0-9]+)?$")]
+    """Address of Valkey, Redis, or another server of that protocol, redis://HOST:PORT or rediss://HOST:PORT,
+    which is TLS."""
+    password_secret: OptionalObject = ""
+    """Secret in the pool's namespace whose key password holds the server's password. Empty: the server needs
+    none."""
+    ca_secret: OptionalObject = ""
+    """Secret in the pool's namespace whose key ca.crt holds the CA certificates of a rediss:// server. Empty:
+    those of the image."""
+
+
 class GatewaySpec(Struct, frozen=True):
     """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
@@ -84,8 +98,10 @@ class GatewaySpec(Struct, frozen=True):
     """TLS between Envoy and the gateway. Without it, session ids, prompts and headers cross the cluster's
     network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
-    """Number of gateway pods. Each pod knows only the sessions that it routed itself. 0: no gateway runs, and
-    failOpen says what happens to requests."""
+    """Number of gateway pods. Without state, each pod knows only the sessions that it routed itself. 0: no
+    gateway runs, and failOpen says what happens to requests."""
+    state: SharedStateSpec | None = None
+    """The server through which gateway pods share sessions and load. Without it they share nothing."""
     fail_open: bool = True
     """What happens to requests while no gateway runs. true: they go to any ready endpoint. false: they are
     refused with 503."""
