@@ -111,7 +111,9 @@ def test_a_refused_spec_plans_no_objects() -> None:
 
 def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     """And a user may give all others."""
-    spec = {"model": {"name": "m"}, "gateway": {"args": ["--transport=grpc", "--decision-log=/data/d"]}}
+    state = {"server": "rediss://state:6379", "caSecret": "state-ca"}
+    given = {"args": ["--transport=grpc", "--decision-log=/data/d"], "state": state}
+    spec = {"model": {"name": "m"}, "gateway": given}
     objects = made(spec, Observed("u", 1)).objects or ()
     (pod,) = (
         o["spec"]["template"]["spec"]
