@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import fields
-from math import isnan, nan
+from math import isnan
 from random import Random
 from typing import Protocol
 
@@ -73,7 +73,7 @@ class EventSink:
         self._clock = clock
 
     def batch(self, endpoint: str, rank: int, batch: Batch, lag_s: float) -> None:
-        now = self._clock()
+        now, waiting = self._clock(), self._blocks.waiting[endpoint]
         for event in batch.events:
             if isinstance(event, BlockStored) and self._parity.observe(endpoint, event) is not None:
                 _log_parity(endpoint, self._parity.news(endpoint))
@@ -81,8 +81,9 @@ class EventSink:
             if isinstance(event, BlockStored):
                 self._tokens.stored(event, applied)
             self._router.on_applied(applied)
-        waiting = self._blocks.waiting[endpoint] > 0  # blocks of its prompts may be among those
-        self._parity.heard(endpoint, nan if waiting else lag_s)
+        self._parity.heard(endpoint, lag_s)
+        if self._blocks.waiting[endpoint] > waiting:
+            self._parity.waits(endpoint, now)
         self._router.on_learning(endpoint, self._blocks.learns(endpoint))
 
     def reset(self, endpoint: str, rank: int, cause: ResetCause) -> None:

@@ -158,8 +158,8 @@ class Lifecycle:
         self.ordinal = 0
         """Counts verdicts. The next request gets this number as its ticket."""
         self._running: dict[int, Running] = {}
-        self._ended: deque[tuple[float, str, int]] = deque()
-        """(when to look, endpoint, last block) of prompts whose KV events may still come."""
+        self._ended: deque[tuple[float, str, int, float]] = deque()
+        """(when to look, endpoint, last block, start) of prompts whose KV events may still come."""
         self._to_ask: dict[str, int] = {}
         """Endpoint of whose cache a part is not known → how many more requests may ask it to tell."""
         self._prefilled_at: dict[str, float] = {}
@@ -410,7 +410,7 @@ class Lifecycle:
         if completed and running.prefilled_at and state.fleet.get(running.target):
             state.calibration.decoded(running.target, now - running.prefilled_at)
         if answered and running.awaited:
-            self._ended.append((now + EVENTS_LATE_S, running.target, running.awaited))
+            self._ended.append((now + EVENTS_LATE_S, running.target, running.awaited, running.started_at))
         self._check_announcements(now)
         session = running.session
         if session and session.host == running.target:
@@ -442,8 +442,9 @@ class Lifecycle:
         """Tell the parity check whether prompts that ended a moment ago were announced by their engines. If
         they are not, hashes or chat templates differ."""
         while self._ended and self._ended[0][0] <= now:
-            _, target, block = self._ended.popleft()
-            self._state.parity.request_blocks_seen(target, self._state.index.announced(target, block))
+            _, target, block, since = self._ended.popleft()
+            seen = self._state.index.announced(target, block)
+            self._state.parity.request_blocks_seen(target, seen, since)
 
     def asks(self, endpoint: str) -> bool:
         """Whether a request to this endpoint should ask it to announce its prompt's cached blocks again."""

@@ -11,7 +11,7 @@ The shared store, and engines that share a pool, depend on all of these.
    with one change before two. The first settings that agree are the probable cause.
 3. `request_blocks_seen` compares a routed prompt with the engine's events. If hashes agree but the prompt's
    blocks never appear, the gateway tokenized the prompt differently, so the chat template differs. Misses are
-   ignored while events arrive late (`heard`).
+   ignored while events arrive late (`heard`), and where the prompt's blocks may wait for a parent (`waits`).
 4. `report` returns an endpoint's state from its last results; `news` returns it only when it has changed.
 
 Costs about 3 µs per compared block. The search for a cause looks at one block and runs only on a difference.
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from math import inf
 
 from perilune_api.pool import ExtraKeys, HashAlgorithm, Hashing, SpecError
 from perilune_gateway.model.kv_events import BlockStored
@@ -75,6 +76,8 @@ class _Endpoint:
     """Whether the blocks of the last prompts appeared in events."""
     late: bool = True
     """Whether the last batch of events was late, or none has arrived yet."""
+    waited_at: float = -inf
+    """When a batch last brought blocks whose parents are unknown."""
     reported: Parity = Parity.UNKNOWN
     """Parity that `news` returned last."""
 
@@ -118,18 +121,19 @@ class ParityCheck:
         return None
 
     def heard(self, endpoint: str, lag_s: float) -> None:
-        """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one,
-        and while blocks of the endpoint are not used because their parents are unknown."""
-        state = self._endpoints.get(endpoint)
-        if state is None:
-            state = self._endpoints[endpoint] = _Endpoint()
-        state.late = not lag_s <= LATE_S
+        """Record that a batch of events arrived `lag_s` seconds after publication; NaN for a replayed one."""
+        self._endpoints.setdefault(endpoint, _Endpoint()).late = not lag_s <= LATE_S
 
-    def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
-        """Record whether the last full block of a routed prompt appeared in the endpoint's events. Call it
-        only for prompts that the gateway tokenized and that had a full block that was not cached before."""
+    def waits(self, endpoint: str, now: float) -> None:
+        """Record that a batch brought blocks that are not used yet, because their parents are unknown."""
+        self._endpoints.setdefault(endpoint, _Endpoint()).waited_at = now
+
+    def request_blocks_seen(self, endpoint: str, seen: bool, since: float) -> None:
+        """Record whether the last full block of a prompt, routed at `since`, appeared in the events.
+        Call it only for prompts that the gateway tokenized and that had a full block that was not cached
+        before."""
         state = self._endpoints.get(endpoint)
-        if state is None or (state.late and not seen):
+        if state is None or (not seen and (state.late or state.waited_at >= since)):
             return
         state.recent_requests.append(seen)
 

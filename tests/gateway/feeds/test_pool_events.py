@@ -88,12 +88,13 @@ def test_parity_is_told_how_late_events_come(router: Router, lag_s: float, said:
     )
     sink.batch("e", 0, stored(0, OURS), lag_s)
     for _ in range(20):
-        parity.request_blocks_seen("e", False)
+        parity.request_blocks_seen("e", False, 0.0)
     assert parity.report("e").parity is said
 
 
 def test_a_gateway_that_is_still_learning_does_not_blame_the_template(router: Router) -> None:
-    """Its prompts' blocks are announced, but their parents were before it listened."""
+    """Its prompts' blocks are announced, but their parents were before it listened. Prompts that began after
+    the last such block can be judged, even while old blocks wait."""
     parity, index = ParityCheck(OURS, 4), PrefixIndex(100, 30.0)
     blocks_ = EngineBlocks(index, 4, store=False)
     sink = EventSink(blocks_, parity, router, lambda: 0.0, BlockTokens(4))
@@ -101,8 +102,11 @@ def test_a_gateway_that_is_still_learning_does_not_blame_the_template(router: Ro
     late = Batch(0.0, (BlockStored((77,), 66, (1, 2, 3, 4), 4, medium="GPU"),))
     sink.batch("e", 0, late, 0.0)
     for _ in range(20):
-        parity.request_blocks_seen("e", False)
+        parity.request_blocks_seen("e", False, since=-1.0)
     assert parity.report("e").parity is Parity.OK
+    for _ in range(20):
+        parity.request_blocks_seen("e", False, since=1.0)
+    assert parity.report("e").parity is Parity.TEMPLATE
     assert blocks_.waiting == {"e": 1}
     assert router.learning == ("e", True)
 

@@ -217,7 +217,7 @@ def test_parity_hears_whether_a_prompts_blocks_showed_up() -> None:
             super().__init__(Hashing(), 4)
             self.seen: list[bool] = []
 
-        def request_blocks_seen(self, endpoint: str, seen: bool) -> None:
+        def request_blocks_seen(self, endpoint: str, seen: bool, since: float) -> None:
             self.seen.append(seen)
 
     heard = Heard()

@@ -157,7 +157,7 @@ def test_prompts_that_never_show_up_mean_another_template(seen, parity):
     it.heard(ENGINE, 0.1)
     it.observe(ENGINE, announced())
     for one in seen:
-        it.request_blocks_seen(ENGINE, one)
+        it.request_blocks_seen(ENGINE, one, 0.0)
     assert it.report(ENGINE).parity is parity
 
 
@@ -166,7 +166,7 @@ def test_a_hash_disagreement_outranks_the_template():
     it.heard(ENGINE, 0.1)
     it.observe(ENGINE, announced(Hashing(seed="0")))
     for _ in range(20):
-        it.request_blocks_seen(ENGINE, False)
+        it.request_blocks_seen(ENGINE, False, 0.0)
     assert it.report(ENGINE).parity is Parity.SEED
 
 
@@ -178,12 +178,12 @@ def test_where_events_come_late_missing_ones_say_nothing(lags_s):
     for lag_s in lags_s:
         it.heard(ENGINE, lag_s)
     for _ in range(20):
-        it.request_blocks_seen(ENGINE, False)
+        it.request_blocks_seen(ENGINE, False, 0.0)
     assert it.report(ENGINE).parity is Parity.OK
-    it.request_blocks_seen(ENGINE, True)
+    it.request_blocks_seen(ENGINE, True, 0.0)
     it.heard(ENGINE, 0.1)
     for _ in range(20):
-        it.request_blocks_seen(ENGINE, False)
+        it.request_blocks_seen(ENGINE, False, 0.0)
     report = it.report(ENGINE)
     assert report.parity is Parity.TEMPLATE
     assert report.cause.startswith("20 of its last 21 prompts never showed up")
