@@ -215,6 +215,7 @@ class Gateway:
                 log.info("draining in_flight=%d", self.state.fleet.in_flight)
                 await self.server.set_ready(False)
                 await asyncio.sleep(drain_s)
+                self.service.begin_all()
                 await self.server.stop(grace_s)
                 for feed in feeds:
                     feed.cancel()
@@ -239,6 +240,7 @@ class Gateway:
         if self.shared:
             yield self.shared.run()
         yield self._plan_moves()
+        yield self.service.begin_sessions()
         yield self._hand_over()
 
     async def _hand_over(self) -> None:

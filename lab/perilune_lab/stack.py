@@ -318,7 +318,9 @@ class Stack:
         ]
 
     async def _start_envoy(self) -> None:
-        bootstrap = envoy.config(self.endpoints[self.options.prefill :], [self.ext_proc])
+        timeout_s = self.routing.message_timeout_s
+        serving = self.endpoints[self.options.prefill :]
+        bootstrap = envoy.config(serving, [self.ext_proc], message_timeout_s=timeout_s)
         child = await self._run("envoy", envoy_process.command(bootstrap, self.folder, self.programs.envoy))
         self.envoy_admin_url, self.url = await envoy_process.serving(child, self.folder, self.ready_timeout_s)
 

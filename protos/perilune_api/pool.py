@@ -15,6 +15,7 @@ that span several fields, such as duplicate addresses and unknown nodes.
 
 from enum import StrEnum
 from ipaddress import ip_address
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,6 +34,8 @@ class SpecError(ValueError):
     """The user's document is wrong. The message names the field and, where possible, the remedy."""
 
 
+DECISION_S = 2
+"""Seconds for which Envoy waits for a decision of the gateway."""
 MAX_DEPTH = 64
 """Maximum depth of a pool document."""
 _IP_PORT = r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}$"
@@ -183,6 +186,21 @@ class Limits(Struct, frozen=True):
     estimate of its length."""
 
 
+class SessionAdmission(Struct, frozen=True):
+    """Whether new sessions wait while the contexts of active sessions fill the pool's KV. Requests of
+    sessions that have begun never wait."""
+
+    enabled: bool = False
+    """Whether new sessions wait. Envoy then waits for the gateway's answers as much longer as
+    `maxWaitSeconds`, also where a gateway does not answer at all."""
+    max_wait_seconds: Annotated[float, Meta(gt=0, le=600)] = 60.0
+    """Seconds for which a new session waits at most. After that it is refused with 429 and told when to try
+    again. On Kubernetes, Envoy's timeout for an answer of the gateway follows from it."""
+    max_waiting: Positive = 1000
+    """Number of new sessions that may wait at one gateway; more are refused at once. The gateway keeps the
+    body of each."""
+
+
 class MoveTrigger(StrEnum):
     """Situations in which the migration planner moves sessions or replicates prefixes."""
 
@@ -311,9 +329,17 @@ class Routing(Struct, frozen=True):
     session: SessionKeys = SessionKeys()
     limits: Limits = Limits()
     ejection: Ejection = Ejection()
+    session_admission: SessionAdmission = SessionAdmission()
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
     """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
     one fails."""
+
+    @property
+    def message_timeout_s(self) -> int:
+        """Seconds for which Envoy waits for an answer of the gateway: for a decision, and before that for a
+        new session to begin, if new sessions wait."""
+        admission = self.session_admission
+        return DECISION_S + (ceil(admission.max_wait_seconds) if admission.enabled else 0)
 
 
 class NodePlace(Struct, frozen=True):

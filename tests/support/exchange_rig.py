@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from perilune_gateway.extproc.exchange import Exchange, Send
 from perilune_gateway.extproc.messages import Body, BodyMode, Immediate, Kind, RequestHeaders, ResponseHeaders
 from perilune_gateway.model import NEED_BODY, Refusal, RefuseReason, RequestHead, Routed, Tokens, TokenSource
+from perilune_gateway.routing.context import NO_PROMPT
+from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
@@ -18,6 +20,10 @@ TOKENS_3 = Tokens(3, TokenSource.LOCAL)
 
 def encode_of(body_bytes: int = 3) -> Encode:
     return Encode(head(), None, body_bytes)
+
+
+def queued(ticket: int = 5) -> Queued:
+    return Queued(ticket, head(), None, NO_PROMPT, 0.0)
 
 
 def head(has_body: bool = True, **headers: str) -> RequestHead:
@@ -52,6 +58,13 @@ class FakeRouter:
 
     def prefills_itself(self, ticket):
         self.calls.append(("prefills_itself", ticket))
+
+    def on_begun(self, queued, refusal):
+        self.calls.append(("on_begun", queued.ticket, refusal))
+        return refusal or ROUTED
+
+    def left(self, queued):
+        self.calls.append(("left", queued.ticket))
 
     def on_response(self, ticket, status, served, streamed):
         self.calls.append(("on_response", ticket, status, served, streamed))

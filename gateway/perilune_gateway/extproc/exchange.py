@@ -4,7 +4,7 @@ Rules:
 
 1.  One stream is one HTTP request. It begins with the request's headers, or with the response's when another
     filter has answered the client before us. It may end at any moment.
-2.  Buffered mode: every message gets exactly one answer, at once or after the tokens. When the request's
+2.  Buffered mode: every message gets exactly one answer, at once or after a wait. When the request's
     headers suffice, they are answered with the pick, and Envoy is asked not to send the body. Otherwise Envoy
     is asked to send the whole body, and the pick answers that.
 3.  Full duplex: body and trailers need no answer of their own. Nothing is answered before the pick, and the
@@ -78,6 +78,7 @@ from perilune_gateway.model import (
 from perilune_gateway.model.handoff import Attachment, Gift
 from perilune_gateway.request.openai import error_body, for_engine, with_transfer
 from perilune_gateway.request.usage import CachedTokens
+from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
@@ -90,13 +91,18 @@ class Router(Protocol):
     """The part of routing.router.Router that an exchange needs. Synchronous; only bugs raise exceptions."""
 
     def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody: ...
-    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode: ...
-    def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal: ...
+    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode | Queued: ...
+    def on_tokens(
+        self, encode: Encode, tokens: Tokens, waited_s: float = 0.0
+    ) -> Routed | Refusal | Queued: ...
+    def on_begun(self, queued: Queued, refusal: Refusal | None) -> Routed | Refusal: ...
+    def left(self, queued: Queued) -> None: ...
     def prefills_itself(self, ticket: int) -> None: ...
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
     def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
     def refused(self, head: RequestHead, refusal: Refusal) -> None: ...
+    def due(self) -> list[tuple[int, Refusal | None]]: ...
 
 
 class Send(Struct, frozen=True, gc=False):
@@ -106,9 +112,9 @@ class Send(Struct, frozen=True, gc=False):
 
 
 class Wait(Struct, frozen=True, gc=False):
-    """Get this prompt's tokens, then call `tokens`."""
+    """Get this prompt's tokens, then call `tokens`; or wait until the session begins, then call `begun`."""
 
-    encode: Encode
+    what: Encode | Queued
 
 
 class Hold(Struct, frozen=True, gc=False):
@@ -137,6 +143,8 @@ class State(StrEnum):
     """The headers do not suffice, and the body has not arrived completely."""
     TOKENS = "tokens"
     """The body has arrived; its tokens are awaited."""
+    QUEUED = "queued"
+    """The session is new and waits to begin."""
     HELD = "held"
     """The pick is made; the endpoint that prefills has not accepted the prompt yet."""
     ROUTED = "routed"
@@ -148,10 +156,11 @@ class State(StrEnum):
     CLOSED = "closed"
 
 
-Event = Kind | Literal["tokens", "accepted"]
+Event = Kind | Literal["tokens", "begun", "accepted"]
 TOKENS: Literal["tokens"] = "tokens"
+BEGUN: Literal["begun"] = "begun"
 ACCEPTED: Literal["accepted"] = "accepted"
-"""These two events do not come from Envoy."""
+"""These three events do not come from Envoy."""
 
 
 class Tokenized(Struct, frozen=True, gc=False):
@@ -162,6 +171,13 @@ class Tokenized(Struct, frozen=True, gc=False):
     waited_s: float
 
 
+class Begun(Struct, frozen=True, gc=False):
+    """The session begins, or is refused."""
+
+    kind: ClassVar[Literal["begun"]] = BEGUN
+    refusal: Refusal | None
+
+
 class Accepted(Struct, frozen=True, gc=False):
     """What a Hold asked for; None if the prompt is not prefilled elsewhere."""
 
@@ -170,15 +186,18 @@ class Accepted(Struct, frozen=True, gc=False):
 
 
 _VERDICT = (State.ROUTED, State.HELD, State.REFUSED)
+_WITH_PROMPT = (State.QUEUED, *_VERDICT)
 
 TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
-    (State.START, Kind.REQUEST_HEADERS): ("decide_head", (State.BODY, State.TOKENS, *_VERDICT)),
+    (State.START, Kind.REQUEST_HEADERS): ("decide_head", (State.BODY, State.TOKENS, *_WITH_PROMPT)),
     (State.START, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
-    (State.BODY, Kind.REQUEST_BODY): ("collect", (State.BODY, State.TOKENS, *_VERDICT)),
-    (State.BODY, Kind.REQUEST_TRAILERS): ("collect_trailers", (State.TOKENS, *_VERDICT)),
+    (State.BODY, Kind.REQUEST_BODY): ("collect", (State.BODY, State.TOKENS, *_WITH_PROMPT)),
+    (State.BODY, Kind.REQUEST_TRAILERS): ("collect_trailers", (State.TOKENS, *_WITH_PROMPT)),
     (State.BODY, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
-    (State.TOKENS, TOKENS): ("decide_tokens", _VERDICT),
+    (State.TOKENS, TOKENS): ("decide_tokens", _WITH_PROMPT),
     (State.TOKENS, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
+    (State.QUEUED, BEGUN): ("begin", _VERDICT),
+    (State.QUEUED, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
     (State.HELD, ACCEPTED): ("attach", (State.ROUTED,)),
     (State.HELD, Kind.RESPONSE_HEADERS): ("unrouted", (State.ANSWER,)),
     (State.ROUTED, Kind.REQUEST_BODY): ("pass_request", (State.ROUTED,)),
@@ -191,7 +210,8 @@ TABLE: Mapping[tuple[State, Event], tuple[str, tuple[State, ...]]] = {
     (State.ANSWER, Kind.RESPONSE_TRAILERS): ("pass_response", (State.ANSWER,)),
     (State.ANSWER, TOKENS): ("ignore", (State.ANSWER,)),
     (State.ANSWER, ACCEPTED): ("ignore", (State.ANSWER,)),
-    **{(State.REFUSED, kind): ("ignore", (State.REFUSED,)) for kind in (*Kind, TOKENS, ACCEPTED)},
+    (State.ANSWER, BEGUN): ("ignore", (State.ANSWER,)),
+    **{(State.REFUSED, kind): ("ignore", (State.REFUSED,)) for kind in (*Kind, TOKENS, BEGUN, ACCEPTED)},
 }
 """(state, event) → the handler (a method of Exchange) and the states that may follow. Other pairs are not
 allowed. `fail` leads from every state except CLOSED to REFUSED, `closed` from every state to CLOSED."""
@@ -210,7 +230,7 @@ class Exchange:
 
     __slots__ = (
         "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head",
-        "_max_body_bytes", "_parts", "_response_body_seen", "_response_ended", "_response_mode",
+        "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended", "_response_mode",
         "_response_status", "_routed", "_router", "_trailers", "state",
     )  # fmt: skip
 
@@ -228,6 +248,7 @@ class Exchange:
         self._body_bytes = 0
         self._trailers = False
         self._encode: Encode | None = None
+        self._queued: Queued | None = None
         self._routed: Routed | None = None
         self._response_status = 0
         self._response_body_seen = False
@@ -236,7 +257,7 @@ class Exchange:
 
     # Called by the stream.
 
-    def receive(self, inbound: Inbound | Tokenized | Accepted) -> list[Effect]:
+    def receive(self, inbound: Inbound | Tokenized | Begun | Accepted) -> list[Effect]:
         """Handles a message from Envoy. Raises ProtocolError for one that the state does not allow."""
         row = _HANDLERS.get((self.state, inbound.kind))
         if row is None:
@@ -251,6 +272,10 @@ class Exchange:
         """Handles the tokens that a Wait asked for, or a Refusal when the prompt is invalid."""
         return self.receive(Tokenized(tokens, waited_s))
 
+    def begun(self, refusal: Refusal | None) -> list[Effect]:
+        """Handles the end of a Wait for the session to begin; a Refusal when it may not."""
+        return self.receive(Begun(refusal))
+
     def attach(self, attachment: Attachment | None) -> list[Effect]:
         """Handles what a Hold asked for; None if the prompt is not prefilled elsewhere."""
         return self.receive(Accepted(attachment))
@@ -259,7 +284,8 @@ class Exchange:
         """Ends the request after a bug of ours, or when Envoy violated the protocol."""
         if self.state is State.CLOSED:
             return []
-        undecided = self.state in (State.START, State.BODY, State.TOKENS, State.HELD)
+        waiting = (State.TOKENS, State.QUEUED, State.HELD)
+        undecided = self.state in (State.START, State.BODY, *waiting)
         self.state = State.REFUSED
         if self._duplex and undecided:
             return self._refuse(self._own(Refusal(RefuseReason.INTERNAL, "the gateway failed")))
@@ -268,6 +294,7 @@ class Exchange:
     def closed(self) -> None:
         """Reports the end of the request to the router. Safe to call twice."""
         self.state = State.CLOSED
+        self._leave_queue()
         routed, self._routed = self._routed, None
         if routed is not None:
             if (cached := self._cached_tokens.value) is not None:
@@ -319,6 +346,11 @@ class Exchange:
         assert self._encode is not None
         return self._conclude(self._router.on_tokens(self._encode, event.tokens, event.waited_s))
 
+    def _begin(self, event: Begun) -> _Next:
+        queued, self._queued = self._queued, None
+        assert queued is not None
+        return self._conclude(self._router.on_begun(queued, event.refusal))
+
     def _attach(self, event: Accepted) -> _Next:
         routed, attachment = self._routed, event.attachment
         assert routed is not None
@@ -356,6 +388,7 @@ class Exchange:
     def _unrouted(self, event: ResponseHeaders) -> _Next:
         """Envoy or another filter answers the client, or Envoy did not send the body that we asked for."""
         self._response_mode = event.response_mode or self._response_mode
+        self._leave_queue()
         if event.status < 400 and self.state is State.BODY:
             log.warning("body_never_came path=%s: does the filter allow mode_override?", self._head.path)
         return State.ANSWER, [Send(Continue(Kind.RESPONSE_HEADERS))]
@@ -365,7 +398,12 @@ class Exchange:
 
     # Used by the handlers.
 
-    def _conclude(self, verdict: Routed | Refusal | Encode) -> _Next:
+    def _leave_queue(self) -> None:
+        queued, self._queued = self._queued, None
+        if queued is not None:
+            self._router.left(queued)
+
+    def _conclude(self, verdict: Routed | Refusal | Encode | Queued) -> _Next:
         match verdict:
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
@@ -382,6 +420,9 @@ class Exchange:
             case Encode():
                 self._encode = verdict
                 return State.TOKENS, [Wait(verdict)]
+            case Queued():
+                self._queued, self._encode = verdict, None
+                return State.QUEUED, [Wait(verdict)]
 
     def _pick(
         self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()

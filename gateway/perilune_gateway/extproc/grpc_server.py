@@ -1,7 +1,7 @@
 """Serves Envoy's one method and gRPC health with grpc.aio.
 
-Messages of a stream are handled in order. While its tokens are awaited, a stream reads nothing, but is
-cancelled as soon as Envoy resets it.
+Messages of a stream are handled in order. While a stream waits, for tokens or until its session begins, it
+reads nothing, but is cancelled as soon as Envoy resets it.
 
 Messages are handled as bytes with the read/write API, which costs a third less than generated servicers;
 uvloop saves another tenth. Pings from Envoy are accepted at any rate, since the default policy would drop the

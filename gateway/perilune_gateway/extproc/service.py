@@ -1,12 +1,15 @@
 """One ext_proc stream as bytes in, bytes out; both servers use it.
 
 Each message goes through `wire.decode` and `exchange.receive`. The result is a `Reply`: encoded messages to
-send, and then, if it says so, to wait for tokens or for another endpoint, or to abort the call. The server
-carries it out, and calls `closed` when the stream ends.
+send, and then, if it says so, to wait (for tokens, for another endpoint, or for the session's turn), or to
+abort the call. The server carries it out, and calls `closed` when the stream ends.
 
 Waiting for tokens ends in one of three ways. The tokens come; or they do not come within
 `limits.decision_seconds`, and the estimate from bytes is used; or the prompt is invalid, and the client gets
 a 400.
+
+Waiting until a new session may begin ends when the router names its ticket, for which `begin_sessions` asks
+ten times per second, or when the stream ends.
 
 Costs about 7 µs per message besides the router's work. Does not depend on sockets or HTTP/2.
 """
@@ -28,10 +31,13 @@ from perilune_gateway.extproc.messages import Body, BodyMode, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
 from perilune_gateway.model.handoff import Attachment, Gift
 from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 0.1
+"""Seconds after which the router is asked again which sessions begin."""
 MESSAGE_BYTES = 64 * 1024 * 1024
 """Size in bytes of the largest message that is accepted or sent."""
 
@@ -101,6 +107,8 @@ class Service:
         """Number of exceptions other than ProtocolError, which are bugs of this gateway."""
         self.late_tokens = 0
         """Number of requests routed by an estimate because their tokens came too late."""
+        self._beginning: dict[int, asyncio.Future[Refusal | None]] = {}
+        """The ends of waiting, by ticket."""
         self.connections_closed: dict[str, int] = dict.fromkeys(Closed, 0)
         """Number of connections that the h2 server closed, by cause."""
         self.router = router
@@ -109,6 +117,29 @@ class Service:
         self.default_mode = default_mode
         self.conformance = conformance
         self.giver = giver
+
+    async def begin_sessions(self) -> None:
+        """Lets the waiting sessions begin when the router says so, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for ticket, refusal in self.router.due():
+                if (waiting := self._beginning.get(ticket)) and not waiting.done():
+                    waiting.set_result(refusal)
+
+    def begin_all(self) -> None:
+        """Lets all waiting sessions begin, because the gateway stops."""
+        for waiting in self._beginning.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def begun(self, queued: Queued) -> Refusal | None:
+        """Waits until the session begins, or is refused. Raises only CancelledError."""
+        waiting: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+        self._beginning[queued.ticket] = waiting
+        try:
+            return await waiting
+        finally:
+            del self._beginning[queued.ticket]
 
     def open(self) -> Stream:
         """Begins a stream. The caller must call its `closed`."""
@@ -146,7 +177,9 @@ class Stream:
         try:
             if isinstance(wait, Hold):
                 return _reply(self._exchange.attach(await self._attachment(wait)))
-            tokens = await self._encode(wait.encode)
+            if isinstance(wait.what, Queued):
+                return _reply(self._exchange.begun(await self._service.begun(wait.what)))
+            tokens = await self._encode(wait.what)
             return _reply(self._exchange.tokens(tokens, time.perf_counter() - started))
         except Exception as error:
             return self._failed(error)

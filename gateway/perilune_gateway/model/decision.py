@@ -76,6 +76,8 @@ class RefuseReason(StrEnum):
     NO_ENDPOINT = "no_endpoint"
     SUBSET_EMPTY = "subset_empty"
     OVERLOADED = "overloaded"
+    NO_ROOM = "no_room"
+    """The session is new, and the KV cache is full of active sessions."""
     INTERNAL = "internal"
 
 
@@ -90,6 +92,7 @@ STATUS: Mapping[RefuseReason, int] = {
     RefuseReason.NO_ENDPOINT: 503,
     RefuseReason.SUBSET_EMPTY: 503,
     RefuseReason.OVERLOADED: 429,
+    RefuseReason.NO_ROOM: 429,
     RefuseReason.INTERNAL: 500,
 }
 """HTTP status of each refusal."""

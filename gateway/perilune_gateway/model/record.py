@@ -50,6 +50,8 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     """None while the request runs."""
     seed: int = 0
     """Seed of the random generator that the policy used: `random.Random(seed)`."""
+    queued_s: float = 0.0
+    """Seconds for which the session, which is new, waited to begin."""
 
     @property
     def request_id(self) -> str:

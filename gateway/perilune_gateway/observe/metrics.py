@@ -22,7 +22,7 @@ from itertools import accumulate
 from math import inf
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -39,6 +39,7 @@ from perilune_gateway.model import (
 from perilune_gateway.observe import snapshot_metrics
 from perilune_gateway.observe.stats import Snapshot
 
+QUEUED_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
 SCHEDULING_BUCKETS_S = (
     *(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005),
     *(0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.5),
@@ -186,6 +187,12 @@ class Metrics:
 
         # Decisions
         self._scheduling = Scheduling(registry)
+        self._queued = Histogram(
+            "perilune_new_session_queued_seconds",
+            "Seconds for which new sessions waited that had to wait, until they began or were refused.",
+            buckets=QUEUED_BUCKETS_S,
+            registry=registry,
+        )
         self._decisions = tally("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
         self._refusals = tally(
             "refusals", "Requests answered with an error instead of an endpoint.", "reason"
@@ -232,6 +239,8 @@ class Metrics:
         """Counts one decision or refusal."""
         self._scheduling.observe(record.timings_us)
         verdict, view = record.verdict, record.view
+        if record.queued_s:
+            self._queued.observe(record.queued_s)
         if not isinstance(verdict, Decision):
             self.refused(verdict.reason)
             return

@@ -63,6 +63,7 @@ class Snapshots:
             self._router.planner.stats(self._clock()),
             self._events.ingest(),
             self._router.handing_over.stats(),
+            self._router.new_sessions.stats(self._clock()),
             self._drained(),
             self._router.gifts.stats(),
             self._shared(),

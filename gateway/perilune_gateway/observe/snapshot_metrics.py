@@ -15,6 +15,7 @@ from perilune_gateway.model import Tier
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe import moves
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.engine_blocks import Unused
 from perilune_gateway.state.prefix_index import IndexStats
 
@@ -86,6 +87,7 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
         yield from moves.handoff_families(snapshot.handoffs, snapshot.gifts)
     if snapshot.shared:
         yield from _shared(snapshot.shared)
+    yield from _new_sessions(snapshot.new_sessions)
     if snapshot.decision_log:
         yield from _decision_log(snapshot.decision_log)
 
@@ -161,6 +163,14 @@ def _unused(blocks: Mapping[str, int]) -> CounterMetricFamily:
     for cause in Unused:
         unused.add_metric((cause.value,), blocks.get(cause, 0))
     return unused
+
+
+def _new_sessions(stats: SessionAdmissionStats) -> Iterator[Metric]:
+    yield _gauge("new_sessions_waiting", "New sessions that wait to begin.", stats.waiting)
+    yield _counter("new_sessions_begun", "New sessions that began.", stats.begun)
+    yield _counter("new_sessions_refused", "New sessions that were refused.", stats.refused)
+    yield _gauge("active_context_tokens", "Expected tokens of active contexts.", stats.active_tokens)
+    yield _gauge("kv_capacity_tokens", "Tokens that fit into the pool's KV.", stats.capacity_tokens)
 
 
 def _decision_log(log: LogStats) -> Iterator[Metric]:

@@ -15,6 +15,7 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
 from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
@@ -104,6 +105,7 @@ class Snapshot:
     moves: PlannerStats | None = None
     ingest: IngestStats = IngestStats()
     handoffs: HandoffStats | None = None
+    new_sessions: SessionAdmissionStats = SessionAdmissionStats()
     drained: Mapping[str, str] = field(default_factory=dict)
     """The marks of draining pods that this gateway no longer uses, by name."""
     gifts: GiftStats | None = None

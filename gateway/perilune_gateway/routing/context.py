@@ -89,3 +89,5 @@ class RequestContext(Struct, gc=False):
     prefix: Prefix = NO_PREFIX
     seed: int = 0
     """The policy's random draws follow from this number, so a recorded decision can be taken again."""
+    queued_s: float = 0.0
+    """Seconds for which the session, which is new, waited to begin."""

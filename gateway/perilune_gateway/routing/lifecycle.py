@@ -59,6 +59,7 @@ from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext, StepTimer
 from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
+from perilune_gateway.routing.new_sessions import NewSessions
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import EndpointView
@@ -141,6 +142,7 @@ class Lifecycle:
         planner: Planner,
         handing_over: HandingOver,
         gifts: Gifts,
+        new_sessions: NewSessions,
         observer: Observer,
         aliases: Aliases,
         clock: Callable[[], float],
@@ -151,6 +153,7 @@ class Lifecycle:
         self._planner = planner
         self._handing_over = handing_over
         self._gifts = gifts
+        self._new_sessions = new_sessions
         self._observer = observer
         self._aliases = aliases
         self._clock = clock
@@ -264,6 +267,7 @@ class Lifecycle:
                 self._wall_clock(),
                 context.identity.tenant,
                 seed=context.seed,
+                queued_s=context.queued_s,
             )
             routed = self._answer(context.head, ticket, record)
             if split:
@@ -272,6 +276,8 @@ class Lifecycle:
                     *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
                 )
                 routed = replace(routed, gift=gift)
+            name, turns = (session.key, session.turns) if session else (ticket, 1)
+            self._new_sessions.turn_began(name, prompt.tokens, turns)
             return replace(routed, fields=self._engine_fields(context, target, priority))
 
     def _priority(self, tenant: str, prefill_s: float) -> int | None:
@@ -338,6 +344,7 @@ class Lifecycle:
             time=self._wall_clock(),
             tenant=context.identity.tenant if context else "",
             seed=context.seed if context else 0,
+            queued_s=context.queued_s if context else 0.0,
         )
         self._observer.decided(record)
         self.ordinal += 1
@@ -417,6 +424,8 @@ class Lifecycle:
             self._count_failures(session, running.status, wrong, answered=answered)
         if running.final and session and (session.ticket == ticket or not session.inferred):
             state.sessions.free(session.key)
+        name, tokens = (session.key, session.context_tokens) if session else (ticket, 0)
+        self._new_sessions.turn_ended(name, tokens, now, final=running.final or session is None)
         ending = Ending(
             outcome, now - running.started_at, running.served, running.status, running.cached_tokens
         )

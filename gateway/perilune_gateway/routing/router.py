@@ -4,6 +4,9 @@
                 ├─▶ NeedBody ──▶ on_body ─┬─▶ Routed | Refusal
                 └─▶ Refusal               └─▶ Encode ──▶ on_tokens ──▶ Routed | Refusal
 
+`on_body` and `on_tokens` may also answer Queued: the session is new and has to wait (new_sessions.py) until
+`due` names it; `on_begun` then routes it.
+
 1. *Gather* (candidates.py): the session, the prompt's tokens and blocks, and for each endpoint what it holds
    of them and what it has to do, as a `RequestView` and `Candidate`s.
 2. *Filter* (admission.py): endpoints that may not be chosen are left out.
@@ -65,6 +68,7 @@ from perilune_gateway.routing.decide import decide
 from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.lifecycle import Lifecycle, Observer
+from perilune_gateway.routing.new_sessions import NewSessions, Queued
 from perilune_gateway.state.pool_state import PoolState
 
 SEED_BITS = 53
@@ -100,6 +104,7 @@ class Router:
         handing_over: HandingOver,
         aliases: Aliases,
         gifts: Gifts,
+        new_sessions: NewSessions,
         *,
         clock: Callable[[], float],
         stopwatch: Callable[[], float],
@@ -113,6 +118,7 @@ class Router:
         self.lifecycle = lifecycle
         self.handing_over = handing_over
         self.gifts = gifts
+        self.new_sessions = new_sessions
         self._tokenizer = tokenizer
         self._candidates = candidates
         self._aliases = aliases
@@ -136,6 +142,7 @@ class Router:
         self.planner.configure(self._routing.migration, self._routing.policy.name)
         self.lifecycle.configure(pool)
         self.handing_over.configure(pool)
+        self.new_sessions.configure(self._routing.session_admission)
         endpoints = [endpoint for e in spec.endpoints for endpoint in _ranks(e, spec.topology)]
         self._by_alias = {self._aliases.endpoint(e.address): e.address for e in endpoints}
         gone = self.state.fleet.set_endpoints(endpoints, spec.topology)
@@ -184,7 +191,7 @@ class Router:
         timer.lap(Step.INDEX)
         return self._decide(context)
 
-    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode:
+    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode | Queued:
         """The body has come."""
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
@@ -203,11 +210,26 @@ class Router:
         timer.lap(Step.TOKENIZE)
         return self._on_prompt(head, request, len(body), tokens, timer)
 
-    def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal:
+    def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal | Queued:
         """The prompt's tokens have come, after `waited_s` seconds."""
         timer = StepTimer(self._stopwatch)
         timer.us[Step.TOKENIZE] = waited_s * 1e6
         return self._on_prompt(encode.head, encode.request, encode.body_bytes, tokens, timer)
+
+    def on_begun(self, queued: Queued, refusal: Refusal | None) -> Routed | Refusal:
+        """The session waits no longer: it begins, or is refused."""
+        self.new_sessions.over(queued.ticket)
+        timer, head = StepTimer(self._stopwatch), queued.head
+        identity = head.identity or from_headers(head.headers, self._routing.session)
+        context = self._with_session(head, queued.request, queued.prompt, timer, identity)
+        context.queued_s = context.now - queued.since
+        if refusal:
+            return self.lifecycle.refused(head, refusal, timer, context)
+        return self._route(context)
+
+    def left(self, queued: Queued) -> None:
+        """The client of a request that waited has gone."""
+        self.new_sessions.over(queued.ticket)
 
     def refused(self, head: RequestHead, refusal: Refusal) -> None:
         """The exchange refused the request by itself; record it."""
@@ -235,7 +257,7 @@ class Router:
 
     def _on_prompt(
         self, head: RequestHead, request: ParsedRequest, body_bytes: int, tokens: Tokens, timer: StepTimer
-    ) -> Routed | Refusal:
+    ) -> Routed | Refusal | Queued:
         # A prompt that cannot fit is refused before it costs time that grows with its length.
         if refusal := admission.fits_context(tokens, self.pool.spec.model.context_tokens):
             return self.lifecycle.refused(head, refusal, timer)
@@ -261,6 +283,16 @@ class Router:
         )
         timer.lap(Step.HASH)
         context = self._with_session(head, request, prompt, timer, identity)
+        match self.new_sessions.arrive(context, request):
+            case Refusal() as refusal:
+                return self.lifecycle.refused(head, refusal, timer, context)
+            case Queued() as queued:
+                return queued
+        return self._route(context)
+
+    def _route(self, context: RequestContext) -> Routed | Refusal:
+        """Decide with the prompt."""
+        prompt, timer = context.prompt, context.timer
         self._candidates.find_eligible(context)
         if not context.eligible:
             return self._no_endpoint(context)
@@ -428,6 +460,11 @@ class Router:
 
     # -- beside requests ---------------------------------------------------------------------------
 
+    def due(self) -> list[tuple[int, Refusal | None]]:
+        """Return the tickets of the Queued requests that `on_begun` takes now; called several times per
+        second."""
+        return self.new_sessions.due(self._clock())
+
     def plan_moves(self, plans: bool = True) -> None:
         """Plan which sessions and prefixes should move; called every `migration.interval_seconds`. `plans`:
         whether this replica of the gateway is the one that plans. Another one withdraws its offers."""
@@ -458,16 +495,21 @@ def new_router(
     planner = Planner(facts)
     handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
     gifts = Gifts(state, observer, clock, wall_clock)
+    new_sessions = NewSessions(state)
     return Router(
         pool,
         state,
         tokenizer,
         candidates,
         planner,
-        Lifecycle(state, candidates, planner, handing_over, gifts, observer, aliases, clock, wall_clock),
+        Lifecycle(
+            *(state, candidates, planner, handing_over, gifts, new_sessions),
+            *(observer, aliases, clock, wall_clock),
+        ),
         handing_over,
         aliases,
         gifts,
+        new_sessions,
         clock=clock,
         stopwatch=stopwatch,
         rng=rng or Random(),

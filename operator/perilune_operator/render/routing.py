@@ -152,7 +152,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "extProc": [
                 {
                     "backendRefs": [{"name": names.gateway_name(pool.name), "port": EXT_PROC_PORT}],
-                    "messageTimeout": "2s",
+                    "messageTimeout": f"{pool.spec.routing.message_timeout_s}s",
                     "failOpen": pool.spec.gateway.fail_open,
                     "statusOnError": 503,
                     "processingMode": {

@@ -46,6 +46,7 @@ from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
 from perilune_gateway.routing.context import Prompt, RequestContext
+from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode, new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState
@@ -184,11 +185,12 @@ class Rig:
         )
         self._weigh(head, prompt)
         self.requests += 1
-        verdict = self.router.on_headers(head)
+        verdict: Routed | Refusal | NeedBody | Queued = self.router.on_headers(head)
         if isinstance(verdict, NeedBody):
             parsed = ParsedRequest(Api.CHAT, MODEL, TokenPrompt((tokens,)))
             ids = Tokens(len(tokens), TokenSource.LOCAL, tokens)
             verdict = self.router.on_tokens(Encode(head, parsed, request.body_bytes), ids)
+        assert not isinstance(verdict, NeedBody | Queued), "a new session begins at once by default"
         if isinstance(verdict, Refusal):
             self.refused += 1
             self._again(conversation, number, request)

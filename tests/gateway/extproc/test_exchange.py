@@ -15,13 +15,15 @@ from exchange_rig import (
     FakeRouter,
     converse,
     encode_of,
+    exchange_of,
     part,
+    queued,
     readable,
     request,
 )
 from msgspec import structs
 
-from perilune_gateway.extproc.exchange import ECHO_BYTES, Exchange, Wait
+from perilune_gateway.extproc.exchange import ECHO_BYTES, Exchange, Send, Wait
 from perilune_gateway.extproc.messages import (
     Body,
     BodyMode,
@@ -314,3 +316,31 @@ def test_what_the_exchange_refuses_by_itself_is_in_the_routers_books():
     router = FakeRouter()
     converse(router, request(), Body(Kind.REQUEST_BODY, bytes(1001)))
     assert router.calls[-1] == ("refused", RefuseReason.BODY_TOO_LARGE)
+
+
+def test_a_request_of_a_new_session_is_answered_when_the_session_begins():
+    router = FakeRouter(on_body_=queued())
+    exchange = exchange_of(router)
+    exchange.receive(request())
+    assert exchange.receive(WHOLE) == [Wait(queued())]
+    assert exchange.begun(None) == [Send(PICK_BODY)]
+    exchange.closed()
+    assert "left" not in [call[0] for call in router.calls]
+
+
+def test_a_new_session_that_may_not_begin_is_refused():
+    exchange = exchange_of(FakeRouter(on_body_=queued()))
+    exchange.receive(request())
+    exchange.receive(WHOLE)
+    (sent,) = exchange.begun(REFUSAL)
+    assert (sent.message.status, sent.message.retry_after_s) == (429, 2.0)
+
+
+def test_a_client_that_goes_away_leaves_the_queue():
+    router = FakeRouter(on_body_=queued())
+    exchange = exchange_of(router)
+    exchange.receive(request())
+    exchange.receive(WHOLE)
+    exchange.closed()
+    assert router.calls[-1] == ("left", 5)
+    assert router.finishes == []

@@ -1,6 +1,6 @@
 """Serves Envoy's method as a call of the HTTP/2 server.
 
-A message is answered before `message` returns, unless tokens have to be awaited. Then a task awaits them, and
+A message is answered before `message` returns, unless it has to wait. Then a task waits, and
 messages that arrive meanwhile are queued. The peer gets no credit for these, and other streams continue.
 """
 
@@ -26,7 +26,7 @@ class ExtProc:
         self._number = number
         self._waiting: asyncio.Task[None] | None = None
         self._inbox: deque[bytes] | None = None
-        """Messages that arrived while tokens were awaited."""
+        """Messages that arrived during a wait."""
         self._ended = False
         self._closed = False
 

@@ -105,6 +105,7 @@ class Writer:
             "tenant": tenant_hash(record.tenant),
             "policy": record.policy,
             "seed": record.seed,
+            "queued_s": record.queued_s,
             "view": record.view,
             "candidates": rows,
             "excluded": record.excluded,

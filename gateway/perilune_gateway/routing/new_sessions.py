@@ -1,0 +1,130 @@
+"""Where new sessions wait: gathers what fills the pool's KV, asks the queue, and tells of the verdicts.
+
+`Router` asks `arrive` for the first request of every session. A request that has to wait is `Queued`; `due`
+names those that begin or are refused now, and is called several times per second while some wait. A session
+that is bound to an endpoint, or whose parent is, never waits. Without `routing.sessionAdmission.enabled`
+nothing is learnt, and every session begins at once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from msgspec import Struct
+
+from perilune_api.pool import SessionAdmission
+from perilune_gateway.model import Refusal, RefuseReason, RequestHead, SessionKey
+from perilune_gateway.request.openai import ParsedRequest
+from perilune_gateway.routing.context import Prompt, RequestContext
+from perilune_gateway.state.active_contexts import ActiveContexts
+from perilune_gateway.state.pool_state import PoolState
+from perilune_gateway.state.session_queue import Refused, Room, SessionQueue
+
+
+class Queued(Struct, frozen=True, gc=False):
+    """The first request of a session, which waits: `Router.on_begun` takes it."""
+
+    ticket: int
+    head: RequestHead
+    request: ParsedRequest
+    prompt: Prompt
+    since: float
+
+
+class SessionAdmissionStats(Struct, frozen=True, gc=False):
+    """New sessions and active contexts at one moment."""
+
+    waiting: int = 0
+    begun: int = 0
+    """Number of new sessions that have begun, whether they waited or not."""
+    refused: int = 0
+    active_tokens: float = 0.0
+    """Expected tokens of the contexts that are used again soon."""
+    capacity_tokens: int = 0
+    """Tokens that fit into the KV of the endpoints that take new sessions."""
+
+
+class NewSessions:
+    """The new sessions of one pool, and the contexts of those that are active."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+        self._contexts = ActiveContexts()
+        self._queue = SessionQueue(0.0, 0)
+        self._beginning: dict[int, int] = {}
+        """Ticket → prompt tokens of sessions that begin and are not yet routed."""
+        self._begun = self._refused = 0
+        self.configure(SessionAdmission())
+
+    def configure(self, rules: SessionAdmission) -> None:
+        """Take over (changed) rules. Those that wait when it is turned off begin with the next `due`."""
+        self.on = rules.enabled
+        self._queue.max_wait_s = rules.max_wait_seconds
+        self._queue.max_waiting = rules.max_waiting
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def arrive(self, context: RequestContext, request: ParsedRequest) -> Queued | Refusal | None:
+        """The request of a context with its prompt. None: it may be routed."""
+        if not self.on or self._inside(context):
+            return None
+        identity, prompt, now = context.identity, context.prompt, context.now
+        session: Hashable = identity.key or object()
+        verdict = self._queue.arrive(session, identity.tenant, prompt.tokens, self._room(now), now)
+        if isinstance(verdict, Refused):
+            return self._refusal(verdict)
+        if verdict is None:
+            self._begun += 1
+            return None
+        return Queued(verdict.ticket, context.head, request, prompt, now)
+
+    def due(self, now: float) -> list[tuple[int, Refusal | None]]:
+        """Return the tickets of the sessions that begin now (None) or are refused."""
+        if not len(self._queue):
+            return []
+        found: list[tuple[int, Refusal | None]] = []
+        while first := self._queue.begin(self._room(now) if self.on else Room(0.0, 0), now):
+            self._beginning[first.ticket] = first.tokens
+            self._begun += 1
+            found.append((first.ticket, None))
+        found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
+        return found
+
+    def over(self, ticket: int) -> None:
+        """The request waits no longer: it is routed now, or its client has gone. Safe to call twice."""
+        self._queue.leave(ticket)
+        self._beginning.pop(ticket, None)
+
+    def turn_began(self, session: Hashable, tokens: int, turns: int) -> None:
+        if self.on:
+            self._contexts.began(session, tokens, turns)
+
+    def turn_ended(self, session: Hashable, tokens: int, now: float, *, final: bool) -> None:
+        self._contexts.ended(session, tokens, now, final=final)
+
+    # -- facts -------------------------------------------------------------------------------------
+
+    def stats(self, now: float) -> SessionAdmissionStats:
+        room = self._room(now)
+        return SessionAdmissionStats(len(self._queue), self._begun, self._refused, room.active, room.capacity)
+
+    def _inside(self, context: RequestContext) -> bool:
+        parent = self._state.sessions.find(context.identity.parent_key, context.now)
+        return any(session and session.host for session in (context.session, parent))
+
+    def _room(self, now: float) -> Room:
+        views = self._state.fleet.recent(now, self._state.sessions.bound)
+        capacity = sum(v.load.kv_pool_tokens for v in views if v.endpoint.ready and not v.endpoint.draining)
+        active = self._contexts.tokens(now, lambda session: self._held(session, now))
+        return Room(active + sum(self._beginning.values()), capacity)
+
+    def _held(self, key: Hashable, now: float) -> int:
+        session = self._state.sessions.find(key, now) if isinstance(key, SessionKey) else None
+        return self._state.held(session, now).longest * self._state.block_size if session else 0
+
+    def _refusal(self, refused: Refused) -> Refusal:
+        self._refused += 1
+        return Refusal(
+            RefuseReason.NO_ROOM,
+            "The pool's KV cache is full of active sessions, and no new session can begin now",
+            refused.retry_after_s,
+        )

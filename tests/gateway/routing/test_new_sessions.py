@@ -1,0 +1,91 @@
+"""With session admission, new sessions wait while active contexts fill the pool's KV."""
+
+import pytest
+from msgspec.structs import replace
+from router_rig import A, Rig, pool
+from routing_objects import head
+
+from perilune_api.pool import Engine, Routing, SessionAdmission
+from perilune_gateway.model import Refusal, RefuseReason, Routed
+from perilune_gateway.routing.new_sessions import Queued
+
+ON = SessionAdmission(enabled=True, max_wait_seconds=60.0)
+
+
+def document(rules: SessionAdmission = ON):
+    """One endpoint with a KV of 1,000 tokens."""
+    return pool(
+        endpoints=[A],
+        engine=Engine(block_size=4, kv_pool_tokens=1_000),
+        routing=Routing(session_admission=rules),
+    )
+
+
+def named(session: str, **headers: str):
+    return head("/v1/completions", x_session_id=session, **headers)
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(document())
+
+
+def test_a_session_that_finds_the_kv_full_waits_until_an_active_one_ends(rig):
+    first = rig.route(range(800), named("a"))
+    waiting = rig.ask(range(2_000, 2_100), named("b"))
+    assert isinstance(waiting, Queued)
+    assert rig.router.due() == []
+    rig.finish(first)
+    rig.now += 3_000.0
+    assert rig.router.due() == [(waiting.ticket, None)]
+    routed = rig.router.on_begun(waiting, None)
+    assert isinstance(routed, Routed)
+    assert rig.record(routed).queued_s == 3_000.0
+
+
+def test_turns_of_a_session_that_has_begun_never_wait(rig):
+    rig.finish(rig.route(range(800), named("a")))
+    assert isinstance(rig.ask(range(820), named("a")), Routed)
+    assert isinstance(rig.ask(range(3_000, 3_100), named("b")), Queued)
+    assert isinstance(rig.ask(range(840), named("a")), Routed)
+
+
+def test_a_session_that_waited_too_long_is_refused_with_429(rig):
+    rig.route(range(800), named("a"))
+    waiting = rig.ask(range(2_000, 2_100), named("b"))
+    rig.now += 60.0
+    ((ticket, refusal),) = rig.router.due()
+    assert (ticket, refusal.reason, refusal.status) == (waiting.ticket, RefuseReason.NO_ROOM, 429)
+    assert 1.0 <= refusal.retry_after_s <= 60.0
+    assert isinstance(rig.router.on_begun(waiting, refusal), Refusal)
+
+
+def test_who_waits_begins_when_admission_is_turned_off(rig):
+    rig.route(range(800), named("a"))
+    waiting = rig.ask(range(2_000, 2_100), named("b"))
+    rig.router.configure(document(replace(ON, enabled=False)))
+    assert rig.router.due() == [(waiting.ticket, None)]
+
+
+def test_sessions_that_begin_at_one_moment_count_before_they_are_routed(rig):
+    first = rig.route(range(800), named("a"))
+    for n in range(3):
+        rig.ask(range(2_000, 2_300), named(f"b{n}"))
+    rig.finish(first)
+    rig.now += 30.0
+    assert len(rig.router.due()) < 3
+
+
+def test_a_client_that_has_gone_leaves_no_trace(rig):
+    rig.route(range(800), named("a"))
+    waiting = rig.ask(range(2_000, 2_100), named("b"))
+    rig.router.left(waiting)
+    rig.now += 3_000.0
+    assert rig.router.due() == []
+    assert rig.router.new_sessions.stats(rig.now).waiting == 0
+
+
+def test_by_default_no_session_waits():
+    rig = Rig(document(SessionAdmission()))
+    rig.route(range(900), named("a"))
+    assert isinstance(rig.ask(range(2_000, 2_900), named("b")), Routed)
