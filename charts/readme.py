@@ -33,7 +33,7 @@ How to install it is in `docs/install.md`. What a pool is stands in its `Inferen
 def _rows(schema: Mapping[str, Any], values: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """A row for each value; fields of objects that have fields of their own count as values."""
     for name, field in schema["properties"].items():
-        if name == "global":
+        if name == "global" or field.get("deprecated"):
             continue
         here = f"{path}{name}"
         if "properties" in field:
