@@ -64,6 +64,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--master-image", default=known.master_image, help="image with mooncake_master [that of vLLM engines]"
     )
     add(
+        "--state-image",
+        default=known.state_image,
+        help="image of Valkey (or Redis), through which several gateways of a pool share state [%(default)s]",
+    )
+    add(
         "--pull-secret",
         action="append",
         default=[],
@@ -147,6 +152,7 @@ async def serve(args: argparse.Namespace) -> None:
             version("perilune"),
             args.ip_family == "ipv6",
             args.pull_secret,
+            args.state_image,
         ),
         Metrics(prometheus, lease.remaining_s),
         namespace=args.namespace,

@@ -25,6 +25,7 @@ from perilune_operator.render import (
     mooncake,
     network_policies,
     routing,
+    shared_state,
 )
 from perilune_operator.render.objects import Context, Defaults
 from perilune_operator.revision import Revised
@@ -132,6 +133,7 @@ def _objects(pool: Context) -> tuple[Object, ...]:
     return (
         *mooncake.store(pool),
         *engines.engines(pool),
+        *shared_state.server(pool),
         *gateway.gateway(pool),
         *routing.routing(pool),
         *network_policies.network_policies(pool),

@@ -78,9 +78,10 @@ POOL_LABEL = "perilune.dev/pool"
 """Label of everything that belongs to a pool: the pool's name."""
 COMPONENT_LABEL = "perilune.dev/component"
 """Label of the same objects: a Component."""
-Component = Literal["engine", "engine-worker", "prefill", "gateway", "master"]
+Component = Literal["engine", "engine-worker", "prefill", "gateway", "master", "state"]
 """engine: pods that are endpoints, and their workloads. engine-worker: further pods of an endpoint that spans
-nodes. prefill: pods that are endpoints and only prefill, and their workload. master: the Mooncake master."""
+nodes. prefill: pods that are endpoints and only prefill, and their workload. master: the Mooncake master.
+state: the Valkey through which gateways share their state."""
 ROLE_LABEL = "perilune.dev/role"
 """Label of an engine pod: always `both`, since every endpoint prefills and decodes."""
 EVENTS_PORT = "perilune.dev/kv-events-port"
@@ -117,6 +118,11 @@ MASTER_PORT = 9003
 def master_name(pool: str) -> str:
     """Name of the Mooncake master of a pool: its Deployment and its Service."""
     return f"{pool}-master"
+
+
+def state_name(pool: str) -> str:
+    """Name of the Valkey of a pool's gateways: its Deployment and its Service."""
+    return f"{pool}-state"
 
 
 def gateway_name(pool: str) -> str:

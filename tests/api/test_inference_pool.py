@@ -328,6 +328,8 @@ def test_a_simulated_engine_has_flags_of_its_own() -> None:
         ({"server": "state:6379"}, "$.spec.gateway.state.server"),
         ({"server": "redis://:password@state:6379"}, "$.spec.gateway.state.server"),
         ({"server": "redis://state", "caSecret": "ca"}, "$.spec.gateway.state.caSecret"),
+        ({"passwordSecret": "state"}, "$.spec.gateway.state.passwordSecret"),
+        ({"caSecret": "ca"}, "$.spec.gateway.state.caSecret"),
     ],
 )
 def test_a_wrong_server_of_shared_state_is_named(state: dict[str, Any], says: str) -> None:

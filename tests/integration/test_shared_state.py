@@ -10,12 +10,18 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
 from running_envoy import Envoy
 
 from perilune_api import pool as spec
+from perilune_api import quantities
+from perilune_api.inference_pool.checks import convert
 from perilune_lab import child
 from perilune_lab.envoy import config
 from perilune_lab.stack import EngineOptions, Stack
+from perilune_operator.observe.facts import Observed
+from perilune_operator.plan import plan
+from perilune_operator.render.objects import Defaults
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 pytestmark = [
@@ -25,7 +31,21 @@ pytestmark = [
 
 OPTIONS = EngineOptions(time_scale=50.0, kv_tokens=400_000)
 PATIENT = spec.Routing(limits=spec.Limits(decision_seconds=30.0))
-PASSWORD = "not-a-secret"
+POOL = plan(
+    "p",
+    "ns",
+    convert({"model": {"name": "m"}, "gateway": {"replicas": 2}}),
+    Observed("uid", 1),
+    0.0,
+    Defaults(),
+)
+"""A pool to which no server is named, as the operator carries it out."""
+(CONTAINER,) = (
+    obj["spec"]["template"]["spec"]["containers"][0]
+    for obj in POOL.objects or ()
+    if (obj["kind"], obj["metadata"]["name"]) == ("Deployment", "p-state")
+)
+PASSWORD = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}["PERILUNE_STATE_PASSWORD"]
 SESSIONS, TURNS = 40, 4
 
 
@@ -46,21 +66,13 @@ class Rig:
         self._servers = 0
 
     async def start_server(self) -> None:
+        """As in the operator's pod, but at a port and an address of this machine."""
         assert SERVER is not None
         self._servers += 1
-        command = [
-            SERVER,
-            "--port",
-            f"{self.port}",
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ]
+        args = [arg.replace("$(PERILUNE_STATE_PASSWORD)", PASSWORD) for arg in CONTAINER["args"]]
+        command = [SERVER, *args, "--port", f"{self.port}", "--bind", "127.0.0.1"]
         name = f"server-{self._servers}"
-        self.server = await child.start(name, [*command, "--requirepass", PASSWORD], {}, self.stack.folder)
+        self.server = await child.start(name, command, {}, self.stack.folder)
         self.stack.children[name] = self.server
 
     async def start_gateway(self, name: str) -> None:
@@ -238,3 +250,15 @@ async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> No
     assert len(entries) > 1
     assert b"a-name" not in everything
     assert b"session-1" not in everything
+
+
+async def test_the_operators_server_asks_for_the_password_and_is_bounded(rig: Rig) -> None:
+    """And drops sessions before the stream of changes when its memory is used up."""
+    async with Redis(port=rig.port) as stranger:
+        with pytest.raises(AuthenticationError):
+            await stranger.dbsize()
+    async with Redis(port=rig.port, password=PASSWORD) as client:
+        told = {**await client.config_get("maxmemory*"), **await client.config_get("save")}
+    limit = int(quantities.quantity(CONTAINER["resources"]["limits"]["memory"]))
+    assert 0 < int(told["maxmemory"]) <= 0.8 * limit
+    assert (told["maxmemory-policy"], told["save"]) == ("volatile-ttl", "")

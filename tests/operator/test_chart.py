@@ -18,6 +18,7 @@ from document_tables import rows
 from perilune_operator.kinds import KINDS
 from perilune_operator.lease import NAME
 from perilune_operator.main import arguments
+from perilune_operator.render.objects import Defaults
 
 CHART = Path(__file__).parents[2] / "charts/perilune"
 RULES: list[dict[str, Any]] = yaml.safe_load((CHART / "files/operator-rules.yaml").read_text())
@@ -98,6 +99,17 @@ def test_the_deployment_starts_an_operator(template: Callable[..., dict[str, Any
     args = arguments(container["args"])
     assert (args.namespace, args.image, args.master_image) == ("team", "ghcr.io/perilune/perilune:v7", "m:1")
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_the_image_of_the_server_of_shared_state_is_the_users(
+    template: Callable[..., dict[str, Any]],
+) -> None:
+    def image(*values: str) -> str:
+        pod = template(*values)["Deployment/perilune-operator"]["spec"]["template"]["spec"]
+        return arguments(pod["containers"][0]["args"]).state_image
+
+    pinned = "mirror/valkey@sha256:" + "a" * 64
+    assert (image(), image(f"stateImage={pinned}")) == (Defaults().state_image, pinned)
 
 
 def test_pods_get_the_users_labels_annotations_and_priority(template: Callable[..., dict[str, Any]]) -> None:

@@ -30,6 +30,7 @@ def envoy(gateway: str) -> dict[str, str]:
 PODS: Mapping[str, tuple[str, dict[str, str]]] = {
     "engine": ("ns", {"perilune.dev/pool": "p", "perilune.dev/component": "engine"}),
     "gateway": ("ns", {"perilune.dev/pool": "p", "perilune.dev/component": "gateway"}),
+    "state": ("ns", {"perilune.dev/pool": "p", "perilune.dev/component": "state"}),
     "other pool": ("ns", {"perilune.dev/pool": "q", "perilune.dev/component": "gateway"}),
     "neighbour": ("ns", {"app": "web"}),
     "batch": ("ns", {"app": "batch"}),
@@ -42,7 +43,7 @@ NAMESPACES: Mapping[str, dict[str, str]] = {
     "monitoring": {"perilune.dev/metrics": "true"},
     "perilune-system": {"kubernetes.io/metadata.name": "perilune-system"},
 }
-POOLS_OWN = {"engine", "gateway"}
+POOLS_OWN = {"engine", "gateway", "state"}
 
 
 def selects(selector: Object, labels: Mapping[str, str]) -> bool:
@@ -118,6 +119,14 @@ def callers(gateway: Object, kinds: list[str], component: str, port: int) -> set
             ATTACHED, EXTENSION, "engine", 8000, set(PODS), id="it names none: they cannot be known"
         ),
         pytest.param({}, ENVOY_GATEWAY, "engine", 8000, set(PODS), id="no Gateway"),
+        pytest.param(
+            {"replicas": 2, "clients": [CLIENT]},
+            ENVOY_GATEWAY,
+            "state",
+            6379,
+            {"gateway"},
+            id="the server of shared state answers the pool's gateways alone",
+        ),
     ],
 )
 def test_doors(gateway: Object, kinds: list[str], component: str, port: int, may: set[str]) -> None:

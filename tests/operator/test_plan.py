@@ -82,7 +82,7 @@ def test_every_object_is_whole(spec: Object, kinds: frozenset[str], nodes: Any) 
             for container in pod["containers"] + pod.get("initContainers", []):
                 assert container["securityContext"]["readOnlyRootFilesystem"]
                 mounts = {mount["name"] for mount in container.get("volumeMounts", ())}
-                assert mounts <= {volume["name"] for volume in pod["volumes"]}
+                assert mounts <= {volume["name"] for volume in pod.get("volumes", ())}
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
@@ -126,6 +126,58 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
     ours = {arg.split("=")[0] for arg in args} - {"--transport", "--decision-log"}
     assert ours | {"--pool", "--drain-seconds"} == GATEWAY_ARGS
+
+
+OWN = {"server": "redis://mine:6379"}
+
+
+@pytest.mark.parametrize(
+    ("gateway", "server"),
+    [
+        pytest.param({}, None, id="one gateway needs none"),
+        pytest.param({"replicas": 0}, None, id="no gateway"),
+        pytest.param({"replicas": 2}, "redis://p-state.ns.svc:6379", id="several share the operator's"),
+        pytest.param({"replicas": 2, "state": {}}, "redis://p-state.ns.svc:6379", id="by default"),
+        pytest.param(
+            {"minReplicas": 1, "maxReplicas": 2},
+            "redis://p-state.ns.svc:6379",
+            id="an autoscaler may add one",
+        ),
+        pytest.param({"replicas": 2, "minReplicas": 1, "maxReplicas": 1}, None, id="an autoscaler adds none"),
+        pytest.param({"replicas": 2, "state": {"managed": False}}, None, id="switched off"),
+        pytest.param({"replicas": 2, "state": OWN}, "redis://mine:6379", id="the user's own"),
+        pytest.param({"state": OWN}, "redis://mine:6379", id="the user's own, for one gateway"),
+    ],
+)
+def test_which_server_gateways_share_their_state_through(gateway: Object, server: str | None) -> None:
+    objects = made({"model": {"name": "m"}, "gateway": gateway}, Observed("u", 1)).objects or ()
+    deployments = {o["metadata"]["name"]: o for o in objects if o["kind"] == "Deployment"}
+    (container,) = deployments["p-gateway"]["spec"]["template"]["spec"]["containers"]
+    named = [arg.partition("=")[2] for arg in container["args"] if arg.startswith("--state-server=")]
+    assert named == ([server] if server else [])
+    of_state = {o["kind"] for o in objects if o["metadata"]["name"] == "p-state"}
+    managed = server is not None and "p-state" in server
+    assert of_state == ({"Deployment", "Service", "NetworkPolicy"} if managed else set())
+
+
+def test_gateways_know_the_password_of_the_operators_server_and_other_pools_have_another() -> None:
+    def passwords(uid: str) -> dict[str, str]:
+        objects = made({"model": {"name": "m"}, "gateway": {"replicas": 2}}, Observed(uid, 1)).objects or ()
+        deployments = [o for o in objects if o["metadata"]["name"] in ("p-gateway", "p-state")]
+        containers = {
+            o["metadata"]["name"]: o["spec"]["template"]["spec"]["containers"][0]
+            for o in deployments
+            if o["kind"] == "Deployment"
+        }
+        variable = "PERILUNE_STATE_PASSWORD"
+        return {
+            name: {entry["name"]: entry.get("value", "") for entry in container["env"]}[variable]
+            for name, container in containers.items()
+        }
+
+    first, other = passwords("u"), passwords("v")
+    assert first["p-gateway"] == first["p-state"]
+    assert len({*first.values(), *other.values()}) == 2
 
 
 @pytest.mark.parametrize(

@@ -574,6 +574,16 @@ def test_a_rollout_that_cannot_go_on_is_stalled(observed: Observed, reason: str,
             id="a pod that waits for a node: an autoscaler may bring one",
         ),
         pytest.param(
+            seen(
+                pods=(
+                    pod("a"),
+                    pod("b"),
+                    replace(pod("s", ready=False), component="state", trouble=IMAGE, stuck=True),
+                )
+            ),
+            id="gateways go on alone without the server of their shared state",
+        ),
+        pytest.param(
             seen(pods=(pod("a"), pod("b"), replace(pod("c", leaving=True), trouble=IMAGE, stuck=True))),
             id="a pod that is deleted",
         ),

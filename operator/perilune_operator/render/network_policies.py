@@ -2,8 +2,9 @@
 
 An engine's HTTP port and a gateway are open to the Gateway's Envoys and to `gateway.clients`. Where Envoys
 cannot be known and no clients are given, they are open to all. Everything of the pool is open to the pool's
-own pods. Ports with metrics are also open to the operator's namespace and to namespaces with METRICS_LABEL;
-those of engines are their HTTP ports."""
+own pods, except for the server of shared state, which is open to the pool's gateways alone. Ports with
+metrics are also open to the operator's namespace and to namespaces with METRICS_LABEL; those of engines are
+their HTTP ports."""
 
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from perilune_api import names
 from perilune_api.inference_pool.gateway import GatewayMode
 from perilune_operator.kinds import ENVOY_GATEWAY
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import mooncake
+from perilune_operator.render import mooncake, shared_state
 from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.gateway import EXT_PROC_PORT
 from perilune_operator.render.objects import Context
@@ -51,6 +52,9 @@ def network_policies(pool: Context) -> Iterator[Object]:
             {"ports": _ports(names.ADMIN_PORT), "from": watchers},
         ],
     )
+    if shared_state.is_managed(pool.spec.gateway):
+        gateways = {"podSelector": {"matchLabels": pool.labels("gateway")}}
+        yield _allow(pool, "state", [{"ports": _ports(shared_state.PORT), "from": [gateways]}])
     if pool.spec.mooncake.store.enabled:
         yield _allow(
             pool,

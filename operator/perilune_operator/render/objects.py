@@ -42,12 +42,15 @@ class Defaults:
 
     pull_secrets: Sequence[str] = ()
     """Secrets with which the pods of all pools pull their images."""
+    state_image: str = "valkey/valkey:8"
+    """The image of the server of gateways' shared state."""
 
     @property
     def revision(self) -> str:
         """A name of everything by which two operators may render other pods of one spec."""
-        images = (self.image, self.engine_image, self.master_image, self.simulated_image, *self.pull_secrets)
-        return f"{self.version}-{hashlib.sha256(' '.join(images).encode()).hexdigest()[:8]}"
+        images = (self.image, self.engine_image, self.master_image, self.simulated_image, self.state_image)
+        named = " ".join((*images, *self.pull_secrets))
+        return f"{self.version}-{hashlib.sha256(named.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,64 @@
-"""The server through which a pool's gateways share their state: what each gateway is told of it.
+"""The server through which a pool's gateways share their state: what each gateway is told of it, and the
+Valkey (Deployment, Service) that the operator runs for several gateways to which no server is named.
 
-The kubelet passes the password and mounts the CA, so the operator reads no Secret.
+The kubelet passes a named server's password and mounts its CA, so the operator reads no Secret. The password
+of its own Valkey follows from the pool's uid. That server keeps nothing on disk: after a restart gateways
+write again what they know.
 """
 
+import hmac
+from collections.abc import Iterator
+
+from perilune_api import names
+from perilune_api.inference_pool.gateway import GatewaySpec
+from perilune_api.inference_pool.types import Resources
 from perilune_operator.observe.facts import Object
-from perilune_operator.render.objects import Context
+from perilune_operator.render.objects import (
+    POD_SECURITY,
+    QUICK_EVICTION,
+    Context,
+    container_security,
+    resources,
+)
 
 FOLDER = "/etc/perilune/state"
 PASSWORD = "password"
 """Key of the Secret that holds the password."""
+PASSWORD_VARIABLE = "PERILUNE_STATE_PASSWORD"
+"""Environment variable with the password, of gateways and of the operator's Valkey."""
+PORT = 6379
+MAX_MEMORY = "768mb"
+"""Memory of keys and stream. When it is used up, the sessions whose keys expire first are dropped."""
+RESOURCES = Resources(requests={"cpu": "100m", "memory": "128Mi"}, limits={"memory": "1Gi"})
+
+
+def is_managed(spec: GatewaySpec) -> bool:
+    """Whether the operator runs the server."""
+    state = spec.state
+    most = spec.replicas if spec.max_replicas is None else spec.max_replicas
+    return most > 1 and (state is None or (state.managed and not state.server))
 
 
 def args(pool: Context) -> list[str]:
     """The gateway's arguments."""
     state = pool.spec.gateway.state
-    if state is None:
+    if is_managed(pool.spec.gateway):
+        return [f"--state-server=redis://{names.state_name(pool.name)}.{pool.namespace}.svc:{PORT}"]
+    if state is None or not state.server:
         return []
     return [f"--state-server={state.server}", *([f"--state-ca={FOLDER}/ca.crt"] if state.ca_secret else [])]
 
 
 def env(pool: Context) -> list[Object]:
-    """The gateway's environment variable with the password."""
+    """The environment variable with the password."""
     state = pool.spec.gateway.state
+    if is_managed(pool.spec.gateway):
+        password = hmac.new(pool.uid.encode(), b"shared state", "sha256").hexdigest()
+        return [{"name": PASSWORD_VARIABLE, "value": password}]
     if state is None or not state.password_secret:
         return []
-    password = {"name": state.password_secret, "key": PASSWORD}
-    return [{"name": "PERILUNE_STATE_PASSWORD", "valueFrom": {"secretKeyRef": password}}]
+    key = {"name": state.password_secret, "key": PASSWORD}
+    return [{"name": PASSWORD_VARIABLE, "valueFrom": {"secretKeyRef": key}}]
 
 
 def volumes(pool: Context) -> list[Object]:
@@ -35,3 +68,58 @@ def volumes(pool: Context) -> list[Object]:
 
 def mounts(pool: Context) -> list[Object]:
     return [{"name": "state", "mountPath": FOLDER, "readOnly": True}] if volumes(pool) else []
+
+
+def server(pool: Context) -> Iterator[Object]:
+    """All objects of the operator's Valkey, if the pool has one."""
+    if not is_managed(pool.spec.gateway):
+        return
+    name, labels = names.state_name(pool.name), pool.labels("state")
+    ports = [{"name": "redis", "port": PORT, "targetPort": PORT}]
+    yield pool.object("Service", name, "state", spec={"selector": labels, "ports": ports})
+    yield pool.object(
+        "Deployment",
+        name,
+        "state",
+        spec={
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "strategy": {"type": "Recreate"},
+            "template": {"metadata": {"labels": labels}, "spec": _pod(pool)},
+        },
+    )
+
+
+def _pod(pool: Context) -> Object:
+    """Without a command, because the image's entrypoint adds the name of its server to these arguments.
+    Without arguments about addresses the server listens at all, IPv4 and IPv6."""
+    alive = {"tcpSocket": {"port": "redis"}, "periodSeconds": 5}
+    return {
+        "containers": [
+            {
+                "name": "server",
+                "image": pool.defaults.state_image,
+                "imagePullPolicy": "IfNotPresent",
+                "args": [
+                    *("--requirepass", f"$({PASSWORD_VARIABLE})"),
+                    *("--port", f"{PORT}"),
+                    *("--save", ""),
+                    *("--appendonly", "no"),
+                    *("--maxmemory", MAX_MEMORY),
+                    *("--maxmemory-policy", "volatile-ttl"),
+                ],
+                "env": env(pool),
+                "ports": [{"name": "redis", "containerPort": PORT}],
+                "readinessProbe": alive,
+                "livenessProbe": {**alive, "failureThreshold": 6},
+                "resources": resources(RESOURCES),
+                "securityContext": container_security(),
+            }
+        ],
+        **pool.pull_secrets,
+        "securityContext": dict(POD_SECURITY),
+        "tolerations": list(QUICK_EVICTION),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 5,
+    }

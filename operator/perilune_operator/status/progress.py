@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from perilune_api import names
 from perilune_api.conditions import Condition, Reason
-from perilune_operator.observe.facts import Key, Object, Observed
+from perilune_operator.observe.facts import Key, Object, Observed, PodFacts
 from perilune_operator.render import endpoints
 from perilune_operator.render.objects import Context
 from perilune_operator.revision import Revised
@@ -22,7 +22,7 @@ def stalled(pool: Context, observed: Observed) -> Fact | None:
     if not endpoints.can_run(pool):
         words = f"An endpoint of {endpoints.gpus(pool)} GPUs spans nodes: install LeaderWorkerSet."
         return Fact(kind, "True", Reason.NO_WORKLOAD_API, words)
-    stuck = sorted(f"{p.name}: {p.trouble}" for p in observed.pods if p.stuck and not p.terminating)
+    stuck = sorted(f"{p.name}: {p.trouble}" for p in _needed(observed) if p.stuck and not p.terminating)
     if stuck:
         return Fact(kind, "True", Reason.POD_CANNOT_START, listed(stuck))
     for workload in _workloads(pool):
@@ -34,9 +34,15 @@ def stalled(pool: Context, observed: Observed) -> Fact | None:
     return None
 
 
+def _needed(observed: Observed) -> Iterator[PodFacts]:
+    """The pods without which the pool is less than the spec says. Without the server of their shared state,
+    gateways go on alone."""
+    return (pod for pod in observed.pods if pod.component != "state")
+
+
 def _late(workload: Key, observed: Observed) -> str:
     said = condition(observed, workload, "Progressing", "False").get("message", "")
-    troubles = sorted(f"{p.name}: {p.trouble}" for p in observed.pods if p.trouble and not p.terminating)
+    troubles = sorted(f"{p.name}: {p.trouble}" for p in _needed(observed) if p.trouble and not p.terminating)
     return f"{said} {listed(troubles)}".strip()[:400]
 
 

@@ -61,6 +61,11 @@ def check(spec: InferencePoolSpec) -> None:
     state = spec.gateway.state
     if state and state.ca_secret and not state.server.startswith("rediss:"):
         raise SpecError("Only rediss:// servers have certificates - at `$.spec.gateway.state.caSecret`")
+    if state and state.password_secret and not state.server:
+        words = (
+            "The operator's own server needs no Secret: name the server whose password it is in state.server"
+        )
+        raise SpecError(f"{words} - at `$.spec.gateway.state.passwordSecret`")
     attached = (GatewayMode.ENVOY_GATEWAY, GatewayMode.INFERENCE_EXTENSION)
     if spec.gateway.mode in attached and spec.gateway.parent is None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")

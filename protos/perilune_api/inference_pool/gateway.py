@@ -60,9 +60,12 @@ class TlsSpec(Struct, frozen=True):
 class SharedStateSpec(Struct, frozen=True):
     """The server through which the pool's gateways share sessions and load, so that they act as one."""
 
-    server: Annotated[str, Meta(max_length=512, pattern=r"^rediss?://[A-Za-z0-9.:\[\]-]+(/[0-9]+)?$")]
+    server: Annotated[str, Meta(max_length=512, pattern=r"^(rediss?://[A-Za-z0-9.:\[\]-]+(/[0-9]+)?)?$")] = ""
     """Address of Valkey, Redis, or another server of that protocol, redis://HOST:PORT or rediss://HOST:PORT,
-    which is TLS."""
+    which is TLS. Empty: the operator's, see managed."""
+    managed: bool = True
+    """Whether the operator runs a Valkey for the pool when several gateways may run and no server is named.
+    false, and no server: gateways share nothing."""
     password_secret: OptionalObject = ""
     """Secret in the pool's namespace whose key password holds the server's password. Empty: the server needs
     none."""
@@ -98,10 +101,11 @@ class GatewaySpec(Struct, frozen=True):
     """TLS between Envoy and the gateway. Without it, session ids, prompts and headers cross the cluster's
     network in plain text."""
     replicas: Annotated[int, Meta(ge=0, le=100)] = 1
-    """Number of gateway pods. Without state, each pod knows only the sessions that it routed itself. 0: no
-    gateway runs, and failOpen says what happens to requests."""
+    """Number of gateway pods. Several share sessions and load, see state. 0: no gateway runs, and failOpen
+    says what happens to requests."""
     state: SharedStateSpec | None = None
-    """The server through which gateway pods share sessions and load. Without it they share nothing."""
+    """The server through which gateway pods share sessions and load. Without it the operator runs one when
+    there may be several gateways."""
     fail_open: bool = True
     """What happens to requests while no gateway runs. true: they go to any ready endpoint. false: they are
     refused with 503."""
