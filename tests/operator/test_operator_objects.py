@@ -6,7 +6,7 @@ from typing import Any
 
 from api_server import until
 from operator_process import Operator
-from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools
+from pool_objects import becomes, condition, config_maps, deployments, merge, pool, pools, run_pods
 
 from perilune_api.kube import Client
 from perilune_api.pool import parse
@@ -66,6 +66,7 @@ async def test_a_nodes_new_label_reaches_the_gateways_document(
     status = {"status": {"allocatable": {"nvidia.com/gpu": "8"}, "capacity": {"nvidia.com/gpu": "8"}}}
     await merge(client, f"/api/v1/nodes/{name}/status", status)
     await client.request("POST", pools(namespace), pool())
+    await run_pods(client, namespace, 2, nodes=(name,))
 
     async def rack() -> str:
         document = await client.request("GET", config_maps(namespace, "/p-gateway"))
