@@ -4,9 +4,11 @@ import asyncio
 import shutil
 import socket
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import certificates
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
@@ -49,6 +51,12 @@ PASSWORD = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}["PERILU
 SESSIONS, TURNS = 40, 4
 
 
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
 class Rig:
     """Four engines, the server, and as many gateways as a test starts."""
 
@@ -59,27 +67,27 @@ class Rig:
         self.gateways: dict[str, child.Child] = {}
         self.admin: dict[str, str] = {}
         self.ext_proc: dict[str, str] = {}
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            self.port = bound.getsockname()[1]
+        self.port, self.tls_port = free_port(), free_port()
         self.server: child.Child | None = None
         self._servers = 0
 
-    async def start_server(self) -> None:
+    async def start_server(self, *more: str) -> child.Child:
         """As in the operator's pod, but at a port and an address of this machine."""
         assert SERVER is not None
         self._servers += 1
         args = [arg.replace("$(PERILUNE_STATE_PASSWORD)", PASSWORD) for arg in CONTAINER["args"]]
-        command = [SERVER, *args, "--port", f"{self.port}", "--bind", "127.0.0.1"]
+        command = [SERVER, *args, "--port", f"{self.port}", "--bind", "127.0.0.1", *more]
         name = f"server-{self._servers}"
-        self.server = await child.start(name, command, {}, self.stack.folder)
-        self.stack.children[name] = self.server
+        started = await child.start(name, command, {}, self.stack.folder)
+        self.stack.children[name] = started
+        return started
 
-    async def start_gateway(self, name: str) -> None:
+    async def start_gateway(self, name: str, *state: str) -> None:
+        """`state`: the arguments about the server; none stand for the server without TLS."""
         command = [
             *self.stack.programs.gateway,
             *("--pool", str(self.stack.pool_file), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"),
-            *("--state-server", f"redis://127.0.0.1:{self.port}"),
+            *(state or ("--state-server", f"redis://127.0.0.1:{self.port}")),
         ]
         env = {"PERILUNE_STATE_PASSWORD": PASSWORD}
         started = await child.start(name, command, env, self.stack.folder)
@@ -147,7 +155,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory):
         )
         http = await exits.enter_async_context(aiohttp.ClientSession())
         rig = Rig(stack, http)
-        await rig.start_server()
+        rig.server = await rig.start_server()
         await rig.start_gateway("gateway-1")
         await rig.start_gateway("gateway-2")
         processors = list(rig.ext_proc.values())
@@ -218,7 +226,7 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
     assert hosts(turns) == bound
 
     # A server that comes back empty is filled again, for replicas that come later.
-    await rig.start_server()
+    rig.server = await rig.start_server()
 
     async def connected() -> bool:
         return "shared_state" not in await rig.problems("gateway-2")
@@ -254,7 +262,7 @@ async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> No
 
 async def test_the_operators_server_asks_for_the_password_and_is_bounded(rig: Rig) -> None:
     """And drops sessions before the stream of changes when its memory is used up."""
-    async with Redis(port=rig.port) as stranger:
+    async with Redis(port=rig.port, retry=None) as stranger:
         with pytest.raises(AuthenticationError):
             await stranger.dbsize()
     async with Redis(port=rig.port, password=PASSWORD) as client:
@@ -262,3 +270,28 @@ async def test_the_operators_server_asks_for_the_password_and_is_bounded(rig: Ri
     limit = int(quantities.quantity(CONTAINER["resources"]["limits"]["memory"]))
     assert 0 < int(told["maxmemory"]) <= 0.8 * limit
     assert (told["maxmemory-policy"], told["save"]) == ("volatile-ttl", "")
+
+
+async def test_gateways_verify_the_certificate_of_a_server_with_tls(rig: Rig, tmp_path: Path) -> None:
+    certificate, key = certificates.make(tmp_path)
+    other, _ = certificates.make(tmp_path, "other")
+    server = await rig.start_server(
+        *("--port", "0", "--tls-port", f"{rig.tls_port}", "--tls-auth-clients", "no"),
+        *("--tls-cert-file", f"{certificate}", "--tls-key-file", f"{key}"),
+    )
+    address = ("--state-server", f"rediss://127.0.0.1:{rig.tls_port}", "--state-ca")
+    await rig.start_gateway("trusting", *address, f"{certificate}")
+    await rig.start_gateway("doubting", *address, f"{other}")
+
+    async def connected() -> bool:
+        return await rig.metric("trusting", "perilune_shared_state_connected") == 1
+
+    async def refused() -> bool:
+        problems = (await rig.page("doubting", "/api/health"))["problems"]
+        said = [problem for problem in problems if problem["kind"] == "shared_state"]
+        return any("certificate verify failed" in str(problem) for problem in said)
+
+    await until(connected)
+    await until(refused)
+    for process in (rig.gateways.pop("trusting"), rig.gateways.pop("doubting"), server):
+        await rig.kill(process)
