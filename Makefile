@@ -96,10 +96,10 @@ generate: $(STAMP) ## regenerate what is generated (protobuf code, CRD, docs/con
 	$(BIN)/python -m protos.generate
 
 lock:          ## renew the lock files (needs uv)
-	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --group image pyproject.toml -o requirements-image.lock
-	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --group dev pyproject.toml -o requirements-dev.lock
+	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra tracing --group image pyproject.toml -o requirements-image.lock
+	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --extra lab --extra tracing --group dev pyproject.toml -o requirements-dev.lock
 	uv pip compile -q --generate-hashes --no-emit-index-url --universal --python-version 3.11 --resolution lowest-direct \
-	  --extra lab --group dev pyproject.toml -o requirements-lowest.lock
+	  --extra lab --extra tracing --group dev pyproject.toml -o requirements-lowest.lock
 
 clean:         ## remove .venv, .venv-lowest and caches
 	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

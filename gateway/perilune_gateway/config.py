@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -88,6 +89,26 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         " (TLS); several gateways of one pool that name the same server act as one (default: none)",
     )
     shared.add_argument("--state-ca", type=Path, metavar="FILE", help="CA certificates of that server, PEM")
+    traces = parser.add_argument_group(
+        "traces",
+        "See docs/observability.md. Needs perilune[tracing]. Environment: OpenTelemetry's OTEL_SERVICE_NAME,"
+        " OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT and others.",
+    )
+    traces.add_argument(
+        "--traces",
+        type=_collector_url,
+        metavar="URL",
+        help="OpenTelemetry collector that gets a span of each sampled request by OTLP over HTTP, as in"
+        " OTEL_EXPORTER_OTLP_ENDPOINT: http://HOST:4318 (default: none)",
+    )
+    traces.add_argument(
+        "--traces-share",
+        type=_share,
+        default=0.01,
+        metavar="S",
+        help="share of the requests without a client's trace that are sampled, 0 to 1. Where there is one,"
+        " its flag decides (default %(default)s)",
+    )
     parser.add_argument(
         "--drain-seconds",
         type=_seconds,
@@ -146,6 +167,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tls-client-ca needs --tls-cert and --tls-key")
     if args.state_ca and not (args.state_server or "").startswith("rediss:"):
         parser.error("--state-ca needs --state-server rediss://…")
+    if args.traces and not _can_trace():
+        parser.error("--traces needs more packages: pip install 'perilune[tracing]'")
     try:
         args.tls = Tls(args.tls_cert, args.tls_key, args.tls_client_ca) if args.tls_cert else None
     except SpecError as error:
@@ -174,6 +197,36 @@ def _state_url(text: str) -> str:
             "the password belongs into PERILUNE_STATE_PASSWORD, not into the URL"
         )
     return text
+
+
+def _can_trace() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
+
+
+def _collector_url(text: str) -> str:
+    url = urlsplit(text)
+    try:
+        known = url.scheme in ("http", "https") and url.hostname and (url.port or True)
+    except ValueError:
+        known = False
+    if not known or url.query or url.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT or https://HOST:PORT")
+    if url.username or url.password:
+        raise argparse.ArgumentTypeError("credentials belong into OTEL_EXPORTER_OTLP_HEADERS, not the URL")
+    return text
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return share
 
 
 def _seconds(text: str) -> float:

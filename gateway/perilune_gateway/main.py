@@ -21,7 +21,7 @@ from importlib.metadata import version
 from math import inf
 from random import Random
 from secrets import token_bytes, token_hex
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import aiohttp
 import uvloop
@@ -48,6 +48,7 @@ from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.feeds.shared_state import Server, SharedState
 from perilune_gateway.model import EngineMetrics
 from perilune_gateway.model.shared import Names, SharedStats
+from perilune_gateway.model.tracing import Trace, begin
 from perilune_gateway.observe import logs
 from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
@@ -55,6 +56,7 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
 from perilune_gateway.observe.snapshot import Snapshots
+from perilune_gateway.observe.spans import Spans
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.request.tokens.metrics import TokenMetrics
@@ -62,6 +64,9 @@ from perilune_gateway.routing.router import new_router
 from perilune_gateway.state.engine_blocks import EngineBlocks
 from perilune_gateway.state.pool_state import PoolState, index_blocks
 from perilune_gateway.state.replicas import Replicas
+
+if TYPE_CHECKING:
+    from perilune_gateway.observe.otlp import Collector
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +108,16 @@ class Gateway:
         pages_to_anyone: bool = False,
         state_server: Server | None = None,
         state_key: str = "",
+        traces: str = "",
+        traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `secret`: of the pool; empty: one of this process
         alone stands in. Every decision is written to `log_file`, if given.
         `pages_to_anyone`: whether admin pages with session ids answer clients on other machines.
         `state_server`: what the pool's gateways share their state through; `state_key`: the key of the hashes
-        that name sessions there."""
+        that name sessions there. `traces`: URL of the collector of spans, if there is one; `traces_share`: of
+        requests without a client's trace."""
         spec = pool.spec
         self._clock, self._rng, self._secret = clock, Random(seed), secret
         self.draining = False
@@ -119,6 +127,7 @@ class Gateway:
         self.metrics = Metrics(registry, clock)
         self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
         decisions = Decisions()
+        self.collector = _collector(traces, pool, self.metrics) if traces else None
         self.state = PoolState.of(pool)
         self.tokenizer = Tokenizer(
             spec.model, self._least_busy, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
@@ -128,7 +137,12 @@ class Gateway:
             pool,
             self.state,
             self.tokenizer,
-            Recorder(self.metrics, decisions, self.decision_log),
+            Recorder(
+                self.metrics,
+                decisions,
+                self.decision_log,
+                Spans(self.collector.send) if self.collector else None,
+            ),
             clock=clock,
             rng=self._rng,
             conformance=conformance,
@@ -160,6 +174,7 @@ class Gateway:
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
             giver=self.gift_legs,
+            trace=_tracer(traces_share, Random()) if traces else None,
         )
         self.server = new_server(transport, self.service, tls)
         snapshots = Snapshots(
@@ -225,6 +240,8 @@ class Gateway:
             await self.events.close()
             await self.admin.stop()
             await self.tokenizer.close()
+            if self.collector:
+                await asyncio.to_thread(self.collector.close)
 
     def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
         yield self.source.run(self.on_pool)
@@ -319,6 +336,17 @@ class Gateway:
         return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
 
 
+def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
+    """Imports opentelemetry, which only a gateway with tracing needs."""
+    from perilune_gateway.observe.otlp import Collector
+
+    return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())
+
+
+def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
+    return lambda traceparent: begin(traceparent, share, dice, time.time())
+
+
 async def serve(args: argparse.Namespace) -> None:
     """Loads the pool and serves until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool."""
     stop = asyncio.Event()
@@ -359,6 +387,8 @@ async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop:
         if args.state_server
         else None,
         state_key=os.environ.get(STATE_KEY, ""),
+        traces=args.traces or "",
+        traces_share=args.traces_share,
     )
     # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
     # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.

@@ -79,6 +79,7 @@ async def gateway(folder):
         source,
         log_file=RotatedFile(folder / "log", 2**20, 1),
         state_server=Server("redis://127.0.0.1:9"),
+        traces="http://127.0.0.1:9",
     )
     made.on_pool(pool)
     decision = Decision(ADDRESS, Reason.HOST)
@@ -89,6 +90,7 @@ async def gateway(folder):
     made.metrics.ended(ADDRESS, Outcome.COMPLETED)
     made.metrics.scrape_failed(ADDRESS)
     yield made
+    made.collector.close()
     await made.tokenizer.close()
     await made.events.close()
 

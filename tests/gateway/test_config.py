@@ -1,5 +1,7 @@
 """A wrong call is told by the name of its option, and nothing is started."""
 
+import sys
+
 import pytest
 
 from perilune_gateway.config import arguments
@@ -11,6 +13,11 @@ WRONG = {
     "--admin": ("is not IP:PORT", ["9003"]),
     "--decision-log-max-bytes": ("is not a whole number above 0", ["0", "1e6"]),
     "--decision-log-keep": ("is not a whole number above 0", ["0", "-1", "1.5", "²", ""]),
+    "--traces": (
+        "is not http://HOST:PORT",
+        ["", "collector:4318", "grpc://c:4317", "http://:1", "http://c:x"],
+    ),
+    "--traces-share": ("is not a number from 0 to 1", ["", "-0.1", "1.1", "nan", "1%"]),
     "--log-level": ("Unknown log level", ["loud", "info,perilune_gateway="]),
 }
 
@@ -66,3 +73,16 @@ def test_a_ca_of_the_server_needs_tls(capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         arguments(["--pool", "x", "--state-server", "redis://state", "--state-ca", "ca.pem"])
     assert "rediss://" in capsys.readouterr().err
+
+
+def test_credentials_of_the_collector_are_not_arguments(capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments(["--pool", "x", "--traces", "https://user:key@collector:4318"])
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in capsys.readouterr().err
+
+
+def test_tracing_without_its_packages_says_what_to_install(capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    with pytest.raises(SystemExit, match="2"):
+        arguments(["--pool", "x", "--traces", "http://collector:4318"])
+    assert "pip install 'perilune[tracing]'" in capsys.readouterr().err

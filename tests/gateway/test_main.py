@@ -230,3 +230,11 @@ def test_a_signal_drains_the_gateway(tmp_path, number: signal.Signals) -> None:
         running.kill()
     assert running.returncode == 0
     assert "draining" in said
+
+
+def test_only_a_gateway_with_traces_loads_the_exporter_of_spans() -> None:
+    code = "import sys, perilune_gateway.main; print([m for m in sys.modules if '.exporter' in m])"
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout == "[]\n"

@@ -19,6 +19,7 @@ from perilune_gateway.model import DecisionRecord, Load, NeedBody, Outcome, Refu
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.recorder import Recorder
+from perilune_gateway.observe.spans import Spans
 from perilune_gateway.request import block_hashes as blocks
 from perilune_gateway.request.tokens import Tokenizer
 from perilune_gateway.routing.router import Encode, TokenizesNow, new_router
@@ -58,6 +59,7 @@ class Rig:
         parity: ParityCheck | None = None,
         conformance: bool = False,
         seed: int = 0,
+        spans: Spans | None = None,
     ) -> None:
         spec = document.spec
         self.document = document
@@ -72,7 +74,7 @@ class Rig:
             document,
             self.state,
             tokenizer or Tokenizer(spec.model),
-            Recorder(self.metrics, self.decisions),
+            Recorder(self.metrics, self.decisions, spans=spans),
             clock=lambda: self.now,
             rng=Random(seed),
             conformance=conformance,

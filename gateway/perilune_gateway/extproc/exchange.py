@@ -16,7 +16,8 @@ Rules:
 6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
 7.  A request whose prompt another endpoint prefills is held until that one has accepted it. Then transfer
     parameters are attached to its body; if it is not accepted, the request goes on as it is.
-8.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
+8.  With tracing, the pick names our span in `traceparent`, so that the engine's span is its child.
+9.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
     `fail`. That aborts the call (Envoy then fails open or closed, as configured), except in full duplex
     before the pick, where the client gets a 500 from us.
 
@@ -49,7 +50,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
-from perilune_api.names import CONFORMANCE_SERVED_HEADER, DECISION_HEADER
+from perilune_api.names import CONFORMANCE_SERVED_HEADER, DECISION_HEADER, TRACEPARENT_HEADER
 from perilune_gateway.extproc.messages import (
     Body,
     BodyMode,
@@ -76,6 +77,7 @@ from perilune_gateway.model import (
     Tokens,
 )
 from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import error_body, for_engine, with_transfer
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.new_sessions import Queued
@@ -231,14 +233,23 @@ class Exchange:
     __slots__ = (
         "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head",
         "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended", "_response_mode",
-        "_response_status", "_routed", "_router", "_trailers", "state",
+        "_response_status", "_routed", "_router", "_trace", "_trailers", "state",
     )  # fmt: skip
 
-    def __init__(self, router: Router, *, max_body_bytes: int, conformance: bool = False) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        max_body_bytes: int,
+        conformance: bool = False,
+        trace: Callable[[str], Trace | None] | None = None,
+    ) -> None:
+        """`trace` begins the span of a request with this `traceparent`; None: there are no spans."""
         self.state = State.START
         self._router = router
         self._max_body_bytes = max_body_bytes
         self._conformance = conformance
+        self._trace = trace
         self._head = NO_HEAD
         self._duplex = False
         self._response_mode = BodyMode.NONE
@@ -309,6 +320,8 @@ class Exchange:
                 f"body mode {event.request_mode} is not supported, only buffered and full_duplex_streamed are"
             )
         self._head = head = event.head
+        if self._trace:
+            head.trace = self._trace(head.headers.get(TRACEPARENT_HEADER, ""))
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode = event.response_mode
         verdict = self._router.on_headers(head)
@@ -429,10 +442,12 @@ class Exchange:
     ) -> list[Effect]:
         """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
         replaces the body, `headers` are added to the request."""
-        to, rank = routed.destinations, routed.rank
+        to, rank, trace = routed.destinations, routed.rank, self._head.trace
+        if trace:
+            headers = (*headers, (TRACEPARENT_HEADER, trace.traceparent))
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
-                return [Send(Pick(Kind.REQUEST_HEADERS, to, KEEP_BODY, rank=rank))]
+                return [Send(Pick(Kind.REQUEST_HEADERS, to, KEEP_BODY, rank=rank, headers=headers))]
             return [Send(Pick(Kind.REQUEST_BODY, to, body=changed, rank=rank, headers=headers))]
         effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, to, rank=rank, headers=headers))]
         if self.state is not State.START and self._head.has_body:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from perilune_gateway.extproc.exchange import Abort, Effect, Exchange, Hold, Rou
 from perilune_gateway.extproc.messages import Body, BodyMode, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
 from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.new_sessions import Queued
 from perilune_gateway.routing.router import Encode
@@ -93,10 +95,11 @@ class Service:
         default_mode: BodyMode = BodyMode.BUFFERED,
         conformance: bool = False,
         giver: Giver | None = None,
+        trace: Callable[[str], Trace | None] | None = None,
     ) -> None:
         """`giver` has prompts prefilled on other endpoints; None: targets always do it themselves.
         `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the body mode of an
-        Envoy that does not send its mode, see `wire`."""
+        Envoy that does not send its mode, see `wire`. `trace` is for `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -117,6 +120,7 @@ class Service:
         self.default_mode = default_mode
         self.conformance = conformance
         self.giver = giver
+        self.trace = trace
 
     async def begin_sessions(self) -> None:
         """Lets the waiting sessions begin when the router says so, until cancelled."""
@@ -157,7 +161,10 @@ class Stream:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._exchange = Exchange(
-            service.router, max_body_bytes=service.limits.max_body_bytes, conformance=service.conformance
+            service.router,
+            max_body_bytes=service.limits.max_body_bytes,
+            conformance=service.conformance,
+            trace=service.trace,
         )
 
     def receive(self, raw: bytes) -> Reply:

@@ -29,7 +29,7 @@ from perilune_gateway.state.connectors import Connectors
 
 log = logging.getLogger(__name__)
 
-PASSED_ON = ("authorization",)
+PASSED_ON = ("authorization", names.TRACEPARENT_HEADER, names.TRACESTATE_HEADER)
 """Request headers that the give leg has as well."""
 
 
@@ -141,4 +141,6 @@ def _headers(gift: Gift, head: RequestHead) -> Mapping[str, str]:
     rank = rank_of(gift.source)
     named = {} if rank is None else {names.DATA_PARALLEL_RANK_HEADER: str(rank)}
     passed = {name: head.headers[name] for name in PASSED_ON if name in head.headers}
+    if head.trace:
+        passed[names.TRACEPARENT_HEADER] = head.trace.traceparent
     return {"Content-Type": "application/json", "X-Request-Id": gift.transfer_id, **passed, **named}

@@ -10,6 +10,7 @@ from xxhash import xxh3_64_hexdigest
 from perilune_gateway.model.decision import Cost, Decision, Outcome, Refusal
 from perilune_gateway.model.endpoint import Candidate
 from perilune_gateway.model.request import Phase, RequestView, TokenSource, Unsplit
+from perilune_gateway.model.tracing import Trace
 
 
 class Ending(Struct, frozen=True, gc=False):
@@ -24,6 +25,11 @@ class Ending(Struct, frozen=True, gc=False):
     """HTTP status of the answer; 0: there was no answer."""
     cached_tokens: int | None = None
     """Number of prompt tokens served from the prefix cache, as the engine reports it; None: not reported."""
+    answered_s: float | None = None
+    """Seconds from the decision to the head of the answer; None: there was no answer."""
+    prefilled_s: float | None = None
+    """Seconds from the decision to the end of the prefill, as the engine's KV events tell; None: they did
+    not."""
 
 
 class DecisionRecord(Struct, frozen=True, gc=False):
@@ -52,6 +58,8 @@ class DecisionRecord(Struct, frozen=True, gc=False):
     """Seed of the random generator that the policy used: `random.Random(seed)`."""
     queued_s: float = 0.0
     """Seconds for which the session, which is new, waited to begin."""
+    trace: Trace | None = None
+    """The request's span; None without tracing."""
 
     @property
     def request_id(self) -> str:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from perilune_gateway.model.tracing import Trace
+
 
 class SessionKey(NamedTuple):
     """Identifies a session."""
@@ -41,7 +43,8 @@ class Identity(NamedTuple):
 
 
 class RequestHead(Struct, gc=False):
-    """The headers of a request. Header names are lower case. Immutable except for `identity`."""
+    """The headers of a request. Header names are lower case. Immutable except for `identity` and
+    `trace`."""
 
     method: str
     path: str
@@ -51,6 +54,8 @@ class RequestHead(Struct, gc=False):
     has_body: bool = True
     identity: Identity | None = None
     """Tenant and session by the headers; the router fills it in from the pool's session keys."""
+    trace: Trace | None = None
+    """Our span; None without tracing, or if the client's trace is not recorded."""
 
     @property
     def content_length(self) -> int:

@@ -37,6 +37,7 @@ from perilune_gateway.model import (
     Unsplit,
 )
 from perilune_gateway.observe import snapshot_metrics
+from perilune_gateway.observe.spans import Sent
 from perilune_gateway.observe.stats import Snapshot
 
 QUEUED_BUCKETS_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600)
@@ -283,6 +284,14 @@ class Metrics:
     def count_streams(self, streams: StreamCounts) -> None:
         """Sets the counts of streams for each scrape."""
         self._streams = streams
+
+    def count_spans(self) -> Callable[[Sent, int], None]:
+        """Adds the counter of spans, and returns what counts, on any thread."""
+        spans = Tally(
+            self.registry, "spans", "Spans of requests, by whether the collector took them.", ("outcome",)
+        )
+        spans.start(Sent)
+        return lambda outcome, count: spans.add(outcome, by=count)
 
     def hit_ratio(self) -> float | None:
         """Predicted cached / prompt tokens over about the last minute; None without prompts."""

@@ -1,5 +1,5 @@
-"""Passes every decision and every end of a request to metrics, the log, the kept decisions and the decision
-log.
+"""Passes every decision and every end of a request to metrics, the log, the kept decisions, the decision
+log and the spans.
 
 The router uses it through the protocol routing.lifecycle.Observer.
 """
@@ -14,6 +14,7 @@ from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.explain import sentence
 from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,16 @@ class Recorder:
     """Records one gateway's decisions."""
 
     def __init__(
-        self, metrics: Metrics, decisions: Decisions, decision_log: DecisionLog | None = None
+        self,
+        metrics: Metrics,
+        decisions: Decisions,
+        decision_log: DecisionLog | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._metrics = metrics
         self._decisions = decisions
         self._decision_log = decision_log
+        self._spans = spans
 
     def decided(self, record: DecisionRecord) -> int:
         """Records a decision or a refusal and returns its number, for `ended`."""
@@ -36,6 +42,8 @@ class Recorder:
         number = self._decisions.add(record)
         if self._decision_log:
             self._decision_log.decided(number, record)
+        if self._spans:
+            self._spans.decided(number, record)
         return number
 
     def ended(self, number: int, target: str, ending: Ending) -> None:
@@ -44,6 +52,8 @@ class Recorder:
         self._decisions.finish(number, ending)
         if self._decision_log:
             self._decision_log.ended(number, ending)
+        if self._spans:
+            self._spans.ended(number, ending)
 
     def handed_over(self, record: HandoffRecord) -> None:
         """Records the end of a hand-off."""

@@ -117,6 +117,7 @@ class Running(Struct, gc=False):
     ttft_s: float = 0.0
     """Predicted seconds of queue, fetching and prefill."""
     prefilled_at: float = 0.0
+    answered_at: float = 0.0
     claim_s: float | None = None
     """Seconds for which its blocks count as cached if they are not announced; None: as the pool says."""
     record: int = -1
@@ -268,6 +269,7 @@ class Lifecycle:
                 context.identity.tenant,
                 seed=context.seed,
                 queued_s=context.queued_s,
+                trace=context.head.trace,
             )
             routed = self._answer(context.head, ticket, record)
             if split:
@@ -320,6 +322,7 @@ class Lifecycle:
                 destinations=self._servers(target, [e.endpoint.address for e in order]),
                 timings_us=context.timer.total(),
                 time=self._wall_clock(),
+                trace=context.head.trace,
             )
             return self._answer(context.head, ticket, record)
 
@@ -345,6 +348,7 @@ class Lifecycle:
             tenant=context.identity.tenant if context else "",
             seed=context.seed if context else 0,
             queued_s=context.queued_s if context else 0.0,
+            trace=head.trace,
         )
         self._observer.decided(record)
         self.ordinal += 1
@@ -373,7 +377,7 @@ class Lifecycle:
         rank = rank_of(running.target)
         if served and rank is not None:
             served = f"{served}#{rank}"
-        running.status, running.served = status, served
+        running.status, running.served, running.answered_at = status, served, now
         if served and served != running.target and fleet.get(served):
             self._served_elsewhere(ticket, running, served, now)
         if status >= REFUSED:
@@ -426,8 +430,15 @@ class Lifecycle:
             state.sessions.free(session.key)
         name, tokens = (session.key, session.context_tokens) if session else (ticket, 0)
         self._new_sessions.turn_ended(name, tokens, now, final=running.final or session is None)
+        since = running.started_at
         ending = Ending(
-            outcome, now - running.started_at, running.served, running.status, running.cached_tokens
+            outcome,
+            now - since,
+            running.served,
+            running.status,
+            running.cached_tokens,
+            running.answered_at - since if running.answered_at else None,
+            running.prefilled_at - since if running.prefilled_at else None,
         )
         self._observer.ended(running.record, running.target, ending)
         self._handing_over.turn_ended()

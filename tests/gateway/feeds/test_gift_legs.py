@@ -15,8 +15,9 @@ from routing_objects import chosen, head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
 from perilune_gateway.feeds.gift_legs import GiftLegs
-from perilune_gateway.model import Routed
+from perilune_gateway.model import RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
+from perilune_gateway.model.tracing import SAMPLED, Trace
 from perilune_gateway.state.connectors import Connector
 
 PROMPT = list(range(3_200))
@@ -57,9 +58,9 @@ class Scene:
     address: str
     routed: Routed
 
-    async def give(self, **more: object) -> Attachment | None:
+    async def give(self, of: RequestHead = HEAD, **more: object) -> Attachment | None:
         assert self.routed.gift
-        return await self.legs.give(self.routed.ticket, self.routed.gift, HEAD, completion(PROMPT, **more))
+        return await self.legs.give(self.routed.ticket, self.routed.gift, of, completion(PROMPT, **more))
 
     def given_up(self) -> dict[GivenUp, int]:
         self.rig.finish(self.routed)
@@ -154,3 +155,14 @@ async def test_the_leg_of_a_request_that_has_ended_is_cancelled() -> None:
         assert await on.give() is not None
         assert on.given_up() == {GivenUp.LEFT: 1}
         await asyncio.wait_for(on.giver.left.wait(), 10)
+
+
+async def test_the_engine_that_prefills_is_told_of_the_trace_too() -> None:
+    async with scene() as on:
+        on.giver.accepts.set()
+        traced = head("/v1/completions", traceparent="of the client", tracestate="vendor=value")
+        traced.trace = Trace(1, 2, 3, SAMPLED, 5.0)
+        assert await on.give(traced) is not None
+        (headers,) = on.giver.headers
+        assert headers["traceparent"] == traced.trace.traceparent
+        assert headers["tracestate"] == "vendor=value"

@@ -1,0 +1,111 @@
+"""The spans of requests: what a decision's record and its ending say, as attributes and events.
+
+    decided(number, record) ┄┄ ended(number, ending) ─▶ span_of ─▶ send (otlp.py)
+
+A span begins when the request's headers come, and ends with its answer or its refusal. It tells nothing of
+prompts, sessions, tenants and other headers than the request id. A request that ends before its decision has
+no span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+from msgspec import Struct
+
+from perilune_gateway.model import Decision, DecisionRecord, Ending, Outcome
+from perilune_gateway.model.tracing import Trace
+
+Attribute = str | int | float
+
+
+class Sent(StrEnum):
+    """What became of a span."""
+
+    EXPORTED = "exported"
+    FAILED = "failed"
+    """The collector did not take it."""
+    DROPPED = "dropped"
+    """Too many waited for the collector."""
+
+
+class Span(Struct, frozen=True):
+    """One request's span. Times are Unix seconds."""
+
+    trace: Trace
+    ended_at: float
+    attributes: Mapping[str, Attribute]
+    events: tuple[tuple[str, float], ...]
+    """Name and time of what happened between begin and end."""
+    failed: bool
+
+
+class Spans:
+    """The spans of the requests that have not ended."""
+
+    def __init__(self, send: Callable[[Span], None]) -> None:
+        """`send` takes the spans that have ended; it must not wait."""
+        self._send = send
+        self._open: dict[int, DecisionRecord] = {}
+
+    def decided(self, number: int, record: DecisionRecord) -> None:
+        """A request has been given an endpoint, or has been refused, which is its end."""
+        if record.trace is None or not record.trace.sampled:
+            return
+        if isinstance(record.verdict, Decision):
+            self._open[number] = record
+        else:
+            self._send(span_of(record, record.trace, None))
+
+    def ended(self, number: int, ending: Ending) -> None:
+        """The request with that number has ended."""
+        record = self._open.pop(number, None)
+        if record is not None and record.trace is not None:
+            self._send(span_of(record, record.trace, ending))
+
+
+def span_of(record: DecisionRecord, trace: Trace, ending: Ending | None) -> Span:
+    """The span of a request. `ending`: None for one that was refused."""
+    attributes: dict[str, Attribute | None] = {
+        "perilune.request_id": record.request_id,
+        "perilune.policy": record.policy,
+        "perilune.phase": record.phase,
+        "perilune.queued_seconds": record.queued_s or None,
+    }
+    for step, microseconds in record.timings_us.items():
+        attributes[f"perilune.step.{step}_seconds"] = microseconds * 1e-6
+    ended_at, status, events, failed = record.time, 0, [("decided", record.time)], False
+    if isinstance(record.verdict, Decision):
+        attributes |= {
+            "perilune.reason": record.reason,
+            "perilune.endpoint": record.target,
+            "perilune.moved_from": record.moved_from,
+            "perilune.prefill_endpoint": record.prefill,
+            "perilune.candidates": len(record.candidates),
+            "perilune.prompt_tokens": record.prompt_tokens,
+            "perilune.token_source": record.token_source,
+            "perilune.cached_tokens.predicted": record.cached_tokens,
+            "gen_ai.request.model": record.model,
+        }
+    else:
+        status = record.verdict.status
+        attributes["perilune.refusal"] = record.reason
+    if ending:
+        ended_at, status = record.time + ending.duration_s, ending.status
+        events += [
+            (name, record.time + seconds)
+            for name, seconds in (("prefilled", ending.prefilled_s), ("answered", ending.answered_s))
+            if seconds is not None
+        ]
+        attributes |= {
+            "perilune.outcome": ending.outcome,
+            "perilune.served": ending.served,
+            "perilune.cached_tokens.reported": ending.cached_tokens,
+        }
+        failed = ending.outcome is Outcome.FAILED
+    attributes["http.response.status_code"] = status or None
+    known = {name: value for name, value in attributes.items() if value is not None and value != ""}
+    return Span(
+        trace, ended_at, known, tuple(sorted(events, key=lambda event: event[1])), failed or status >= 500
+    )

@@ -1,0 +1,149 @@
+"""What a request's span says, and what it keeps to itself."""
+
+import pytest
+from document_tables import page, rows, section
+from msgspec.structs import replace
+from router_rig import A, Rig, pool
+from routing_objects import candidate, head, request, session
+
+from perilune_api.pool import EndpointSpec, Routing
+from perilune_gateway.model import (
+    Decision,
+    DecisionRecord,
+    Ending,
+    Outcome,
+    Reason,
+    Refusal,
+    RefuseReason,
+    Routed,
+    Step,
+)
+from perilune_gateway.model.tracing import SAMPLED, Trace
+from perilune_gateway.observe.spans import Span, Spans, span_of
+
+TRACE = Trace(1, 2, 3, SAMPLED, 99.5)
+DECISION = Decision("b", Reason.MOVED, moved_from="a", prefill="c")
+RECORD = DecisionRecord(
+    replace(request(tokens=100, of=session("a", id="secret-session")), model="m"),
+    DECISION,
+    "ear",
+    (candidate("a"), candidate("b")),
+    cached_tokens=64,
+    timings_us=dict.fromkeys(Step, 10.0),
+    time=100.0,
+    tenant="secret-tenant",
+    queued_s=0.25,
+    trace=TRACE,
+)
+ENDING = Ending(Outcome.COMPLETED, 2.0, "b", 200, 80, 0.1, 0.05)
+REFUSAL = Refusal(RefuseReason.NO_ENDPOINT, "no endpoint for secret-session")
+
+
+def test_a_span_says_what_was_decided_why_and_when() -> None:
+    span = span_of(RECORD, TRACE, ENDING)
+    assert (span.trace, span.ended_at, span.failed) == (TRACE, 102.0, False)
+    assert span.events == (("decided", 100.0), ("prefilled", 100.05), ("answered", 100.1))
+    said = span.attributes
+    assert said["perilune.policy"] == "ear"
+    assert said["perilune.reason"] == "moved"
+    assert (said["perilune.endpoint"], said["perilune.moved_from"]) == ("b", "a")
+    assert said["perilune.prefill_endpoint"] == "c"
+    assert said["perilune.queued_seconds"] == 0.25
+    assert said["perilune.step.policy_seconds"] == pytest.approx(1e-5)
+    assert (said["perilune.cached_tokens.predicted"], said["perilune.cached_tokens.reported"]) == (64, 80)
+    assert (said["perilune.outcome"], said["http.response.status_code"]) == ("completed", 200)
+
+
+def test_a_span_is_silent_of_sessions_and_tenants() -> None:
+    for span in (
+        span_of(RECORD, TRACE, ENDING),
+        span_of(replace(RECORD, verdict=REFUSAL), TRACE, None),
+    ):
+        assert "secret" not in repr(span)
+
+
+@pytest.mark.parametrize(
+    ("reason", "failed"), [(RefuseReason.OVERLOADED, False), (RefuseReason.NO_ENDPOINT, True)]
+)
+def test_a_refusal_ends_its_span_and_only_a_5xx_is_an_error(reason: RefuseReason, failed: bool) -> None:
+    refusal = Refusal(reason, "message")
+    span = span_of(replace(RECORD, verdict=refusal), TRACE, None)
+    assert (span.ended_at, span.failed) == (100.0, failed)
+    assert span.attributes["perilune.refusal"] == reason
+    assert span.attributes["http.response.status_code"] == refusal.status
+    assert "perilune.endpoint" not in span.attributes
+
+
+def test_an_engine_that_fails_is_an_error() -> None:
+    assert span_of(RECORD, TRACE, Ending(Outcome.FAILED, 2.0, "b", 503)).failed
+    assert not span_of(RECORD, TRACE, Ending(Outcome.CANCELLED, 2.0)).failed
+
+
+def test_every_attribute_is_documented() -> None:
+    table = rows(section(page("observability.md"), "## Traces"), "attribute")
+    documented = {row[0] for row in table}
+    said = set(span_of(RECORD, TRACE, ENDING).attributes)
+    said |= set(span_of(replace(RECORD, verdict=REFUSAL), TRACE, None).attributes)
+    said = {"perilune.step.STEP_seconds" if ".step." in name else name for name in said}
+    assert documented == said
+
+
+class TestARoutersRequests:
+    """Records of a real router."""
+
+    @pytest.fixture
+    def spans(self) -> list[Span]:
+        return []
+
+    @pytest.fixture
+    def rig(self, spans: list[Span]) -> Rig:
+        return Rig(pool(), spans=Spans(spans.append))
+
+    def test_a_request_has_one_span_at_its_end(self, rig: Rig, spans: list[Span]) -> None:
+        asked = head("/v1/completions", x_session_id="s")
+        asked.trace = TRACE
+        routed = rig.route(h=asked)
+        assert spans == []
+        rig.now += 0.5
+        rig.stored(routed.destinations[0], range(20))
+        rig.now += 0.5
+        rig.router.on_response(routed.ticket, 200, routed.destinations[0], True)
+        rig.now += 1.0
+        rig.finish(routed)
+        (span,) = spans
+        assert span.trace is TRACE
+        assert span.attributes["perilune.endpoint"] == routed.destinations[0]
+        (_, decided), *rest = span.events
+        assert [(name, at - decided) for name, at in rest] == [
+            ("prefilled", pytest.approx(0.5)),
+            ("answered", pytest.approx(1.0)),
+        ]
+        assert span.ended_at - decided == pytest.approx(2.0)
+
+    def test_a_page_and_a_refusal_have_spans_too(self, rig: Rig, spans: list[Span]) -> None:
+        models = head("/v1/models", method="GET", has_body=False)
+        models.trace = TRACE
+        routed = rig.router.on_headers(models)
+        assert isinstance(routed, Routed)
+        rig.finish(routed)
+        wrong = head("/v1/completions")
+        wrong.trace = TRACE
+        assert isinstance(rig.ask(h=wrong, model="unknown"), Refusal)
+        assert [span.attributes.get("perilune.reason") for span in spans] == ["pass_through", None]
+        assert spans[1].attributes["perilune.refusal"] == "unknown_model"
+
+    def test_only_sampled_requests_have_one(self, rig: Rig, spans: list[Span]) -> None:
+        unsampled = head("/v1/completions")
+        unsampled.trace = replace(TRACE, flags=0)
+        rig.finish(rig.route(h=unsampled))
+        rig.finish(rig.route())
+        assert spans == []
+
+
+def test_without_kv_events_the_prefills_end_is_not_known() -> None:
+    spans: list[Span] = []
+    rig = Rig(pool(endpoints=[EndpointSpec(A)], routing=Routing()), spans=Spans(spans.append))
+    asked = head("/v1/completions")
+    asked.trace = TRACE
+    rig.finish(rig.route(h=asked))
+    assert [name for name, _ in spans[0].events] == ["decided"]
