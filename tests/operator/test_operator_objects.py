@@ -81,6 +81,27 @@ async def test_a_nodes_new_label_reaches_the_gateways_document(
         await client.request("DELETE", f"/api/v1/nodes/{name}")
 
 
+async def test_the_server_of_shared_state_comes_and_goes_with_the_second_gateway(
+    client: Client, namespace: str, operator: Operator
+) -> None:
+    async def servers() -> set[str]:
+        paths = (deployments(namespace), f"/api/v1/namespaces/{namespace}/services")
+        lists = [await client.request("GET", path) for path in paths]
+        names = ((listed["kind"], o["metadata"]["name"]) for listed in lists for o in listed["items"])
+        return {kind for kind, name in names if name == "p-state"}
+
+    def gateways(number: int) -> Object:
+        return {"spec": {"gateway": {"replicas": number}}}
+
+    await client.request("POST", pools(namespace), pool())
+    await becomes(client, deployments(namespace, "/p-gateway"))
+    assert await servers() == set()
+    await merge(client, pools(namespace, "/p"), gateways(2))
+    await until(servers, lambda found: found == {"DeploymentList", "ServiceList"})
+    await merge(client, pools(namespace, "/p"), gateways(1))
+    await until(servers, lambda found: found == set())
+
+
 async def test_what_is_not_ours_is_left_alone(client: Client, namespace: str, operator: Operator) -> None:
     """A user's Service has the name of the pool's: it stays as it is, and the status says so."""
     services = f"/api/v1/namespaces/{namespace}/services"
