@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help release-dry-run venv demo api-server browser prometheus state-server test test-lowest check e2e bench bench-long evaluation docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+.PHONY: help release-dry-run venv demo api-server browser prometheus state-server test test-lowest check e2e bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -83,6 +83,10 @@ bench-long: $(STAMP) ## the other benchmarks: a fleet's KV events, memory over 2
 evaluation: $(STAMP) ## all of docs/evaluation, simulated: other seeds first, then those shown (ARGS=--quick: minutes)
 	$(BIN)/python -m perilune_research evaluate --seeds-from 1001 $(ARGS)
 	$(BIN)/python -m perilune_research evaluate $(ARGS)
+
+# ARGS="--routers envoy-round-robin,perilune --seeds 1": less of it; ARGS=--help explains all.
+arena: $(STAMP) ## the same sessions through other routers and ours, in front of the same simulated engines; hours
+	$(BIN)/python -m perilune_research arena $(ARGS)
 
 # HELM=PROGRAM, or the one that `make api-server` builds.
 HELM ?= $(or $(shell command -v helm),$(HOME)/.cache/perilune/bin/helm)

@@ -71,6 +71,8 @@ class EngineOptions:
     """Number of engines, from the first, that only prefill. They need `handoff`."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `perilune engine`."""
+    each: tuple[tuple[str, ...], ...] = ()
+    """Further arguments of single engines, in their order; they replace those above."""
 
 
 def _python(module: str) -> tuple[str, ...]:
@@ -130,6 +132,7 @@ def engine_arguments(options: EngineOptions, i: int, folder: Path) -> list[str]:
         *(("--bootstrap", "127.0.0.1:0") if o.handoff else ()),
         *(("--request-log", str(folder / f"engine-{i}.requests.jsonl")) if o.request_log else ()),
         *o.arguments,
+        *(o.each[i] if i < len(o.each) else ()),
     ]
 
 

@@ -24,6 +24,11 @@ PROGRAM = Program(
                 "simulate every policy and write docs/evaluation: bars, figures and tables",
                 "evaluate --quick --out /tmp/evaluation",
             ),
+            "arena": Command(
+                "perilune_research.arena.cli",
+                "play the same sessions through other routers; one table",
+                "arena --routers envoy-round-robin,perilune --loads knee --seeds 1",
+            ),
         },
         "check a claim": {
             "crosscheck": Command(

@@ -1,0 +1,135 @@
+"""The routers that the arena compares, as a table: what each is, its version, its settings and their reason.
+
+A router that comes as a Python package is one row of `CONTESTANTS`. A front says how the router is started;
+`play` starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from perilune_api.pool import EndpointSpec
+from perilune_lab import envoy
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A router on PyPI."""
+
+    name: str
+    version: str
+    program: str
+    """The console script that it installs."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+Arguments = Callable[[Sequence[EndpointSpec], str], tuple[str, ...]]
+"""(engines, name of their model) → command line of a program, without the addresses on which it listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Envoy with Perilune's gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Balancer:
+    """Envoy without a gateway."""
+
+    lb_policy: str
+    """Envoy's name of the load balancing policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A router that is installed from its package."""
+
+    package: Package
+    arguments: Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A router that the user runs in front of the arena's engines."""
+
+    url: str
+    """`http://host:port`, without `/v1`."""
+
+
+Front = Ours | Balancer | Program | Remote
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    name: str
+    front: Front
+    settings: str
+    """The settings, and why these."""
+
+
+def _workers(engines: Sequence[EndpointSpec]) -> tuple[str, ...]:
+    return ("--worker-urls", *(f"http://{engine.address}" for engine in engines))
+
+
+def _cache_aware(*first: str) -> Arguments:
+    """Arguments that the SGLang router and its two descendants have in common."""
+    return lambda engines, _model: (*first, "--policy", "cache_aware", *_workers(engines))
+
+
+def _kv_aware(engines: Sequence[EndpointSpec], model: str) -> tuple[str, ...]:
+    events = (f"--kv-event-source=http://{e.address}={','.join(e.events)}" for e in engines)
+    replays = (f"--kv-event-replay-source=http://{e.address}={','.join(e.replay)}" for e in engines)
+    return ("--policy", "kv_aware", "--kv-event-model", model, *events, *replays, *_workers(engines))
+
+
+SGLANG = Package("sglang-router", "0.3.2", "sglang-router")
+VLLM = Package("vllm-router", "0.1.17", "vllm-router")
+SMG = Package("smg", "1.13.0", "smg")
+
+OURS = "perilune"
+CONTESTANTS = (
+    Contestant("envoy-round-robin", Balancer("ROUND_ROBIN"), "Envoy's default policy"),
+    Contestant("envoy-least-request", Balancer("LEAST_REQUEST"), "Envoy's own, with its default two choices"),
+    Contestant(OURS, Ours(), "all defaults, with KV events"),
+    Contestant(
+        "sglang-router",
+        Program(SGLANG, _cache_aware("launch")),
+        "cache_aware, its default and recommended policy",
+    ),
+    Contestant(
+        "vllm-router", Program(VLLM, _cache_aware()), "cache_aware, its default and recommended policy"
+    ),
+    Contestant("vllm-router-kv", Program(VLLM, _kv_aware), "kv_aware, which reads the engines' KV events"),
+    Contestant(
+        "smg",
+        Program(SMG, _cache_aware("launch", "--backend", "vllm")),
+        "cache_aware, its default and recommended policy, for vLLM over HTTP",
+    ),
+)
+
+
+def command(
+    front: Program, executable: str, engines: Sequence[EndpointSpec], model: str, port: int, metrics_port: int
+) -> list[str]:
+    """The command line of a program that listens on these ports of loopback."""
+    return [
+        executable,
+        *front.arguments(engines, model),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+    ]
+
+
+def balanced(endpoints: Sequence[str], lb_policy: str) -> envoy.Json:
+    """The lab's Envoy configuration with a load balancing policy of Envoy's own and without a gateway."""
+    config = envoy.config(endpoints, ())
+    static = config["static_resources"]
+    manager = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
+    cluster = next(cluster for cluster in static["clusters"] if cluster["name"] == "endpoints")
+    del cluster["load_balancing_policy"]
+    static["clusters"] = [{**cluster, "lb_policy": lb_policy}]
+    return config

@@ -1,0 +1,121 @@
+"""The arena's result as Markdown: a row for each load and router, and where ours is ahead or behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec import UnsetType
+
+from perilune_lab.quantiles import mean
+from perilune_lab.report import Quantiles, Run
+from perilune_research.arena.contestants import OURS, Contestant, Program
+from perilune_research.arena.play import Cell
+from perilune_research.simulator.measure import interval
+
+Played = Sequence[tuple[Cell, Run]]
+
+
+class Group(NamedTuple):
+    """What one comparison has in common."""
+
+    level: str
+    named: bool
+
+    def __str__(self) -> str:
+        return f"{self.level}, {'with' if self.named else 'without'} session header"
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and its 95 % interval, which is the mean itself for one seed."""
+
+    mean: float
+    low: float
+    high: float
+
+
+Metric = Callable[[Run], float | None]
+
+
+def _of(quantiles: Quantiles | UnsetType, name: str) -> float | None:
+    return None if isinstance(quantiles, UnsetType) else float(getattr(quantiles, name))
+
+
+METRICS: Mapping[str, Metric] = {
+    "TTFT p50 s": lambda run: _of(run.ttft_s, "p50"),
+    "TTFT p90 s": lambda run: _of(run.ttft_s, "p90"),
+    "E2E p90 s": lambda run: _of(run.e2e_s, "p90"),
+    "hit ratio": lambda run: None if isinstance(run.apc, UnsetType) else run.apc,
+}
+COMPARED = ("TTFT p90 s", "E2E p90 s")
+SEEDS_CANNOT_TELL = ", within what the seeds can tell"
+
+
+def estimate(runs: Iterable[Run], metric: Metric) -> Estimate | None:
+    """None if no run has the metric."""
+    sample = [value for value in map(metric, runs) if value is not None]
+    if not sample:
+        return None
+    return Estimate(mean(sample), *(interval(sample) if len(sample) > 1 else (sample[0], sample[0])))
+
+
+def grouped(played: Played) -> dict[Group, dict[str, list[Run]]]:
+    """Comparison → router → its runs, in the order of play."""
+    found: dict[Group, dict[str, list[Run]]] = {}
+    for cell, run in played:
+        group = found.setdefault(Group(cell.level.name, cell.named), {})
+        group.setdefault(cell.contestant.name, []).append(run)
+    return found
+
+
+def table(played: Played) -> list[str]:
+    """Means over seeds, with 95 % intervals where there are several seeds."""
+    lines = [
+        f"| load | router | {' | '.join(METRICS)} | failed | seeds |",
+        f"|---|---|{'---:|' * (len(METRICS) + 2)}",
+    ]
+    for group, routers in grouped(played).items():
+        for name, runs in routers.items():
+            cells = (_cell(estimate(runs, metric)) for metric in METRICS.values())
+            requests = sum(run.requests for run in runs)
+            failed = requests - sum(run.succeeded for run in runs)
+            lines.append(f"| {group} | {name} | {' | '.join(cells)} | {failed} of {requests} | {len(runs)} |")
+    return lines
+
+
+def _cell(value: Estimate | None) -> str:
+    if value is None:
+        return "–"
+    if value.low == value.high:
+        return f"{value.mean:.2f}"
+    return f"{value.mean:.2f} [{value.low:.2f}–{value.high:.2f}]"
+
+
+def verdicts(played: Played) -> list[str]:
+    """For each comparison and metric, how far ours is ahead of the best other router, or behind it."""
+    lines = []
+    for group, routers in grouped(played).items():
+        for title in COMPARED:
+            found = {name: estimate(runs, METRICS[title]) for name, runs in routers.items()}
+            ours = found.pop(OURS, None)
+            others = {name: value for name, value in found.items() if value is not None}
+            if ours is None or not others:
+                continue
+            name, best = min(others.items(), key=lambda item: item[1].mean)
+            apart = ours.high < best.low or best.high < ours.low
+            clear = apart and len(routers[OURS]) > 1 and len(routers[name]) > 1
+            side = "ahead of" if ours.mean < best.mean else "behind"
+            lines.append(
+                f"- {group}: {OURS} is {abs(ours.mean / best.mean - 1):.0%} {side} the best other router"
+                f" ({name}) in {title.removesuffix(' s')}{'' if clear else SEEDS_CANNOT_TELL}."
+            )
+    return lines
+
+
+def legend(contestants: Iterable[Contestant], left_out: Mapping[str, str]) -> list[str]:
+    """Versions and settings of the routers, and those that did not take part."""
+    lines = []
+    for c in contestants:
+        version = f" ({c.front.package})" if isinstance(c.front, Program) else ""
+        lines.append(f"- {c.name}{version}: {c.settings}.")
+    return [*lines, *(f"- Left out: {name}: {cause}" for name, cause in left_out.items())]

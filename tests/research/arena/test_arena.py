@@ -1,0 +1,204 @@
+"""The arena's routers as a table, what it plays, its result as a table, and its command line."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from perilune_api.pool import EndpointSpec, SpecError
+from perilune_lab.report import Quantiles, Run
+from perilune_research.arena import cli, install, table
+from perilune_research.arena.contestants import CONTESTANTS, OURS, Package, Program, balanced, command
+from perilune_research.arena.install import NotInstalledError, executable
+from perilune_research.arena.loads import LEVELS, Setting, engine_options, sessions
+from perilune_research.arena.play import Cell
+
+BY_NAME = {contestant.name: contestant for contestant in CONTESTANTS}
+EASE = LEVELS[0]
+ENGINES = [
+    EndpointSpec("127.0.0.1:1", events=("tcp://127.0.0.1:11",), replay=("tcp://127.0.0.1:21",)),
+    EndpointSpec("127.0.0.1:2", events=("tcp://127.0.0.1:12",), replay=("tcp://127.0.0.1:22",)),
+]
+PROGRAMS = [contestant for contestant in CONTESTANTS if isinstance(contestant.front, Program)]
+
+
+@pytest.mark.parametrize("contestant", PROGRAMS, ids=lambda contestant: contestant.name)
+def test_a_program_knows_all_engines_and_listens_on_loopback_only(contestant):
+    line = command(contestant.front, "router", ENGINES, "sim", 8000, 8001)
+    at = line.index("--worker-urls")
+    assert line[at + 1 : at + 3] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert dict(pairwise(line)).items() >= {"--host": "127.0.0.1", "--port": "8000"}.items()
+    assert dict(pairwise(line))["--prometheus-port"] == "8001"
+
+
+def test_the_router_that_reads_kv_events_is_told_where_they_are():
+    line = command(BY_NAME["vllm-router-kv"].front, "router", ENGINES, "sim", 8000, 8001)
+    assert "--kv-event-source=http://127.0.0.1:2=tcp://127.0.0.1:12" in line
+    assert "--kv-event-replay-source=http://127.0.0.1:1=tcp://127.0.0.1:21" in line
+
+
+def test_envoy_alone_balances_by_itself_and_asks_no_gateway():
+    config = balanced(["127.0.0.1:1"], "LEAST_REQUEST")
+    clusters = config["static_resources"]["clusters"]
+    assert [(c["name"], c["lb_policy"]) for c in clusters] == [("endpoints", "LEAST_REQUEST")]
+    assert b"ext_proc" not in msgspec.json.encode(config)
+
+
+def test_engines_are_unequal_and_none_is_as_the_gateway_believes():
+    each = [dict(pairwise(more)) for more in engine_options(Setting(engines=4, first_port=18000)).each]
+    assert [more["--listen"] for more in each] == [f"127.0.0.1:{port}" for port in range(18000, 18004)]
+    slowdowns = [float(more["--slowdown"]) for more in each]
+    assert len(set(slowdowns)) == 4
+    assert all(0.5 <= slowdown <= 2.0 and slowdown != 1.0 for slowdown in slowdowns)
+
+
+def test_a_seed_gives_every_router_the_same_sessions_and_more_load_more_of_them():
+    setting = Setting(engines=2, seconds=20.0)
+    assert sessions(setting, EASE, 1) == sessions(setting, EASE, 1) != sessions(setting, EASE, 2)
+    counts = [sum(len(s.turns) for s in sessions(setting, level, 1)) for level in LEVELS]
+    assert counts == sorted(set(counts))
+
+
+def run(ttft_s: float, *, requests: int = 10, succeeded: int = 10) -> Run:
+    times = Quantiles(ttft_s, ttft_s, ttft_s, ttft_s, ttft_s)
+    return Run("router", requests, succeeded, 0, 1.0, apc=0.5, ttft_s=times, e2e_s=times)
+
+
+def played(**ttfts_s: list[float]) -> list[tuple[Cell, Run]]:
+    names = {"ours": OURS, "robin": "envoy-round-robin", "smg": "smg"}
+    return [
+        (Cell(BY_NAME[names[router]], EASE, True, seed), run(ttft_s))
+        for router, times in ttfts_s.items()
+        for seed, ttft_s in enumerate(times)
+    ]
+
+
+def test_the_table_has_a_row_for_each_router_with_an_interval_over_seeds():
+    rows = table.table(played(ours=[1.0, 2.0], robin=[3.0]))
+    assert [row.count("|") for row in rows] == [9] * 4
+    assert "| ease, with session header | perilune | 1.50 [1.00–2.00] |" in rows[2]
+    assert "| envoy-round-robin | 3.00 |" in rows[3]
+
+
+def test_requests_that_failed_are_counted_over_seeds():
+    cell = Cell(BY_NAME["smg"], EASE, False, 0)
+    rows = table.table([(cell, run(1.0, succeeded=7)), (cell, run(1.0))])
+    assert "| ease, without session header | smg |" in rows[2]
+    assert rows[2].endswith("| 3 of 20 | 2 |")
+
+
+def test_a_router_without_answers_has_no_times():
+    nothing = Run("smg", 5, 0, 0, 0.0)
+    assert (
+        "| – | – | – | – | 5 of 5 | 1 |" in table.table([(Cell(BY_NAME["smg"], EASE, True, 0), nothing)])[2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "smg", "said"),
+    [
+        pytest.param(
+            [1.0, 1.1], [2.0, 2.1], "49% ahead of the best other router (smg) in TTFT p90.", id="ahead"
+        ),
+        pytest.param(
+            [2.0, 2.1], [1.0, 1.1], "95% behind the best other router (smg) in TTFT p90.", id="behind"
+        ),
+        pytest.param([1.0, 3.0], [2.0, 2.2], "within what the seeds can tell.", id="overlap"),
+        pytest.param([1.0], [2.0], "within what the seeds can tell.", id="one seed"),
+    ],
+)
+def test_verdicts_say_who_is_ahead_of_the_best_other_router(ours, smg, said):
+    ttft, _ = table.verdicts(played(ours=ours, robin=[9.0, 9.1], smg=smg))
+    assert ttft.endswith(said)
+
+
+def test_the_legend_names_versions_and_who_was_left_out():
+    lines = table.legend(CONTESTANTS, {"smg": "no such package"})
+    assert "- sglang-router (sglang-router 0.3.2): cache_aware, its default and recommended policy." in lines
+    assert lines[-1] == "- Left out: smg: no such package"
+
+
+def test_a_package_that_pip_cannot_find_is_refused_with_its_words(tmp_path, monkeypatch):
+    def refuses(command, **_):
+        return subprocess.CompletedProcess(command, 1, "", "looking\nERROR: No matching distribution\n")
+
+    monkeypatch.setattr(install.subprocess, "run", refuses)
+    with pytest.raises(NotInstalledError, match=r"^ERROR: No matching distribution$"):
+        executable(Package("no-such-router", "1.0", "router"), tmp_path)
+
+
+def test_an_installed_package_is_found_again_and_an_interrupted_one_is_not_trusted(tmp_path, monkeypatch):
+    package, calls = Package("router", "1.0", "router"), []
+    program = tmp_path / "router-1.0" / "bin" / "router"
+
+    def installs(command, **_):
+        calls.append(command)
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch()
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(install.subprocess, "run", installs)
+    (tmp_path / "router-1.0").mkdir()  # of an installation that was interrupted
+    assert executable(package, tmp_path) == program
+    assert [call[0] for call in calls] == [sys.executable, str(program.with_name("python"))]
+    assert executable(package, tmp_path) == program
+    assert len(calls) == 2
+
+
+def test_without_arguments_every_router_plays_every_load_with_and_without_session_headers():
+    options = cli.parse([])
+    assert options.contestants == CONTESTANTS
+    assert len(list(options.cells())) == len(CONTESTANTS) * len(LEVELS) * 2 * options.seeds
+
+
+def test_a_router_by_url_takes_part_under_its_name():
+    options = cli.parse(
+        ["--routers", OURS, "--url", "mine=http://127.0.0.1:8080/v1", "--engine-port", "18000"]
+    )
+    ours, mine = options.contestants
+    assert (ours.name, mine.name, mine.front.url) == (OURS, "mine", "http://127.0.0.1:8080")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--routers", "nginx"], "unknown 'nginx' .*perilune.* - at `--routers`"),
+        (["--loads", "heavy"], "unknown 'heavy' .*knee.* - at `--loads`"),
+        (["--headers", "maybe"], "unknown 'maybe' .*without.* - at `--headers`"),
+        (["--url", "http://127.0.0.1:80"], "is not NAME=VALUE - at `--url`"),
+        (["--url", "mine=127.0.0.1:80"], "must begin with http:// .* - at `--url`"),
+        (["--url", "mine=http://127.0.0.1:80"], "add --engine-port - at `--url`"),
+        (["--url", "smg=http://127.0.0.1:80", "--engine-port", "1"], "another router - at `--url`"),
+        (["--engines", "65"], "at most 64 - at `--engines`"),
+    ],
+)
+def test_a_wrong_call_names_option_and_cure(argv, said):
+    with pytest.raises(SpecError, match=said):
+        cli.parse(argv)
+
+
+def test_a_router_that_cannot_be_installed_is_left_out_and_the_others_play(monkeypatch, capsys):
+    def refused(package, _):
+        raise NotInstalledError("no wheel for this machine")
+
+    async def plays(cell, *_):
+        return run(1.0)
+
+    monkeypatch.setattr(cli, "executable", refused)
+    monkeypatch.setattr(cli, "play", plays)
+    assert (
+        cli.main(["--routers", "smg,perilune", "--loads", "ease", "--headers", "with", "--seeds", "1"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "| ease, with session header | perilune |" in out
+    assert "- Left out: smg: smg 1.13.0 cannot be installed: no wheel for this machine" in out
+
+
+def test_help_names_every_router_with_its_settings(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(f"- {c.name}" in out and c.settings in out for c in CONTESTANTS)
