@@ -263,7 +263,7 @@ def test_a_document_reads_back_and_says_its_schema():
     raw = json.loads(text)
     assert next(iter(raw.items())) == ("schema", "perilune.report/v1")
     assert set(raw) == {"schema", "simulated", "mode", "endpoints", "time_scale", "trace", "runs"}
-    only_simulations = {"rate", "seeds", "intervals", "floor_ttft_s", "regret", "preemptions"}
+    only_simulations = {"rate", "seeds", "intervals", "floor_ttft_s", "regret", "preemptions", "sessions"}
     fields = {field.encode_name for field in msgspec.structs.fields(report.Run)}
     assert set(raw["runs"][0]) == fields - only_simulations - {"wall_clock_factor_legacy"}
     assert "null" not in text.decode()

@@ -94,6 +94,17 @@ class PerEndpoint(msgspec.Struct, frozen=True):
     ttft_s: Quantiles | UnsetType = UNSET
 
 
+class PlayedSessions(msgspec.Struct, frozen=True):
+    """Sessions from their arrival, with the time for which they waited to begin."""
+
+    lost: int
+    """Sessions with a request that was rejected or failed."""
+    completion_s: Quantiles | UnsetType = UNSET
+    """Last token of the last turn − arrival, of sessions that lost no request."""
+    later_ttft_s: Quantiles | UnsetType = UNSET
+    """TTFT of turns after the session's first."""
+
+
 class Run(msgspec.Struct, frozen=True):
     """One policy on one trace."""
 
@@ -150,6 +161,8 @@ class Run(msgspec.Struct, frozen=True):
     regret: float | UnsetType = UNSET
     """TTFT p90 / its floor."""
     preemptions: int | UnsetType = UNSET
+    sessions: PlayedSessions | UnsetType = UNSET
+    """Sessions of which every turn is measured; absent if turns come at recorded times."""
     """Sequences that an engine interrupted for want of KV room."""
 
 

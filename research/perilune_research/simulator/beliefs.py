@@ -237,11 +237,11 @@ class Beliefs:
         whichever was later. What the predicted prefill does not explain counts as the time of the pull."""
         e, new = request.endpoint, request.uncached_tokens
         before, self._prefilled_s[e] = self._prefilled_s[e], now
-        alone_s = now - max(request.submitted_s, before)
+        alone_s = now - max(request.routed_s, before)
         expected_s = self.uncorrected.prefill_s(new, max(0, request.prompt_tokens - new))
         address, know = self.endpoints[e].address, self.calibration
         if request.source >= 0:
-            if before < request.submitted_s:
+            if before < request.routed_s:
                 source = self.endpoints[request.source].address
                 bandwidth = self._bandwidth[self._fabric.level(request.source, e)]
                 rest_s = expected_s * know.prefill_ratio(address, now)
@@ -251,10 +251,10 @@ class Beliefs:
                 for links in self._links:
                     links.pop(source, None)
         elif expected_s:
-            if before <= request.submitted_s:
+            if before <= request.routed_s:
                 expected_s += self.uncorrected.request_overhead_s(request.prompt_tokens)
             know.prefill(address, alone_s, expected_s, now)
-            know.ttft(address, now - request.submitted_s, request.expected_ttft_s, now)
+            know.ttft(address, now - request.routed_s, request.expected_ttft_s, now)
             self._learned(e, now)
 
     def _learned(self, e: int, now: float) -> None:

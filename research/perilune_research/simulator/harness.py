@@ -14,7 +14,9 @@ from math import inf, sqrt
 from resource import RUSAGE_SELF, getrusage
 from typing import NamedTuple
 
-from perilune_api.pool import Routing, SpecError
+from msgspec import structs
+
+from perilune_api.pool import Routing, SessionAdmission, SpecError
 from perilune_lab.quantiles import mean
 from perilune_lab.report import Run
 from perilune_lab.traces import agentic
@@ -180,8 +182,10 @@ def find_r(runs_at: Callable[[float], Sequence[Run]], guess: float) -> float:
 
 
 def r_of(comparison: Comparison, seeds: Sequence[int], reference: str = "lmetric", jobs: int = 1) -> float:
-    """Finds R with the reference policy on the comparison's traffic and fleet. Raises NoRateError."""
-    alone = replace(comparison, policies=(reference,))
+    """Finds R with the reference policy on the comparison's traffic and fleet, without session admission.
+    Raises NoRateError."""
+    every_session_begins = structs.replace(comparison.routing, session_admission=SessionAdmission())
+    alone = replace(comparison, policies=(reference,), routing=every_session_begins)
 
     def runs_at(rate: float) -> list[Run]:
         return [played.run for (played,) in play(alone, [rate], seeds, jobs)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from random import Random
@@ -25,6 +25,7 @@ from perilune_lab.report import (
     Ceiling,
     Migrations,
     PerEndpoint,
+    PlayedSessions,
     PlayedTurn,
     Quantiles,
     Run,
@@ -34,7 +35,7 @@ from perilune_lab.report import (
 )
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.simulation import SimulatedOutcome
-from perilune_research.simulator.workload import Workload
+from perilune_research.simulator.workload import Task, Workload
 
 RESAMPLES = 1000
 
@@ -83,6 +84,7 @@ def run(outcome: SimulatedOutcome, workload: Workload, cooldown_s: float = 30.0)
         floor_ttft_s=quantiles(floor),
         regret=measured.p90 / quantile(sorted(floor), 0.9) if measured else UNSET,
         preemptions=outcome.preemptions,
+        sessions=_sessions(done, workload) if closed else UNSET,
     )
 
 
@@ -170,13 +172,29 @@ def _per_endpoint(
 def _stretches(good: Sequence[SimulatedRequest], workload: Workload) -> list[float]:
     """Duration / ideal duration of each session that was played to its end."""
     found = []
+    for tasks, took_s in _completed(good, workload):
+        ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
+        found.append(took_s / ideal_s)
+    return found
+
+
+def _completed(
+    good: Sequence[SimulatedRequest], workload: Workload
+) -> Iterator[tuple[Sequence[Task], float]]:
+    """Yields the turns of each session that was played to its end, and its seconds from its arrival."""
     for session, rows in _by_session(good).items():
         tasks = workload.jobs[session].tasks
-        if len(rows) < len(tasks):
-            continue
-        ideal_s = sum(task.ideal_s for task in tasks) + sum(task.gap_s for task in tasks[1:])
-        found.append((rows[-1].finished_s - rows[0].submitted_s) / ideal_s)
-    return found
+        if len(rows) == len(tasks):
+            yield tasks, rows[-1].finished_s - rows[0].submitted_s
+
+
+def _sessions(done: Sequence[SimulatedRequest], workload: Workload) -> PlayedSessions:
+    completion_s = [took_s for _, took_s in _completed([r for r in done if r.succeeded], workload)]
+    return PlayedSessions(
+        lost=len({r.task.session for r in done if r.task.number == 0}) - len(completion_s),
+        completion_s=quantiles(completion_s),
+        later_ttft_s=quantiles(r.ttft_s for r in done if r.succeeded and r.task.number > 0),
+    )
 
 
 # -- over seeds --------------------------------------------------------------------------------------------
@@ -203,6 +221,9 @@ def pooled(runs: Sequence[Run], seeds: Sequence[int], rate: float) -> Run:
         for name in ("total", "bytes"):
             document["migrations"][name] = round(sum(values["migrations", name]))
             intervals.pop(f"migrations.{name}", None)
+    if "sessions" in document:
+        document["sessions"]["lost"] = sum(values["sessions", "lost"])
+        intervals.pop("sessions.lost", None)
     return msgspec.convert(document, Run)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perilune_api.pool import Routing, SpecError
+from perilune_api.pool import Routing, SessionAdmission, SpecError
 from perilune_lab.arguments import assignments, count, figure, is_positive, not_negative, output, positive
 from perilune_lab.policy_arguments import changed, listed
 from perilune_lab.traces.agentic import Agentic
@@ -73,7 +73,11 @@ def parse(argv: Sequence[str]) -> Options:
                 host_tokens=args.host_tokens,
             ),
             policies=_policies(args.policies, "--policies"),
-            routing=changed(Routing(), assignments(args.param, "--param"), "--param"),
+            routing=changed(
+                Routing(session_admission=SessionAdmission(enabled=args.admission)),
+                assignments(args.param, "--param"),
+                "--param",
+            ),
             pullable=not args.no_pull,
         ),
         rates=_rates(args),
@@ -161,6 +165,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--no-pull", action="store_true", help="engines cannot pull KV from each other")
     add("--overlapped", action="store_true", help="transfers run beside the prefill, not before it")
+    add(
+        "--admission",
+        action="store_true",
+        help="new sessions wait while active contexts fill the KV pools; refused ones come back twice",
+    )
     add("--faults", default="", metavar="NAME=V,…", help="see below")
     add(
         "--param",

@@ -42,7 +42,9 @@ class SimulatedRequest:
         "prompt_tokens",
         "ready_s",
         "reason",
+        "refusals",
         "rejected",
+        "routed_s",
         "run",
         "source",
         "store_tokens",
@@ -63,6 +65,11 @@ class SimulatedRequest:
         self.output_tokens = task.output_tokens
         self.due_s = due_s
         self.submitted_s = now
+        """When the client sent it first."""
+        self.refusals = 0
+        """How often session admission refused it."""
+        self.routed_s = now
+        """When the gateway chose the endpoint."""
         self.endpoint = -1
         self.prefill_endpoint = -1
         """The endpoint that prefills; equal to `endpoint` unless prefill and decode are split."""

@@ -325,6 +325,7 @@ class SimulatedGateway:
         chosen = next(c for c in candidates if c.address == decision.target)
         prefilling = b.number[decision.prefill_endpoint] if decision.prefill_endpoint else -1
         request.endpoint = target
+        request.routed_s = now
         request.reason = decision.reason
         request.moved_from = b.number[decision.moved_from] if decision.moved_from else -1
         cached = max(chosen.overlap.device_tokens, decision.cached_tokens)

@@ -1,6 +1,7 @@
 """One simulation: a workload, a policy, a fleet, faults. Deterministic: equal arguments give equal results.
 
-Events in one heap: submissions, engines' stretches, late news for the gateway, a death. A session's next turn
+Events in one heap: submissions, looks at the new sessions that wait, engines' stretches, late news for the
+gateway, a death. A session's next turn
 is submitted at finish + gap (thinktime), at its timestamp, or at the later of both (max). A decision that
 pulls the prefix from elsewhere (`replicate_from`) starts a transfer in the source NIC's queue: serial: the
 request waits for it; overlapped: its first token does. A decision that splits prefill and decode runs the
@@ -20,6 +21,7 @@ from random import Random
 from perilune_api.pool import Role
 from perilune_gateway.model import Decision, Refusal
 from perilune_gateway.policy import Policy
+from perilune_gateway.state.session_queue import Refused
 from perilune_lab.traces.model import Mode
 from perilune_research.simulator.beliefs import Beliefs
 from perilune_research.simulator.cache import RunCache
@@ -29,6 +31,7 @@ from perilune_research.simulator.faults import Faults
 from perilune_research.simulator.fleet import SimulatedFleet
 from perilune_research.simulator.h20 import Hardware
 from perilune_research.simulator.index import RunIndex
+from perilune_research.simulator.new_sessions import LOOK_S, SimulatedNewSessions, retry_after_s
 from perilune_research.simulator.policies import POLICIES
 from perilune_research.simulator.request import SimulatedRequest
 from perilune_research.simulator.routing import CLAIM_TTL_S, Seen, SimulatedGateway
@@ -124,6 +127,7 @@ class Simulation:
             block_tokens=h.block_tokens,
             store=self.store,
         )
+        self.new_sessions = SimulatedNewSessions(setting.routing.session_admission, self.beliefs, self.index)
         self.submitted = 0
         self.waiting_legs: deque[SimulatedRequest] = deque()
         """The prefill queue: prefills for which no endpoint was chosen."""
@@ -237,9 +241,43 @@ class Simulation:
     # -- requests ----------------------------------------------------------------------------------
 
     def _submit(self, what: Task) -> None:
-        now = self.now
-        request = SimulatedRequest(what, self.submitted, now, now)
+        request = SimulatedRequest(what, self.submitted, self.now, self.now)
         self.submitted += 1
+        self._arrive(request)
+
+    def _arrive(self, request: SimulatedRequest) -> None:
+        """The request comes to the gateway, for the first time or again."""
+        idle = not len(self.new_sessions)
+        verdict = self.new_sessions.arrive(request, self.now)
+        if verdict is None:
+            self._route(request, self.now)
+        elif isinstance(verdict, Refused):
+            self._refused(request, verdict)
+        elif idle:
+            self._at(self.now + LOOK_S, self._begin_sessions)
+
+    def _begin_sessions(self) -> None:
+        """Routes or refuses the first requests of sessions for which it is time; again while some wait."""
+        for request, refused in self.new_sessions.due(self.now):
+            if refused:
+                self._refused(request, refused)
+            else:
+                self._route(request, self.now)
+        if len(self.new_sessions):
+            self._at(self.now + LOOK_S, self._begin_sessions)
+
+    def _refused(self, request: SimulatedRequest, refused: Refused) -> None:
+        """The client comes back later, or gives up its session."""
+        request.refusals += 1
+        after_s = retry_after_s(request, refused)
+        if after_s is not None:
+            self._at(self.now + after_s, partial(self._arrive, request))
+            return
+        request.rejected = True
+        request.finished_s = self.now
+        self.done.append(request)
+
+    def _route(self, request: SimulatedRequest, now: float) -> None:
         decision = self.gateway.route(request, now)
         if isinstance(decision, Refusal):
             request.rejected = True
@@ -247,6 +285,7 @@ class Simulation:
             self._ended(request, now)
             return
         self.open += 1
+        self.new_sessions.turn_began(request)
         if decision.prefill_queued or (decision.prefill and decision.prefill != decision.target):
             self._split(request, decision, now)
             return
@@ -339,6 +378,8 @@ class Simulation:
 
     def _ended(self, request: SimulatedRequest, now: float) -> None:
         self.done.append(request)
+        if not request.rejected:
+            self.new_sessions.turn_ended(request, now)
         task, workload = request.task, self.workload
         tasks = workload.jobs[task.session].tasks
         if workload.mode is Mode.TIMESTAMPS:

@@ -75,10 +75,10 @@ def test_speeds_are_learned_from_what_a_gateway_sees():
 
     class Seen:
         endpoint, uncached_tokens, prompt_tokens, source, moved_tokens = 0, 20_000, 20_000, -1, 0
-        submitted_s, expected_ttft_s = 0.0, 1.0
+        routed_s, expected_ttft_s = 0.0, 1.0
 
     for n in range(1, 60):
-        Seen.submitted_s = n * 10.0
+        Seen.routed_s = n * 10.0
         beliefs.observe_prefill(Seen(), n * 10.0 + H20.engine.request_overhead_s(20_000) + true_s)
     assert beliefs.models[0].prefill_s(20_000) == pytest.approx(true_s, rel=0.02)
     assert 0 not in beliefs.unseen

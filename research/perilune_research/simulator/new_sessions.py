@@ -1,0 +1,92 @@
+"""Session admission in a simulation: the gateway's own `ActiveContexts` and `SessionQueue` decide when new
+sessions begin.
+
+The facts are those that a gateway has: prompts, ends of answers, and what the prefix index knows. Which
+turn is a session's last is not told. A refused session comes back as with OpenAI's SDKs: after the seconds of
+`Retry-After`, `RETRIES` times; then its client gives up, and the session is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from math import ceil
+
+from perilune_api.pool import SessionAdmission
+from perilune_gateway.state.active_contexts import ActiveContexts
+from perilune_gateway.state.session_queue import Refused, Room, SessionQueue, Waiting
+from perilune_research.simulator.beliefs import Beliefs
+from perilune_research.simulator.index import RunIndex
+from perilune_research.simulator.request import SimulatedRequest
+
+LOOK_S = 0.25
+"""Seconds between two looks at the sessions that wait, as in the gateway's service."""
+RETRIES = 2
+"""How often OpenAI's SDKs send a refused request again unless they are told otherwise. They obey
+`Retry-After` up to 60 s, and the queue names no more."""
+
+
+def retry_after_s(request: SimulatedRequest, refused: Refused) -> float | None:
+    """Return after how many seconds the client of a refused request sends it again; None: it gives up."""
+    return None if request.refusals > RETRIES else float(ceil(refused.retry_after_s))
+
+
+class SimulatedNewSessions:
+    """The new sessions of the simulated pool, and the contexts of those that are active."""
+
+    def __init__(self, rules: SessionAdmission, beliefs: Beliefs, index: RunIndex) -> None:
+        self.on = rules.enabled
+        self._beliefs = beliefs
+        self._index = index
+        self._contexts = ActiveContexts()
+        self._queue = SessionQueue(rules.max_wait_seconds, rules.max_waiting)
+        self._waiting: dict[int, SimulatedRequest] = {}
+        """Ticket → request."""
+        self._turns: dict[int, SimulatedRequest] = {}
+        """Session → its last turn that was routed."""
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def arrive(self, request: SimulatedRequest, now: float) -> Waiting | Refused | None:
+        """The request has come. None: it is routed now."""
+        session = request.task.session
+        if not self.on or session in self._turns:
+            return None
+        verdict = self._queue.arrive(session, "", request.prompt_tokens, self._room(now), now)
+        if isinstance(verdict, Waiting):
+            self._waiting[verdict.ticket] = request
+        return verdict
+
+    def due(self, now: float) -> Iterator[tuple[SimulatedRequest, Refused | None]]:
+        """Yield the requests that are routed now (None) or refused. The next one is looked for when the one
+        before has been routed."""
+        while first := self._queue.begin(self._room(now), now):
+            yield self._waiting.pop(first.ticket), None
+        for late, refused in self._queue.refuse(now):
+            yield self._waiting.pop(late.ticket), refused
+
+    def turn_began(self, request: SimulatedRequest) -> None:
+        """The request was routed."""
+        if self.on:
+            task = request.task
+            self._turns[task.session] = request
+            self._contexts.began(task.session, request.prompt_tokens, task.number + 1)
+
+    def turn_ended(self, request: SimulatedRequest, now: float) -> None:
+        """A request that was routed has ended."""
+        if self.on:
+            self._contexts.ended(request.task.session, _context_tokens(request), now)
+
+    def _room(self, now: float) -> Room:
+        b = self._beliefs
+        self._index.catch_up(now)
+        return Room(self._contexts.tokens(now, lambda s: self._held(s, now)), b.pool_tokens * sum(b.ready))
+
+    def _held(self, session: Hashable, now: float) -> int:
+        assert isinstance(session, int)
+        last = self._turns[session]
+        return self._index.of(last.endpoint, last.answer_run, _context_tokens(last), now)
+
+
+def _context_tokens(request: SimulatedRequest) -> int:
+    """Tokens of the session's context after the request."""
+    return request.prompt_tokens + request.output_tokens

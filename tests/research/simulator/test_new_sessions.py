@@ -1,0 +1,96 @@
+"""Session admission as it is simulated: who waits, who is refused, and what it changes."""
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from perilune_api.pool import Routing, SessionAdmission
+from perilune_gateway.state.session_queue import Refused
+from perilune_lab.traces.agentic import Agentic
+from perilune_research.simulator import measure
+from perilune_research.simulator.fleet import SimulatedFleet
+from perilune_research.simulator.h20 import H20
+from perilune_research.simulator.harness import OfferedLoad
+from perilune_research.simulator.new_sessions import retry_after_s
+from perilune_research.simulator.options import parse
+from perilune_research.simulator.request import SimulatedRequest
+from perilune_research.simulator.setting import Setting
+from perilune_research.simulator.simulation import SimulatedOutcome, simulate
+from perilune_research.simulator.workload import Task, Workload
+
+OFF = SessionAdmission()
+ON = SessionAdmission(enabled=True)
+SMALL = replace(H20, engine=replace(H20.engine, kv_pool_tokens=40_000))
+FLEET = SimulatedFleet(2, SMALL)
+LOAD = OfferedLoad(window_s=200.0, warmup_s=0.0, parameters=Agentic(context_tokens=30_000))
+
+
+@pytest.fixture(scope="module")
+def overload() -> Workload:
+    return LOAD.workload(0.8, 3, FLEET)
+
+
+def play(
+    workload: Workload, rules: SessionAdmission, fleet: SimulatedFleet = FLEET, policy: str = "perilune"
+) -> SimulatedOutcome:
+    return simulate(workload, Setting(policy, Routing(session_admission=rules), pullable=False), fleet)
+
+
+def times(outcome: SimulatedOutcome) -> list[tuple[int, float, float, int]]:
+    return [(r.task.session, r.first_token_s, r.finished_s, r.endpoint) for r in outcome.requests]
+
+
+def test_the_client_of_a_refused_session_comes_back_twice_when_it_was_told():
+    request = SimulatedRequest(Task(0, 0, 0, 1000, 0, 100, 0.0, 0.0), 0, 0.0, 0.0)
+    waits = []
+    for request.refusals in (1, 2, 3):
+        waits.append(retry_after_s(request, Refused(7.2)))
+    assert waits == [8.0, 8.0, None]
+
+
+def test_without_it_rules_change_nothing(overload: Workload):
+    rules = structs.replace(OFF, max_wait_seconds=1.0, max_waiting=1)
+    assert times(play(overload, rules)) == times(play(overload, OFF))
+
+
+def test_where_every_context_fits_no_session_waits(overload: Workload):
+    large = SimulatedFleet(2, replace(H20, engine=replace(H20.engine, kv_pool_tokens=100_000_000)))
+    assert times(play(overload, ON, large)) == times(play(overload, OFF, large))
+
+
+def test_sessions_that_wait_for_long_are_all_served_and_overload_costs_no_more_work(overload: Workload):
+    with_, without = play(overload, structs.replace(ON, max_wait_seconds=600.0)), play(overload, OFF)
+    assert len(with_.requests) == len(without.requests) == overload.requests
+    assert all(r.succeeded for r in with_.requests)
+    waited = [r.task.number for r in with_.requests if r.routed_s > r.submitted_s]
+    assert set(waited) == {0}
+    cached = [sum(r.cached_tokens for r in outcome.requests) for outcome in (with_, without)]
+    assert cached[0] > cached[1]
+
+
+def test_a_session_that_is_refused_three_times_is_lost_and_counted_once(overload: Workload):
+    outcome = play(overload, structs.replace(ON, max_wait_seconds=1.0))
+    lost = [r for r in outcome.requests if r.rejected]
+    assert lost
+    assert {(r.task.number, r.refusals) for r in lost} == {(0, 3)}
+    gone = {r.task.session for r in lost}
+    assert not gone & {r.task.session for r in outcome.requests if r.succeeded}
+    sessions = measure.run(outcome, overload).sessions
+    assert sessions
+    assert sessions.lost == len(gone)
+    both = measure.pooled([measure.run(outcome, overload)] * 2, (1, 2), 0.8).sessions
+    assert both
+    assert both.lost == 2 * len(gone)
+
+
+def test_times_are_measured_from_the_sessions_arrival(overload: Workload):
+    outcome = play(overload, ON)
+    starts = {job.name: job.start_s for job in overload.jobs}
+    first = [r for r in outcome.requests if r.task.number == 0]
+    assert [r.submitted_s for r in first] == [starts[overload.jobs[r.task.session].name] for r in first]
+
+
+def test_the_command_line_turns_it_on():
+    assert not parse([]).comparison.routing.session_admission.enabled
+    assert parse(["--admission"]).comparison.routing.session_admission.enabled
