@@ -37,8 +37,8 @@ from perilune_gateway.feeds import (
     bootstrap_pages,
     drained,
     engine_metrics,
-    gift_legs,
     handoff_legs,
+    prefill_legs,
     store_segments,
     zmq_sockets,
 )
@@ -157,8 +157,8 @@ class Gateway:
         state = self.state
         sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
         self.events = EventFeeds(sink, time.time, self._rng)
-        self.gift_legs = gift_legs.GiftLegs(
-            self.router.gifts, state.connectors, os.environ.get(ENGINE_SECRET, "")
+        self.prefill_legs = prefill_legs.PrefillLegs(
+            self.router.remote_prefills, state.connectors, os.environ.get(ENGINE_SECRET, "")
         )
         self.shared: SharedState | None = None
         if state_server:
@@ -173,7 +173,7 @@ class Gateway:
             limits=spec.routing.limits,
             bytes_per_token=spec.model.bytes_per_token,
             conformance=conformance,
-            giver=self.gift_legs,
+            giver=self.prefill_legs,
             trace=_tracer(traces_share, Random()) if traces else None,
         )
         self.server = new_server(transport, self.service, tls)
@@ -271,7 +271,7 @@ class Gateway:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
                 handoff_legs.run(self.router.handing_over, connectors, http),
-                self.gift_legs.run(http),
+                self.prefill_legs.run(http),
             )
 
     async def _plan_moves(self) -> None:

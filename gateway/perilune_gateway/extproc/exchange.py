@@ -76,7 +76,7 @@ from perilune_gateway.model import (
     Routed,
     Tokens,
 )
-from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.model.handoff import Attachment, RemotePrefill
 from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import error_body, for_engine, with_transfer
 from perilune_gateway.request.usage import CachedTokens
@@ -123,7 +123,7 @@ class Hold(Struct, frozen=True, gc=False):
     """Have this prompt prefilled elsewhere, then call `attach`."""
 
     ticket: int
-    gift: Gift
+    remote: RemotePrefill
     head: RequestHead
     body: bytes
 
@@ -422,10 +422,10 @@ class Exchange:
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
                 body, self._parts = b"".join(self._parts), []
                 changed = for_engine(body, verdict.fields)
-                if verdict.gift:
+                if verdict.remote:
                     self._bodies = body, changed
                     whole = body if changed is None else changed
-                    return State.HELD, [Hold(verdict.ticket, verdict.gift, self._head, whole)]
+                    return State.HELD, [Hold(verdict.ticket, verdict.remote, self._head, whole)]
                 return State.ROUTED, self._pick(verdict, body, changed)
             case Refusal():
                 self._parts = []

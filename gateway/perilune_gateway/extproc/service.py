@@ -30,7 +30,7 @@ from perilune_gateway.extproc import wire
 from perilune_gateway.extproc.exchange import Abort, Effect, Exchange, Hold, Router, Send, Wait
 from perilune_gateway.extproc.messages import Body, BodyMode, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
-from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.model.handoff import Attachment, RemotePrefill
 from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.new_sessions import Queued
@@ -67,9 +67,11 @@ class Tokenizer(Protocol):
 
 
 class Giver(Protocol):
-    """The part of feeds.gift_legs.GiftLegs that streams need."""
+    """The part of feeds.prefill_legs.PrefillLegs that streams need."""
 
-    async def give(self, ticket: int, gift: Gift, head: RequestHead, body: bytes) -> Attachment | None: ...
+    async def give(
+        self, ticket: int, remote: RemotePrefill, head: RequestHead, body: bytes
+    ) -> Attachment | None: ...
 
 
 class Reply(Struct, frozen=True, gc=False):
@@ -198,7 +200,7 @@ class Stream:
 
     async def _attachment(self, hold: Hold) -> Attachment | None:
         giver = self._service.giver
-        return await giver.give(hold.ticket, hold.gift, hold.head, hold.body) if giver else None
+        return await giver.give(hold.ticket, hold.remote, hold.head, hold.body) if giver else None
 
     async def _encode(self, encode: Encode) -> Tokens | Refusal:
         service = self._service

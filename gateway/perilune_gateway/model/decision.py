@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from perilune_gateway.model.handoff import Gift
+from perilune_gateway.model.handoff import RemotePrefill
 from perilune_gateway.model.moves import Move
 from perilune_gateway.model.request import Unsplit
 
@@ -210,5 +210,5 @@ class Routed(Struct, frozen=True, gc=False):
     """What to write into the body."""
     rank: int | None = None
     """The chosen data-parallel rank, which the engine is told; None: the server has no ranks."""
-    gift: Gift | None = None
+    remote: RemotePrefill | None = None
     """The prompt's KV, which another endpoint must have accepted to compute before the request goes on."""

@@ -89,7 +89,7 @@ class Content(Struct, frozen=True, gc=False):
         return len(self.ids)
 
 
-class Gift(Struct, frozen=True, gc=False):
+class RemotePrefill(Struct, frozen=True, gc=False):
     """The KV of a request's prompt, which one endpoint computes and another one fetches."""
 
     transfer_id: str

@@ -12,8 +12,8 @@ from perilune_gateway.model import APPROVED, UNPLANNED, Move, MoveReason, Sessio
 from perilune_gateway.model.handoff import GivenUp, HandoffOutcome, HandoffRecord, Immovable
 from perilune_gateway.moves.handoff import Handoff, Stage
 from perilune_gateway.moves.planner import Ended, Lapse, Planner, PlannerStats, State
-from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats, Leg
+from perilune_gateway.routing.remote_prefills import RemotePrefillStats
 from perilune_gateway.state.calibration import Calibration
 
 RECENT = 50
@@ -21,7 +21,11 @@ RECENT = 50
 
 
 def page(
-    planner: Planner, handoffs: HandoffStats, gifts: GiftStats, calibration: Calibration, now: float
+    planner: Planner,
+    handoffs: HandoffStats,
+    remote_prefills: RemotePrefillStats,
+    calibration: Calibration,
+    now: float,
 ) -> Mapping[str, Any]:
     """Offered moves, rejected moves with their reasons, hand-offs on their way, ended moves, prompts that
     other endpoints prefill, the budget, what the endpoints' connectors can, and the measured slowdown of
@@ -45,8 +49,8 @@ def page(
             for address, can in handoffs.connectors.items()
         },
         "prefills": {
-            "open": gifts.open,
-            "ended": [_prefilled(record) for record in reversed(gifts.recent)],
+            "open": remote_prefills.open,
+            "ended": [_prefilled(record) for record in reversed(remote_prefills.recent)],
         },
         "immovable": dict(handoffs.immovable),
         "stays": [_row(move) for move in planner.last.stays],
@@ -148,7 +152,7 @@ def families(stats: PlannerStats) -> Iterator[Metric]:
     )
 
 
-def handoff_families(stats: HandoffStats, gifts: GiftStats) -> Iterator[Metric]:
+def handoff_families(stats: HandoffStats, remote_prefills: RemotePrefillStats) -> Iterator[Metric]:
     """Metric families of hand-offs. The series of all labels exist from the start."""
     ended = CounterMetricFamily(
         "perilune_handoffs", "Ended hand-offs of KV between endpoints.", labels=("reason", "outcome")
@@ -157,12 +161,12 @@ def handoff_families(stats: HandoffStats, gifts: GiftStats) -> Iterator[Metric]:
         for outcome in HandoffOutcome:
             ended.add_metric((reason, outcome), stats.outcomes.get((reason, outcome), 0))
     for outcome in HandoffOutcome:
-        ended.add_metric((MoveReason.PREFILL, outcome), gifts.outcomes.get(outcome, 0))
+        ended.add_metric((MoveReason.PREFILL, outcome), remote_prefills.outcomes.get(outcome, 0))
     yield ended
     yield _by(
         CounterMetricFamily("perilune_handoffs_given_up", "Hand-offs given up, by cause.", labels=("cause",)),
         GivenUp,
-        Counter(stats.given_up) + Counter(gifts.given_up),
+        Counter(stats.given_up) + Counter(remote_prefills.given_up),
     )
     yield _by(
         CounterMetricFamily(
@@ -182,10 +186,10 @@ def handoff_families(stats: HandoffStats, gifts: GiftStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "perilune_handoff_bytes",
         "KV bytes that ended hand-offs asked for.",
-        stats.transfer_bytes + gifts.transfer_bytes,
+        stats.transfer_bytes + remote_prefills.transfer_bytes,
     )
     yield GaugeMetricFamily(
-        "perilune_prefills_open", "Requests whose prompt another endpoint prefills.", gifts.open
+        "perilune_prefills_open", "Requests whose prompt another endpoint prefills.", remote_prefills.open
     )
     now_open = GaugeMetricFamily(
         "perilune_handoffs_open", "Hand-offs that have not ended, by stage.", labels=("stage",)

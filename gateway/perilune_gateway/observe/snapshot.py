@@ -65,7 +65,7 @@ class Snapshots:
             self._router.handing_over.stats(),
             self._router.new_sessions.stats(self._clock()),
             self._drained(),
-            self._router.gifts.stats(),
+            self._router.remote_prefills.stats(),
             self._shared(),
         )
 
@@ -88,7 +88,11 @@ class Snapshots:
         """The values of /api/moves."""
         router, calibration = self._router, self._state.calibration
         return moves.page(
-            router.planner, router.handing_over.stats(), router.gifts.stats(), calibration, self._clock()
+            router.planner,
+            router.handing_over.stats(),
+            router.remote_prefills.stats(),
+            calibration,
+            self._clock(),
         )
 
     def endpoints(self) -> tuple[EndpointStats, ...]:

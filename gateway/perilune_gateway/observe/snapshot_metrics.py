@@ -83,8 +83,8 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
     yield _counter("ingest_blocks", "Blocks stored or removed by KV events.", ingest.blocks)
     if snapshot.moves:
         yield from moves.families(snapshot.moves)
-    if snapshot.handoffs and snapshot.gifts:
-        yield from moves.handoff_families(snapshot.handoffs, snapshot.gifts)
+    if snapshot.handoffs and snapshot.remote_prefills:
+        yield from moves.handoff_families(snapshot.handoffs, snapshot.remote_prefills)
     if snapshot.shared:
         yield from _shared(snapshot.shared)
     yield from _new_sessions(snapshot.new_sessions)

@@ -13,9 +13,9 @@ from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.moves.planner import PlannerStats
-from perilune_gateway.routing.gifts import GiftStats
 from perilune_gateway.routing.handing_over import HandoffStats
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
+from perilune_gateway.routing.remote_prefills import RemotePrefillStats
 from perilune_gateway.state.calibration import EndpointCalibration
 from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
@@ -108,6 +108,6 @@ class Snapshot:
     new_sessions: SessionAdmissionStats = SessionAdmissionStats()
     drained: Mapping[str, str] = field(default_factory=dict)
     """The marks of draining pods that this gateway no longer uses, by name."""
-    gifts: GiftStats | None = None
+    remote_prefills: RemotePrefillStats | None = None
     shared: SharedStats | None = None
     """None when no state is shared with other gateways."""

@@ -13,7 +13,7 @@ from perilune_api.pool import Routing
 from perilune_gateway.model import NEED_BODY, Candidate, Decision, Phase, RequestView, Verdict
 from perilune_gateway.policy import POLICIES
 from perilune_gateway.routing import admission
-from perilune_gateway.routing.split import decoders, split
+from perilune_gateway.routing.disaggregation import decoders, split
 
 
 def decide(

@@ -57,9 +57,9 @@ from perilune_gateway.request.aliases import Aliases
 from perilune_gateway.routing.admission import engine_priority
 from perilune_gateway.routing.candidates import CandidateBuilder
 from perilune_gateway.routing.context import RequestContext, StepTimer
-from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.new_sessions import NewSessions
+from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import Applied
 from perilune_gateway.state.fleet import EndpointView
@@ -142,7 +142,7 @@ class Lifecycle:
         candidates: CandidateBuilder,
         planner: Planner,
         handing_over: HandingOver,
-        gifts: Gifts,
+        remote_prefills: RemotePrefills,
         new_sessions: NewSessions,
         observer: Observer,
         aliases: Aliases,
@@ -153,7 +153,7 @@ class Lifecycle:
         self._candidates = candidates
         self._planner = planner
         self._handing_over = handing_over
-        self._gifts = gifts
+        self._remote_prefills = remote_prefills
         self._new_sessions = new_sessions
         self._observer = observer
         self._aliases = aliases
@@ -179,7 +179,7 @@ class Lifecycle:
         self._decision_header = pool.spec.routing.decision_header
         self._session_failures = pool.spec.routing.ejection.session_failures
         self._state.ejection.rules = pool.spec.routing.ejection
-        self._gifts.configure(pool.spec.routing.disaggregation)
+        self._remote_prefills.configure(pool.spec.routing.disaggregation)
 
     def forget(self, address: str) -> None:
         """The endpoint left the pool. Its requests go on."""
@@ -274,10 +274,10 @@ class Lifecycle:
             routed = self._answer(context.head, ticket, record)
             if split:
                 subject = session.key if session else view.request_id
-                gift = self._gifts.begin(
+                remote = self._remote_prefills.begin(
                     *(ticket, subject, decision, context.candidates, prompt.blocks, prompt.tokens)
                 )
-                routed = replace(routed, gift=gift)
+                routed = replace(routed, remote=remote)
             name, turns = (session.key, session.turns) if session else (ticket, 1)
             self._new_sessions.turn_began(name, prompt.tokens, turns)
             return replace(routed, fields=self._engine_fields(context, target, priority))
@@ -389,7 +389,7 @@ class Lifecycle:
 
     def _served_elsewhere(self, ticket: int, running: Running, served: str, now: float) -> None:
         fleet = self._state.fleet
-        self._gifts.served_elsewhere(ticket)
+        self._remote_prefills.served_elsewhere(ticket)
         fleet.suspect(running.target, now)
         self._end_move(running, now, arrived=False)
         fleet.served_by(ticket, served)
@@ -415,7 +415,7 @@ class Lifecycle:
         state.fleet.finish(ticket)
         wrong = state.ejection.ended(ticket, now, well=answered)
         self._end_move(running, now, arrived=answered)
-        self._gifts.ended(ticket, answered=answered)
+        self._remote_prefills.ended(ticket, answered=answered)
         if outcome is Outcome.FAILED and running.status in UNREACHABLE:
             state.fleet.suspect(running.target, now)
         if completed and running.prefilled_at and state.fleet.get(running.target):
@@ -587,7 +587,7 @@ class Lifecycle:
             self._state.fleet.finish(ticket)
             self._state.ejection.ended(ticket, now, well=False)
             self._end_move(running, now, arrived=False)
-            self._gifts.ended(ticket, answered=False)
+            self._remote_prefills.ended(ticket, answered=False)
             raise
 
     def _start(self, running: Running, move: Move | None = None) -> int:

@@ -65,10 +65,10 @@ from perilune_gateway.routing import admission
 from perilune_gateway.routing.candidates import CandidateBuilder, wanted_by
 from perilune_gateway.routing.context import Prompt, RequestContext, StepTimer
 from perilune_gateway.routing.decide import decide
-from perilune_gateway.routing.gifts import Gifts
 from perilune_gateway.routing.handing_over import HandingOver
 from perilune_gateway.routing.lifecycle import Lifecycle, Observer
 from perilune_gateway.routing.new_sessions import NewSessions, Queued
+from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.pool_state import PoolState
 
 SEED_BITS = 53
@@ -103,7 +103,7 @@ class Router:
         lifecycle: Lifecycle,
         handing_over: HandingOver,
         aliases: Aliases,
-        gifts: Gifts,
+        remote_prefills: RemotePrefills,
         new_sessions: NewSessions,
         *,
         clock: Callable[[], float],
@@ -117,7 +117,7 @@ class Router:
         self.planner = planner
         self.lifecycle = lifecycle
         self.handing_over = handing_over
-        self.gifts = gifts
+        self.remote_prefills = remote_prefills
         self.new_sessions = new_sessions
         self._tokenizer = tokenizer
         self._candidates = candidates
@@ -494,7 +494,7 @@ def new_router(
     facts = LiveFacts(state, handoffs)
     planner = Planner(facts)
     handing_over = HandingOver(state, planner, handoffs, facts, observer, clock, wall_clock)
-    gifts = Gifts(state, observer, clock, wall_clock)
+    remote_prefills = RemotePrefills(state, observer, clock, wall_clock)
     new_sessions = NewSessions(state)
     return Router(
         pool,
@@ -503,12 +503,12 @@ def new_router(
         candidates,
         planner,
         Lifecycle(
-            *(state, candidates, planner, handing_over, gifts, new_sessions),
+            *(state, candidates, planner, handing_over, remote_prefills, new_sessions),
             *(observer, aliases, clock, wall_clock),
         ),
         handing_over,
         aliases,
-        gifts,
+        remote_prefills,
         new_sessions,
         clock=clock,
         stopwatch=stopwatch,

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from perilune_gateway.extproc.exchange import Accepted, Hold
 from perilune_gateway.extproc.messages import Body, Continue, Echo, Kind, Pick
 from perilune_gateway.model import EngineFields, Outcome, ProtocolError
-from perilune_gateway.model.handoff import Attachment, Gift
+from perilune_gateway.model.handoff import Attachment, RemotePrefill
 
-GIFT = Gift("t", B, A, "10.0.0.2:8998", 0.3, 60.0)
-HELD = {"on_body_": replace(ROUTED, gift=GIFT, fields=EngineFields(priority=5))}
+GIFT = RemotePrefill("t", B, A, "10.0.0.2:8998", 0.3, 60.0)
+HELD = {"on_body_": replace(ROUTED, remote=GIFT, fields=EngineFields(priority=5))}
 BODY = Body(Kind.REQUEST_BODY, b'{"a":1}')
 ATTACHED = Attachment(b'{"transfer_id":"t"}', (("x-perilune-transfer-target", A),))
 WITH_PRIORITY = b'{"a":1,"priority":5}'

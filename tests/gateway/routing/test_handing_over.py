@@ -75,7 +75,7 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
     assert rig.turn("s", text(1, 480)).target == source
     router, planner = rig.router, rig.router.planner
     page = move_rows.page(
-        planner, router.handing_over.stats(), router.gifts.stats(), rig.state.calibration, rig.now
+        planner, router.handing_over.stats(), router.remote_prefills.stats(), rig.state.calibration, rig.now
     )
     (ended,) = [one for one in page["ended"] if one["handoff"]]
     assert (ended["state"], ended["handoff"]["outcome"], ended["handoff"]["cause"]) == (
@@ -83,7 +83,9 @@ def test_a_failed_leg_leaves_the_session_where_it_is_and_says_why() -> None:
         "failed",
         "unreachable",
     )
-    rig.metrics.mirror(lambda: Snapshot(handoffs=router.handing_over.stats(), gifts=router.gifts.stats()))
+    rig.metrics.mirror(
+        lambda: Snapshot(handoffs=router.handing_over.stats(), remote_prefills=router.remote_prefills.stats())
+    )
     shown = generate_latest(rig.metrics.registry).decode()
     assert 'perilune_handoffs_total{outcome="failed",reason="drain"} 1.0' in shown
     assert 'perilune_handoffs_given_up_total{cause="unreachable"} 1.0' in shown

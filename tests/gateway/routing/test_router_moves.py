@@ -51,7 +51,7 @@ class Moving(Rig):
         return move_rows.page(
             router.planner,
             router.handing_over.stats(),
-            router.gifts.stats(),
+            router.remote_prefills.stats(),
             router.state.calibration,
             self.now,
         )

@@ -1,11 +1,12 @@
 """Sends the give legs of requests whose prompt another endpoint prefills, and says what to attach to them.
 
     request ─▶ give leg ─▶ prefill endpoint: its head = accepted ─▶ Attachment ─▶ the request goes on
-                              └─ its end = computed ─▶ routing/gifts.py
+                              └─ its end = computed ─▶ routing/remote_prefills.py
 
 The give leg is the client's own body on the client's own route, with an answer of one token that ends by its
-length, so both engines see the same prompt. Every wait has a bound: the gift's `accept_s` for the head, its
-`give_s` for the end. The leg of a request that has ended is cancelled, by which its engine frees what it can.
+length, so both engines see the same prompt. Every wait has a bound: `accept_s` of the remote prefill for the
+head, its `give_s` for the end. The leg of a request that has ended is cancelled, by which its engine frees
+what it can.
 An attached request carries the pool's secret, by which the target obeys the parameters, and the target's
 address, by which every other engine drops them: a proxy may send the request elsewhere, and an engine would
 wait in vain for a transfer that is spent.
@@ -22,9 +23,9 @@ import msgspec
 
 from perilune_api import names
 from perilune_gateway.model import RequestHead, rank_of, server_of
-from perilune_gateway.model.handoff import Attachment, Gift, GivenUp
+from perilune_gateway.model.handoff import Attachment, GivenUp, RemotePrefill
 from perilune_gateway.request.openai import prefill_body
-from perilune_gateway.routing.gifts import Gifts
+from perilune_gateway.routing.remote_prefills import RemotePrefills
 from perilune_gateway.state.connectors import Connectors
 
 log = logging.getLogger(__name__)
@@ -33,16 +34,16 @@ PASSED_ON = ("authorization", names.TRACEPARENT_HEADER, names.TRACESTATE_HEADER)
 """Request headers that the give leg has as well."""
 
 
-class GiftLegs:
+class PrefillLegs:
     """The give legs of one pool's requests. Gives nothing unless `run` runs."""
 
-    def __init__(self, gifts: Gifts, connectors: Connectors, secret: str = "") -> None:
-        self._gifts = gifts
+    def __init__(self, remote_prefills: RemotePrefills, connectors: Connectors, secret: str = "") -> None:
+        self._remote_prefills = remote_prefills
         self._connectors = connectors
         self._secret = secret
         self._http: aiohttp.ClientSession | None = None
-        self._legs: dict[Gift, asyncio.Task[None]] = {}
-        gifts.on_ended = self._on_ended
+        self._legs: dict[RemotePrefill, asyncio.Task[None]] = {}
+        remote_prefills.on_ended = self._on_ended
 
     async def run(self, http: aiohttp.ClientSession) -> None:
         """Gives until cancelled, and then cancels all legs."""
@@ -56,34 +57,36 @@ class GiftLegs:
                 leg.cancel()
             await asyncio.gather(*legs, return_exceptions=True)
 
-    async def give(self, ticket: int, gift: Gift, head: RequestHead, body: bytes) -> Attachment | None:
+    async def give(
+        self, ticket: int, remote: RemotePrefill, head: RequestHead, body: bytes
+    ) -> Attachment | None:
         """Returns what to attach to the request once the source has accepted its prompt; None if it does not
         accept it in time."""
-        source = self._connectors.known.get(gift.source)
+        source = self._connectors.known.get(remote.source)
         if self._http is None or source is None:
-            self._gifts.failed(ticket, gift, GivenUp.PAGE)
+            self._remote_prefills.failed(ticket, remote, GivenUp.PAGE)
             return None
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        leg = asyncio.create_task(self._leg(ticket, gift, head, body, accepted, self._http))
-        self._legs[gift] = leg
-        leg.add_done_callback(lambda _: self._legs.pop(gift, None))
+        leg = asyncio.create_task(self._leg(ticket, remote, head, body, accepted, self._http))
+        self._legs[remote] = leg
+        leg.add_done_callback(lambda _: self._legs.pop(remote, None))
         leg.add_done_callback(lambda _: _settle(accepted, False))
         try:
-            async with asyncio.timeout(gift.accept_s):
+            async with asyncio.timeout(remote.accept_s):
                 if not await asyncio.shield(accepted):
                     return None
         except TimeoutError:
             leg.cancel()
-            self._gifts.failed(ticket, gift, GivenUp.NOT_ACCEPTED)
+            self._remote_prefills.failed(ticket, remote, GivenUp.NOT_ACCEPTED)
             return None
         params = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": f"http://{gift.bootstrap}",
+            "remote_bootstrap_addr": f"http://{remote.bootstrap}",
             "remote_engine_id": source.engine_ids[0],
-            "transfer_id": gift.transfer_id,
+            "transfer_id": remote.transfer_id,
         }
-        headers: tuple[tuple[str, str], ...] = ((names.TRANSFER_TARGET_HEADER, server_of(gift.target)),)
+        headers: tuple[tuple[str, str], ...] = ((names.TRANSFER_TARGET_HEADER, server_of(remote.target)),)
         if self._secret:
             headers += ((names.ENGINE_SECRET_HEADER, self._secret),)
         return Attachment(msgspec.json.encode(params), headers)
@@ -91,7 +94,7 @@ class GiftLegs:
     async def _leg(
         self,
         ticket: int,
-        gift: Gift,
+        remote: RemotePrefill,
         head: RequestHead,
         body: bytes,
         accepted: asyncio.Future[bool],
@@ -100,35 +103,35 @@ class GiftLegs:
         """Sends one leg and reads it to its end. `accepted` is set by its head."""
         try:
             async with (
-                asyncio.timeout(gift.give_s),
+                asyncio.timeout(remote.give_s),
                 http.post(
-                    f"http://{server_of(gift.source)}{head.path}",
-                    data=prefill_body(body, gift.transfer_id),
-                    headers=_headers(gift, head),
+                    f"http://{server_of(remote.source)}{head.path}",
+                    data=prefill_body(body, remote.transfer_id),
+                    headers=_headers(remote, head),
                 ) as answer,
             ):
                 if answer.status != 200:
                     detail = (await answer.content.read(200))[:200]
-                    return self._failed(ticket, gift, GivenUp.REFUSED, f"{answer.status} {detail!r}")
+                    return self._failed(ticket, remote, GivenUp.REFUSED, f"{answer.status} {detail!r}")
                 _settle(accepted, True)
                 async for _ in answer.content.iter_any():
                     pass
         except TimeoutError:
-            self._failed(ticket, gift, GivenUp.NOT_TAKEN)
+            self._failed(ticket, remote, GivenUp.NOT_TAKEN)
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            self._failed(ticket, gift, GivenUp.UNREACHABLE, error)
+            self._failed(ticket, remote, GivenUp.UNREACHABLE, error)
         else:
-            self._gifts.given(ticket, gift)
+            self._remote_prefills.given(ticket, remote)
 
-    def _failed(self, ticket: int, gift: Gift, cause: GivenUp, detail: object = "") -> None:
+    def _failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp, detail: object = "") -> None:
         log.warning(
             "prefill for another endpoint failed cause=%s source=%s target=%s error=%s",
-            *(cause, gift.source, gift.target, detail),
+            *(cause, remote.source, remote.target, detail),
         )
-        self._gifts.failed(ticket, gift, cause)
+        self._remote_prefills.failed(ticket, remote, cause)
 
-    def _on_ended(self, gift: Gift) -> None:
-        if leg := self._legs.get(gift):
+    def _on_ended(self, remote: RemotePrefill) -> None:
+        if leg := self._legs.get(remote):
             leg.cancel()
 
 
@@ -137,10 +140,10 @@ def _settle(future: asyncio.Future[bool], value: bool) -> None:
         future.set_result(value)
 
 
-def _headers(gift: Gift, head: RequestHead) -> Mapping[str, str]:
-    rank = rank_of(gift.source)
+def _headers(remote: RemotePrefill, head: RequestHead) -> Mapping[str, str]:
+    rank = rank_of(remote.source)
     named = {} if rank is None else {names.DATA_PARALLEL_RANK_HEADER: str(rank)}
     passed = {name: head.headers[name] for name in PASSED_ON if name in head.headers}
     if head.trace:
         passed[names.TRACEPARENT_HEADER] = head.trace.traceparent
-    return {"Content-Type": "application/json", "X-Request-Id": gift.transfer_id, **passed, **named}
+    return {"Content-Type": "application/json", "X-Request-Id": remote.transfer_id, **passed, **named}

@@ -14,7 +14,7 @@ from router_rig import USUAL, C, Rig, completion, pool
 from routing_objects import chosen, head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
-from perilune_gateway.feeds.gift_legs import GiftLegs
+from perilune_gateway.feeds.prefill_legs import PrefillLegs
 from perilune_gateway.model import RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
 from perilune_gateway.model.tracing import SAMPLED, Trace
@@ -54,17 +54,17 @@ class Giver:
 class Scene:
     rig: Rig
     giver: Giver
-    legs: GiftLegs
+    legs: PrefillLegs
     address: str
     routed: Routed
 
     async def give(self, of: RequestHead = HEAD, **more: object) -> Attachment | None:
-        assert self.routed.gift
-        return await self.legs.give(self.routed.ticket, self.routed.gift, of, completion(PROMPT, **more))
+        assert self.routed.remote
+        return await self.legs.give(self.routed.ticket, self.routed.remote, of, completion(PROMPT, **more))
 
     def given_up(self) -> dict[GivenUp, int]:
         self.rig.finish(self.routed)
-        return dict(self.rig.router.gifts.stats().given_up)
+        return dict(self.rig.router.remote_prefills.stats().given_up)
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +83,7 @@ async def scene(accept_s: float = 1.0) -> AsyncIterator[Scene]:
     rig = Rig(pool(endpoints=listed, routing=routing, engine=USUAL))
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
-    legs = GiftLegs(rig.router.gifts, rig.state.connectors, "secret")
+    legs = PrefillLegs(rig.router.remote_prefills, rig.state.connectors, "secret")
     async with aiohttp.ClientSession() as http:
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)

@@ -40,7 +40,7 @@ class Split(Handing):
         return move_rows.page(
             router.planner,
             router.handing_over.stats(),
-            router.gifts.stats(),
+            router.remote_prefills.stats(),
             self.state.calibration,
             self.now,
         )
@@ -48,7 +48,9 @@ class Split(Handing):
     def metrics_text(self) -> str:
         router = self.router
         self.metrics.mirror(
-            lambda: Snapshot(handoffs=router.handing_over.stats(), gifts=router.gifts.stats())
+            lambda: Snapshot(
+                handoffs=router.handing_over.stats(), remote_prefills=router.remote_prefills.stats()
+            )
         )
         return generate_latest(self.metrics.registry).decode()
 
@@ -57,14 +59,14 @@ def test_the_prefill_is_load_where_it_runs_and_its_end_is_the_copy() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
     target = routed.destinations[0]
-    assert routed.gift is not None
+    assert routed.remote is not None
     assert target in (B, C)
-    assert (routed.gift.source, routed.gift.target, routed.gift.bootstrap) == (A, target, PAGES[A])
+    assert (routed.remote.source, routed.remote.target, routed.remote.bootstrap) == (A, target, PAGES[A])
     assert rig.pending() == {A: len(PROMPT), B: 0, C: 0}
     assert A not in routed.destinations
     rig.announce(A, PROMPT)
     assert rig.pending() == {A: 0, B: 0, C: 0}
-    rig.router.gifts.given(routed.ticket, routed.gift)
+    rig.router.remote_prefills.given(routed.ticket, routed.remote)
     rig.announce(target, PROMPT)
     rig.answered(routed)
     assert {a: rig.load(a).in_flight for a in (A, B, C)} == {A: 0, B: 0, C: 0}
@@ -88,15 +90,15 @@ def test_the_next_turn_stays_and_its_short_rest_is_prefilled_there() -> None:
     rig.announce(target, PROMPT)
     rig.answered(routed)
     again = rig.send("s", [*PROMPT, *text(2, 320)])
-    assert (again.destinations[0], again.gift) == (target, None)
+    assert (again.destinations[0], again.remote) == (target, None)
     assert 'perilune_prefills_total{where="short"} 1.0' in rig.metrics_text()
 
 
 def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
-    assert routed.gift
-    rig.router.gifts.failed(routed.ticket, routed.gift, GivenUp.NOT_ACCEPTED)
+    assert routed.remote
+    rig.router.remote_prefills.failed(routed.ticket, routed.remote, GivenUp.NOT_ACCEPTED)
     rig.router.prefills_itself(routed.ticket)
     target = routed.destinations[0]
     assert rig.pending() == {A: 0, B: 0, C: 0} | {target: len(PROMPT)}
@@ -111,42 +113,42 @@ def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
 def test_a_prefill_endpoint_that_fails_costs_no_answer(cause: GivenUp) -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
-    assert routed.gift
-    rig.router.gifts.failed(routed.ticket, routed.gift, cause)
+    assert routed.remote
+    rig.router.remote_prefills.failed(routed.ticket, routed.remote, cause)
     rig.answered(routed)
-    assert rig.router.gifts.stats().given_up == {cause: 1}
+    assert rig.router.remote_prefills.stats().given_up == {cause: 1}
     another = rig.send("t", text(3, 3_200))
-    assert (another.gift is None) == (cause is GivenUp.UNREACHABLE), (
+    assert (another.remote is None) == (cause is GivenUp.UNREACHABLE), (
         "one that is not reached is not asked again"
     )
 
 
-def test_a_request_that_another_endpoint_serves_has_no_gift_any_more() -> None:
+def test_a_request_that_another_endpoint_serves_has_no_remote_any_more() -> None:
     rig = Split()
     ended = []
-    rig.router.gifts.on_ended = ended.append
+    rig.router.remote_prefills.on_ended = ended.append
     routed = rig.send("s", PROMPT)
     target = routed.destinations[0]
     other = B if target == C else C
     rig.router.on_response(routed.ticket, 200, other, True)
     assert rig.load(A).in_flight == 0
     rig.finish(routed)
-    assert rig.router.gifts.stats().given_up == {GivenUp.ELSEWHERE: 1}
-    assert ended == [routed.gift]
+    assert rig.router.remote_prefills.stats().given_up == {GivenUp.ELSEWHERE: 1}
+    assert ended == [routed.remote]
 
 
 def test_a_client_that_leaves_ends_the_prefill() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
     rig.finish(routed, Outcome.CANCELLED)
-    assert rig.router.gifts.stats().given_up == {GivenUp.LEFT: 1}
+    assert rig.router.remote_prefills.stats().given_up == {GivenUp.LEFT: 1}
     assert rig.load(A).in_flight == 0
 
 
 def test_connectors_that_are_silent_or_unlike_give_nothing() -> None:
     rig = Split()
     rig.state.connectors.forget(A)
-    assert rig.send("s", PROMPT).gift is None
+    assert rig.send("s", PROMPT).remote is None
     rig.state.connectors.answered(A, Connector(["engine"], 2))
-    assert rig.send("t", text(5, 3_200)).gift is None
+    assert rig.send("t", text(5, 3_200)).remote is None
     assert 'perilune_prefills_total{where="no_giver"} 2.0' in rig.metrics_text()

@@ -1,12 +1,12 @@
 """Follows the prompts that are prefilled on another endpoint than the one that decodes.
 
-    decision with `prefill` ─▶ begin ─▶ Gift ─▶ feeds/gift_legs.py ─┬─▶ accepted ─▶ the request goes on
-                                                                   └─▶ failed: the target prefills the prompt
+    decision with `prefill` ─▶ begin ─▶ feeds/prefill_legs.py ─┬─▶ accepted ─▶ the request goes on
+                                                               └─▶ failed: the target prefills the prompt
     give leg's end ─▶ given or failed        request's end ─▶ ended
 
-A gift is load on the prefill endpoint from `begin` until its KV events or its leg's end say that the prompt
-is computed. A gift that fails before it is accepted becomes load on the target, which then prefills the
-prompt; one that fails later costs the same there, after the connector's own bounds. Each gift ends with its
+A remote prefill is load on the prefill endpoint from `begin` until its KV events or its leg's end say that
+the prompt is computed. One that fails before it is accepted becomes load on the target, which then prefills
+the prompt; one that fails later costs the same there, after the connector's own bounds. Each ends with its
 request, and leaves a `HandoffRecord`.
 """
 
@@ -21,23 +21,23 @@ from msgspec import Struct
 
 from perilune_api.pool import Disaggregation
 from perilune_gateway.model import Candidate, Decision, Move, MoveReason, Subject
-from perilune_gateway.model.handoff import EXPIRED, Gift, GivenUp, HandoffOutcome, HandoffRecord
+from perilune_gateway.model.handoff import EXPIRED, GivenUp, HandoffOutcome, HandoffRecord, RemotePrefill
 from perilune_gateway.state.pool_state import PoolState
 
 RECENT = 50
-"""Number of ended gifts that are remembered."""
+"""Number of ended remote prefills that are remembered."""
 
 
 class Observer(Protocol):
-    """Is told of every gift that has ended."""
+    """Is told of every remote prefill that has ended."""
 
     def handed_over(self, record: HandoffRecord) -> None: ...
 
 
 class _Open(Struct, gc=False):
-    """A gift whose request has not ended."""
+    """A remote prefill whose request has not ended."""
 
-    gift: Gift
+    remote: RemotePrefill
     move: Move
     tokens: int
     leg: int
@@ -47,8 +47,8 @@ class _Open(Struct, gc=False):
     cause: GivenUp | None = None
 
 
-class GiftStats(Struct, frozen=True):
-    """Statistics of a pool's gifts."""
+class RemotePrefillStats(Struct, frozen=True):
+    """Statistics of a pool's remote prefills."""
 
     open: int
     outcomes: Mapping[HandoffOutcome, int]
@@ -57,8 +57,8 @@ class GiftStats(Struct, frozen=True):
     recent: Sequence[HandoffRecord]
 
 
-class Gifts:
-    """The gifts of one pool's requests, by the requests' tickets."""
+class RemotePrefills:
+    """The remote prefills of one pool's requests, by the requests' tickets."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Gifts:
         self._observer = observer
         self._clock = clock
         self._wall_clock = wall_clock
-        self.on_ended: Callable[[Gift], None] = lambda gift: None
+        self.on_ended: Callable[[RemotePrefill], None] = lambda remote: None
         """Called at the end of a request; its give leg may still run, and is of no use any more."""
         self._open: dict[int, _Open] = {}
         self._outcomes: Counter[HandoffOutcome] = Counter()
@@ -83,8 +83,8 @@ class Gifts:
         """Take over a (changed) pool document."""
         self._pool = pool
 
-    def stats(self) -> GiftStats:
-        return GiftStats(
+    def stats(self) -> RemotePrefillStats:
+        return RemotePrefillStats(
             len(self._open), dict(self._outcomes), dict(self._given_up), self._bytes, tuple(self._recent)
         )
 
@@ -96,14 +96,14 @@ class Gifts:
         candidates: Sequence[Candidate],
         blocks: Sequence[int],
         tokens: int,
-    ) -> Gift:
+    ) -> RemotePrefill:
         """A request begins whose prompt another endpoint prefills: its load begins there."""
         fleet, now = self._state.fleet, self._clock()
         by_address = {c.address: c for c in candidates}
         giver, taker = by_address[decision.prefill], by_address[decision.target]
         missing = tokens - taker.overlap.device_tokens
         uncached = tokens - giver.overlap.device_tokens
-        gift = Gift(
+        remote = RemotePrefill(
             f"perilune-{uuid4().hex}",
             giver.address,
             taker.address,
@@ -120,7 +120,7 @@ class Gifts:
             decision.estimated_ttft_s,
         )
         leg = fleet.leg_ticket()
-        self._open[ticket] = _Open(gift, move, tokens, leg, now)
+        self._open[ticket] = _Open(remote, move, tokens, leg, now)
         fleet.start(
             leg,
             giver.address,
@@ -130,30 +130,30 @@ class Gifts:
             last_block=blocks[-1] if blocks and giver.endpoint.events else 0,
         )
         self._state.index.speculate(giver.address, blocks, now)
-        return gift
+        return remote
 
-    def given(self, ticket: int, gift: Gift) -> None:
+    def given(self, ticket: int, remote: RemotePrefill) -> None:
         """The give leg has ended well: the source has computed the prompt, and keeps it until it is
         fetched."""
-        if one := self._of(ticket, gift):
+        if one := self._of(ticket, remote):
             one.given = True
             self._end_leg(one)
 
-    def failed(self, ticket: int, gift: Gift, cause: GivenUp) -> None:
+    def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
         """The give leg has failed, or the target will not fetch. Ignores requests that have ended."""
-        if one := self._of(ticket, gift):
+        if one := self._of(ticket, remote):
             one.cause = one.cause or cause
             self._end_leg(one)
             if cause is GivenUp.UNREACHABLE:
-                self._state.fleet.suspect(gift.source, self._clock())
+                self._state.fleet.suspect(remote.source, self._clock())
 
     def served_elsewhere(self, ticket: int) -> None:
         """The proxy sent the request to another endpoint than the target."""
         if one := self._open.get(ticket):
-            self.failed(ticket, one.gift, GivenUp.ELSEWHERE)
+            self.failed(ticket, one.remote, GivenUp.ELSEWHERE)
 
     def ended(self, ticket: int, *, answered: bool) -> None:
-        """The request has ended. Ignores requests without a gift."""
+        """The request has ended. Ignores requests without a remote prefill."""
         one = self._open.pop(ticket, None)
         if one is None:
             return
@@ -179,11 +179,11 @@ class Gifts:
         )
         self._recent.append(record)
         self._observer.handed_over(record)
-        self.on_ended(one.gift)
+        self.on_ended(one.remote)
 
-    def _of(self, ticket: int, gift: Gift) -> _Open | None:
+    def _of(self, ticket: int, remote: RemotePrefill) -> _Open | None:
         one = self._open.get(ticket)
-        return one if one and one.gift is gift else None
+        return one if one and one.remote is remote else None
 
     def _end_leg(self, one: _Open) -> None:
         if self._state.fleet.runs(one.leg):
