@@ -19,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import yaml
 
 from testbed import envoy_gateway, perilune
 from testbed.http import eventually
@@ -86,6 +87,10 @@ def plain(thing):
     meta["ours"] = [(m["manager"], m["operation"], m.get("subresource", "")) for m in fields]
     spec = {k: v for k, v in thing.get("spec", {}).items() if not k.startswith("clusterIP")}
     rest = {k: v for k, v in thing.items() if k not in ("metadata", "spec", "status")}
+    if "pool.yaml" in rest.get("data", {}):
+        document = yaml.safe_load(rest["data"]["pool.yaml"])
+        document["spec"].get("topology", {}).pop("nodes", None)  # those that its engines happen to run on
+        rest["data"] = {**rest["data"], "pool.yaml": document}
     return {**rest, "metadata": meta, "spec": spec}
 
 
