@@ -40,6 +40,14 @@ endpoint served, when Envoy took a fallback."""
 SESSION_HEADER = "x-session-id"
 
 
+RETRIES = 2
+"""How often OpenAI's SDKs send a failed request again unless they are told otherwise."""
+LONGEST_RETRY_AFTER_S = 60.0
+"""They ignore a `Retry-After` beyond this."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
+"""Without `Retry-After` they wait for so long, twice as long each time; here without their jitter."""
+
+
 class TargetError(Exception):
     """The target does not answer, or not like an OpenAI-compatible server."""
 
@@ -67,6 +75,9 @@ class Load:
     """Name the session in a header; otherwise the gateway has to infer it from the prompt."""
     headers: tuple[tuple[str, str], ...] = ()
     """Further request headers."""
+    retry: bool = False
+    """Send failed requests again as OpenAI's SDKs do, and give up a session after the last attempt.
+    Otherwise the session's next turn follows."""
 
 
 OnResult = Callable[[Result], None]
@@ -186,8 +197,20 @@ class _Run:
                 due_s = max(self.now(), self._wall_s(submitted_s(turn)))
             await self._until(due_s)
             await self.places.acquire()
-            await self._turn(turn, due_s, session.tenant)
+            result = await self._turn(turn, due_s, session.tenant)
+            if self.load.retry and not await self._answered(result, turn, due_s, session.tenant):
+                break
         self.bodies.forget(session)
+
+    async def _answered(self, result: Result | None, turn: Turn, due_s: float, tenant: str) -> bool:
+        """Sends a failed request again, and returns whether it was answered at last."""
+        for attempt in range(RETRIES):
+            if result is None or result.succeeded or not may_retry(result):
+                break
+            await asyncio.sleep(retry_pause_s(result, attempt))
+            await self.places.acquire()
+            result = await self._turn(turn, due_s, tenant)
+        return result is not None and result.succeeded
 
     async def _timed(self, sessions: Iterable[Session]) -> None:
         """Open loop: a task per request, submitted in the order of the timestamps."""
@@ -209,11 +232,11 @@ class _Run:
     async def _until(self, due_s: float) -> None:
         await asyncio.sleep(max(0.0, due_s - self.now()))  # 0 lets the others run
 
-    async def _turn(self, turn: Turn, due_s: float, tenant: str) -> None:
-        """Sends one request. The caller has acquired a place; this releases it."""
+    async def _turn(self, turn: Turn, due_s: float, tenant: str) -> Result | None:
+        """Sends one request, if the run is not over. The caller has acquired a place; this releases it."""
         try:
             if self.closed:
-                return
+                return None
             self.open += 1
             self.idle.clear()
             try:
@@ -227,6 +250,7 @@ class _Run:
         self.results.append(result)
         if self.on_result is not None:
             self.on_result(result)
+        return result
 
     async def _request(self, turn: Turn, due_s: float, tenant: str) -> Result:
         request_id = uuid4().hex
@@ -260,6 +284,7 @@ class _Run:
                     reason=reason,
                     request_id=request_id,
                     simulated=ENDPOINT_HEADER in response.headers,
+                    retry_after_s=_seconds(response.headers.get("retry-after", "")),
                 )
                 read, now = response.content.readany, self.now
                 while data := await read():
@@ -273,6 +298,24 @@ class _Run:
         answer = streams.read(chunks)
         self.bodies.answered(turn, answer.text)
         return _measured(result, answer, broken)
+
+
+def may_retry(result: Result) -> bool:
+    """Whether OpenAI's SDKs send a request with this result again: after a lost connection, too."""
+    return result.status in {0, 408, 409, 429} or result.status >= 500
+
+
+def retry_pause_s(result: Result, attempt: int) -> float:
+    """Seconds for which they wait before; `attempt` counts from 0."""
+    told_s = result.retry_after_s
+    if told_s is not None and 0 < told_s <= LONGEST_RETRY_AFTER_S:
+        return told_s
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt)
+
+
+def _seconds(text: str) -> float | None:
+    """A number of seconds in a header; None for anything else."""
+    return float(text) if text.isdecimal() else None
 
 
 def _measured(result: Result, answer: streams.Answer, broken: str) -> Result:

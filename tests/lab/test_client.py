@@ -5,10 +5,10 @@ from dataclasses import replace
 from itertools import count, pairwise
 
 import pytest
-from openai_server import DONE, Server, delta, sse, usage
+from openai_server import DONE, Server, delta, sse, usage, words
 
 from perilune_api.pool import SpecError
-from perilune_lab.client import Load, TargetError, models, run_load
+from perilune_lab.client import Load, TargetError, may_retry, models, retry_pause_s, run_load
 from perilune_lab.result import Result
 from perilune_lab.traces.model import Mode, Role, Segment, Session, Style, Turn
 
@@ -229,6 +229,43 @@ async def test_a_bug_in_the_callback_travels_up(server: Server):
     with pytest.raises(ExceptionGroup) as caught:
         await run_load([session()], load(server), words_for, on_result)
     assert caught.group_contains(ZeroDivisionError)
+
+
+async def test_a_refused_request_comes_again_and_counts_from_its_first_attempt(server: Server):
+    server.answer = lambda body, number: (429, {}, [b""]) if number == 0 else words(body, number)
+    refused, answered, later = await play(server, session(turns=2), retry=True)
+    assert (refused.status, answered.succeeded, answered.turn, later.turn) == (429, True, 0, 1)
+    assert answered.due_at_s == refused.due_at_s
+    assert answered.submitted_at_s >= refused.finished_at_s + retry_pause_s(refused, 0)
+
+
+async def test_a_session_ends_with_a_request_that_may_not_be_sent_again(server: Server):
+    server.answer = lambda body, number: (400, {}, [b""])
+    (result,) = await play(server, session(turns=3), retry=True)
+    assert result.status == 400
+
+
+@pytest.mark.parametrize(
+    ("retry_after_s", "attempt", "pause_s"),
+    [
+        pytest.param(7.0, 1, 7.0, id="as the server asks"),
+        pytest.param(61.0, 0, 0.5, id="the server asks for too much"),
+        pytest.param(None, 0, 0.5, id="first"),
+        pytest.param(None, 1, 1.0, id="second"),
+        pytest.param(None, 9, 8.0, id="never more"),
+    ],
+)
+def test_pauses_are_those_of_openais_sdks(retry_after_s: float | None, attempt: int, pause_s: float):
+    result = Result("a", 0, "r", 0.0, 0.0, 0.0, status=429, retry_after_s=retry_after_s)
+    assert retry_pause_s(result, attempt) == pause_s
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [(0, True), (408, True), (409, True), (429, True), (503, True), (400, False), (404, False)],
+)
+def test_statuses_that_are_sent_again_are_those_of_openais_sdks(status: int, again: bool):
+    assert may_retry(Result("a", 0, "r", 0.0, 0.0, 0.0, status=status, error="no")) is again
 
 
 async def test_models_are_what_the_target_serves(server: Server):

@@ -1,8 +1,10 @@
-"""`perilune demo`: real Envoy, the gateway and simulated engines under agentic load; policies compared.
+"""`perilune demo`: real Envoy, the gateway and simulated engines under agentic load; policies compared, or
+with `--overload` one policy without and with session admission.
 
-Steps, for each policy in turn: a fresh stack (`Stack`) → the same sessions for every policy, closed loop, for
+Steps, for each run in turn: a fresh stack (`Stack`) → the same sessions for every run, closed loop, for
 `--seconds` of wall time (`client.run_load`) → meanwhile a view of the gateway's own admin pages (`watch`,
-`live`) → end of the stack → one `report.Run`. Then the comparison table, the gains, and the report.
+`live`) → end of the stack → one `report.Run`. Then the comparison table, the gains or what the overload did
+(`overload.py`), and the report.
 
 The load (`load.py`) is a fleet at a quarter of its size, so that a laptop carries it: token
 lengths and KV pools of a measured coding agent on H20 × 0.25, work at H20 speed × `--time-scale`, load in
@@ -37,9 +39,9 @@ from perilune_gateway.model import H20_30B
 from perilune_lab import report
 from perilune_lab.client import Load, run_load
 from perilune_lab.console import Console
-from perilune_lab.demo import live, text
-from perilune_lab.demo.load import demo_load
-from perilune_lab.demo.options import Options, parse
+from perilune_lab.demo import live, overload, text
+from perilune_lab.demo.load import OVERLOAD, demo_load
+from perilune_lab.demo.options import Arm, Options, parse
 from perilune_lab.demo.watch import Watch
 from perilune_lab.formats import as_percent
 from perilune_lab.report import Report
@@ -55,7 +57,7 @@ BUSY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One policy's run, and the CPU that it used on this machine."""
+    """One run, and the CPU that it used on this machine."""
 
     run: report.Run
     cpu_share: float
@@ -63,6 +65,7 @@ class Ran:
     notes: tuple[str, ...]
     ttft_s: tuple[float, ...]
     """TTFT of every request that succeeded, in engine seconds."""
+    outcome: overload.Outcome
 
 
 class Demo:
@@ -72,7 +75,8 @@ class Demo:
         self.options = options
         self.console = console
         self.programs = programs
-        self.load = demo_load(options.endpoints, options.seed, options.seconds, options.time_scale)
+        times = OVERLOAD if options.overload else 1.0
+        self.load = demo_load(options.endpoints, options.seed, options.seconds, options.time_scale, times)
         engine_s = options.seconds * options.time_scale
         self.sessions = tuple(takewhile(lambda s: s.start_s < engine_s, self.load.sessions()))
         self.words = Vocabulary().words_for
@@ -83,30 +87,32 @@ class Demo:
         StackError when Envoy or the gateway ends."""
         self.console.print(text.parameters(self.options, self.load, self.sessions), highlight=False)
         order = self.options.order
-        for policy in order:
+        for arm in order:
             with ExitStack() as starting:
-                starting.enter_context(self._starting(policy))
-                async with self._stack(policy) as stack:
+                starting.enter_context(self._starting(arm.name))
+                async with self._stack(arm) as stack:
                     starting.close()
                     self.console.print(
-                        f"{policy}: watch it at {stack.admin_url}/console", highlight=False, soft_wrap=True
+                        f"{arm.name}: watch it at {stack.admin_url}/console", highlight=False, soft_wrap=True
                     )
-                    await self._play(stack, policy)
-                    if self.options.keep and policy == order[-1]:
+                    await self._play(stack, arm.name)
+                    if self.options.keep and arm == order[-1]:
                         self._conclude()
                         self.console.print(text.urls(stack), highlight=False, markup=False, soft_wrap=True)
                         await asyncio.Event().wait()
         self._conclude()
 
-    def _starting(self, policy: str) -> AbstractContextManager[object]:
+    def _starting(self, name: str) -> AbstractContextManager[object]:
         parts = f"{self.options.endpoints} engines, gateway and Envoy"
         if self.console.is_terminal and self.options.live:
-            return self.console.status(f"{policy}: starting {parts} …")
-        self.console.print(f"{policy}: starting {parts}")
+            return self.console.status(f"{name}: starting {parts} …")
+        self.console.print(f"{name}: starting {parts}")
         return nullcontext()
 
-    def _stack(self, policy: str) -> Stack:
+    def _stack(self, arm: Arm) -> Stack:
         o = self.options
+        max_wait_s = pool.SessionAdmission().max_wait_seconds / o.time_scale
+        admission = pool.SessionAdmission(enabled=arm.admission, max_wait_seconds=max_wait_s)
         return Stack(
             engines=o.endpoints,
             options=EngineOptions(
@@ -114,12 +120,12 @@ class Demo:
                 context_tokens=self.load.context_tokens,
                 time_scale=o.time_scale,
             ),
-            routing=pool.Routing(PolicyChoice(name=PolicyName(policy))),
+            routing=pool.Routing(PolicyChoice(name=PolicyName(arm.policy)), session_admission=admission),
             programs=self.programs,
         )
 
-    async def _play(self, stack: Stack, policy: str) -> None:
-        """Plays the load on one policy's stack and shows the view meanwhile."""
+    async def _play(self, stack: Stack, name: str) -> None:
+        """Plays the load on one run's stack and shows the view meanwhile."""
         o = self.options
         load = Load(
             target=stack.url,
@@ -127,8 +133,9 @@ class Demo:
             mode=Mode.THINKTIME,
             time_scale=o.time_scale,
             seconds=o.seconds,
+            retry=o.overload,
         )
-        watch = Watch(stack, policy, o.seconds)
+        watch = Watch(stack, name, o.seconds)
         cpu_s, began = _cpu_s(stack), time.monotonic()
         async with aiohttp.ClientSession(stack.admin_url, timeout=aiohttp.ClientTimeout(2.0)) as http:
             showing, stop = asyncio.create_task(self._show(watch, http)), asyncio.Event()
@@ -143,8 +150,9 @@ class Demo:
             busy_s, took_s = _cpu_s(stack) - cpu_s, time.monotonic() - began
             await watch.ask_scheduling(http)
         share = max(busy_s, 0.0) / took_s / len(os.sched_getaffinity(0))
-        self.ran[policy] = Ran(self._measured(watch), share, watch.notes(), tuple(watch.ttft_s()))
-        self._print_result(self.ran[policy])
+        outcome = overload.outcome(watch.results, self.sessions, o.seconds, o.time_scale)
+        self.ran[name] = Ran(self._measured(watch), share, watch.notes(), tuple(watch.ttft_s()), outcome)
+        self._print_result(self.ran[name])
 
     async def _show(self, watch: Watch, http: aiohttp.ClientSession) -> None:
         """Shows the live view, or prints a line now and then, until cancelled."""
@@ -192,7 +200,7 @@ class Demo:
         )
 
     def report(self) -> report.Report:
-        """The report of the policies that ran, in the order of the command line."""
+        """The report of the runs, in the order of the command line."""
         o = self.options
         return report.Report(
             simulated=True,
@@ -206,7 +214,7 @@ class Demo:
                 "seconds": o.seconds,
                 **self.load.describe(),
             },
-            runs=tuple(self.ran[policy].run for policy in o.policies if policy in self.ran),
+            runs=tuple(self.ran[arm.name].run for arm in o.arms if arm.name in self.ran),
         )
 
     def _conclude(self) -> None:
@@ -217,7 +225,9 @@ class Demo:
         finally:  # the table comes all the same
             self.console.print()
             self.console.print(report.table(document))
-        if len(document.runs) > 1:
+        if self.options.overload:
+            self.console.print(overload.table({name: ran.outcome for name, ran in self.ran.items()}))
+        elif len(document.runs) > 1:
             self.console.print(text.gains(document.runs))
         self.console.print("Simulated engines: times come from a model of an H20, not from one.", style="dim")
         busiest = max(ran.cpu_share for ran in self.ran.values())

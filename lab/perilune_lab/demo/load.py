@@ -33,17 +33,21 @@ def usual_time_scale(endpoints: int) -> float:
     return 20.0 / endpoints
 
 
-def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float) -> DemoLoad:
+OVERLOAD = 2.5
+"""Load of `--overload`, in multiples of the usual one: well beyond what the engines can compute."""
+
+
+def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float, times: float = 1.0) -> DemoLoad:
     """Load for `endpoints` H20s, watched for `seconds` wall seconds, on which routing matters as on a
     loaded fleet: spread without affinity it thrashes every KV pool and queues, kept together it fits.
 
     Lengths are a quarter of the real ones (a laptop pushes the bytes), KV pools (50,000 tokens of 70,400)
     and gaps with them; sessions have at least 3 turns. A short run has shorter gaps and more sessions, so
-    that sessions still get somewhere."""
+    that sessions still get somewhere. `times`: as many times the usual number of sessions."""
     watched_s = seconds * time_scale
     return DemoLoad(
         parameters=Agentic(
-            sessions_per_s=endpoints * 0.24 * _clamp((60.0 / watched_s) ** 0.5, 1.0, 2.0),
+            sessions_per_s=times * endpoints * 0.24 * _clamp((60.0 / watched_s) ** 0.5, 1.0, 2.0),
             turns_alpha=1.5,
             turns_min=3,
             turns_max=40,

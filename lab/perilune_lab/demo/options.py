@@ -8,12 +8,22 @@ from typing import TypeVar
 
 from perilune_gateway.policy import POLICIES
 from perilune_lab.arguments import figure, output
-from perilune_lab.demo.load import usual_time_scale
+from perilune_lab.demo.load import OVERLOAD, usual_time_scale
 
 Number = TypeVar("Number", int, float)
 
 MOST_TIME_SCALE = 2.5
 """Largest time scale. Faster engines answer in milliseconds, which a busy machine cannot measure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the runs that are compared."""
+
+    name: str
+    policy: str
+    admission: bool = False
+    """Whether new sessions wait while active ones fill the KV pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,8 @@ class Options:
     policy: str
     compare: tuple[str, ...]
     """Policies to compare with, other than `policy`."""
+    overload: bool
+    """Compare `policy` without and with session admission, under more load than the engines can serve."""
     seconds: float
     """Wall seconds per policy."""
     time_scale: float
@@ -35,14 +47,17 @@ class Options:
     png: Path | None
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """Policies in the order in which they are compared."""
-        return (self.policy, *self.compare)
+    def arms(self) -> tuple[Arm, ...]:
+        """The runs in the order in which they are compared."""
+        if self.overload:
+            return Arm(self.policy, self.policy), Arm(f"{self.policy} + admission", self.policy, True)
+        return tuple(Arm(policy, policy) for policy in (self.policy, *self.compare))
 
     @property
-    def order(self) -> tuple[str, ...]:
-        """Policies in the order in which they run; the one that stays up with --keep runs last."""
-        return (*self.compare, self.policy) if self.keep else self.policies
+    def order(self) -> tuple[Arm, ...]:
+        """The runs in their order; the one that stays up with --keep is last."""
+        first, *others = self.arms
+        return (*others, first) if self.keep and not self.overload else self.arms
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -58,14 +73,21 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--policy", type=_policy, default="perilune", metavar="P", help=f"default perilune; {known}"
     )
-    parser.add_argument(
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument(
         "--compare",
         type=_policies,
         default=("round_robin",),
         metavar="P,P",
         help="further policies, each with fresh engines; default round_robin, '' for none",
     )
-    parser.add_argument("--seconds", type=_at_least(1.0, float), default=60.0, help="per policy; default 60")
+    compared.add_argument(
+        "--overload",
+        action="store_true",
+        help=f"{OVERLOAD:g} times the load, without and with session admission (docs/concepts.md); refused"
+        " clients come back as OpenAI's SDKs do",
+    )
+    parser.add_argument("--seconds", type=_at_least(1.0, float), default=60.0, help="per run; default 60")
     parser.add_argument(
         "--time-scale", type=_at_least(0.01, float), metavar="X",
         help=f"engine seconds per wall second; default at most {MOST_TIME_SCALE:g}, less for many endpoints",

@@ -21,7 +21,8 @@ from perilune_lab.traces.model import Session
 def parameters(options: Options, load: DemoLoad, sessions: Sequence[Session]) -> Table:
     """Describes the run that is about to begin."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("policies", f"{', '.join(options.order)}; {options.seconds:g} s each, fresh engines each")
+    names = ", ".join(arm.name for arm in options.order)
+    grid.add_row("runs", f"{names}; {options.seconds:g} s each, fresh engines each")
     grid.add_row(
         "engines",
         f"{options.endpoints} simulated (30B model on H20), KV pool {load.kv_tokens:,} tokens each,"

@@ -41,6 +41,7 @@ UNDER_LOAD = " APC "
         pytest.param(["--time-scale", "0.5"], {"time_scale": 0.5}, id="time scale"),
         pytest.param(["--endpoints", "40"], {"time_scale": 0.5}, id="many endpoints live slower"),
         pytest.param(["--no-live", "--keep"], {"live": False, "keep": True}, id="flags"),
+        pytest.param(["--overload"], {"overload": True}, id="overload"),
     ],
 )  # fmt: skip
 def test_options_have_defaults_and_fit_each_other(argv, expected):
@@ -59,6 +60,7 @@ def test_options_have_defaults_and_fit_each_other(argv, expected):
         (["--json", "/nowhere/demo.json"], "/nowhere/demo.json: there is no folder /nowhere"),
         (["--png", "demo.bmp"], "demo.bmp must end in .png or .svg or .pdf"),
         (["--endpoints", "many"], "invalid int value: 'many'"),
+        (["--overload", "--compare", "sticky"], "argument --compare: not allowed with argument --overload"),
     ],
 )
 def test_wrong_options_are_explained(capsys, argv, says):
@@ -69,8 +71,12 @@ def test_wrong_options_are_explained(capsys, argv, says):
 
 
 def test_what_stays_up_runs_last():
-    assert parse(["--compare", "sticky"]).order == ("perilune", "sticky")
-    assert parse(["--compare", "sticky", "--keep"]).order == ("sticky", "perilune")
+    def order(*argv):
+        return [arm.name for arm in parse(argv).order]
+
+    assert order("--compare", "sticky") == ["perilune", "sticky"]
+    assert order("--compare", "sticky", "--keep") == ["sticky", "perilune"]
+    assert order("--overload", "--keep") == ["perilune", "perilune + admission"]
 
 
 # What is shown
@@ -241,6 +247,18 @@ def test_runs_compares_and_reports(start, tmp_path):
     assert [run.policy for run in document.runs] == ["perilune", "round_robin"]
     assert all(run.succeeded > 0 and run.success_rate == 1.0 for run in document.runs)
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_overload_compares_one_policy_without_and_with_session_admission(start, tmp_path):
+    status, out, errors = start(
+        *("--overload", "--seconds", "3", "--time-scale", "10", "--json", str(tmp_path / "demo.json"))
+    ).end()
+    assert (status, errors) == (0, "")
+    document = msgspec.json.decode((tmp_path / "demo.json").read_bytes(), type=report.Report)
+    assert [run.policy for run in document.runs] == ["perilune", "perilune + admission"]
+    table = out.partition("beyond saturation")[2]
+    for row in ("sessions completed", "TTFT inside a session, p90", "first token from arrival, p50"):
+        assert row in table
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from perilune_lab.demo.load import demo_load
+from perilune_lab.demo.load import OVERLOAD, demo_load
 
 
 def test_the_demo_begins_anew_for_every_policy():
@@ -23,3 +23,12 @@ def test_the_demos_sessions_outlive_one_kv_pool(endpoints: int, seconds: float, 
     longest = max(t.prompt_tokens + t.output_tokens for s in started for t in s.turns)
     assert longest <= load.context_tokens < load.kv_tokens
     assert load.describe()["kv_tokens"] == 50_000
+
+
+def test_overload_brings_the_usual_sessions_at_a_higher_rate():
+    def sessions(times: float):
+        return list(islice(demo_load(4, 1, 60, 2.5, times).sessions(), 50))
+
+    usual, many = sessions(1.0), sessions(OVERLOAD)
+    assert [len(s.turns) for s in many] == [len(s.turns) for s in usual]
+    assert many[-1].start_s * OVERLOAD == pytest.approx(usual[-1].start_s)
