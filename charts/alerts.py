@@ -51,6 +51,14 @@ ALERTS = (
         "429 overloaded",
     ),
     Alert(
+        "PeriluneNewSessionsRefused",
+        f'sum by ({POOL}) (rate(perilune_refusals_total{{reason="no_room"}}[5m])) > 0',
+        5,
+        Severity.CRITICAL,
+        f"New sessions of {_OF} are refused with 429, because active ones fill the KV caches",
+        "sessions_wait",
+    ),
+    Alert(
         "PeriluneRequestsFail",
         f'sum by ({POOL}) (rate(perilune_requests_total{{outcome="failed"}}[5m]))'
         f" > 0.01 * sum by ({POOL}) (rate(perilune_requests_total[5m]))",

@@ -83,6 +83,14 @@ USERS = Dashboard(
             "reqps",
             (Query(_by("reason", "perilune_refusals_total"), "{{reason}}"),),
         ),
+        Panel(
+            "New sessions: waiting now, and seconds that they waited",
+            "short",
+            (
+                Query(f"sum({_of('perilune_new_sessions_waiting')})", "waiting"),
+                *_quantiles("perilune_new_session_queued_seconds"),
+            ),
+        ),
         Panel("TTFT, as engines measure it", "s", _quantiles("vllm:time_to_first_token_seconds")),
         Panel("TPOT, as engines measure it", "s", _quantiles("vllm:request_time_per_output_token_seconds")),
         Panel("Whole requests, as engines measure them", "s", _quantiles("vllm:e2e_request_latency_seconds")),

@@ -202,6 +202,7 @@ class Gateway:
                 lambda: snapshots.health(self.source.last_error),
                 lambda: not self.draining and snapshots.serves(),
                 snapshots.about,
+                snapshots.new_sessions,
                 time.time,
             ),
             to_anyone=pages_to_anyone,

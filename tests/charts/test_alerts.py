@@ -40,6 +40,10 @@ CASES = {
         [series("perilune_refusals_total", "0+1x60", 'reason="overloaded"')],
         [series("perilune_refusals_total", "0+1x60", 'reason="bad_json"')],
     ),
+    "PeriluneNewSessionsRefused": (
+        [series("perilune_refusals_total", "0+1x60", 'reason="no_room"')],
+        [series("perilune_refusals_total", "0+1x60", 'reason="bad_json"')],
+    ),
     "PeriluneRequestsFail": (
         [series("perilune_requests_total", "0+1x60", AT_A, 'outcome="failed"')],
         [

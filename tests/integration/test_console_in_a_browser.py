@@ -31,6 +31,7 @@ from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
 from perilune_gateway.observe.stats import EndpointStats
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.stack import EngineOptions, Stack
 
 CHROMIUM = shutil.which("chromium")
@@ -262,6 +263,7 @@ class Many:
             health=health,  # type: ignore[arg-type]
             ready=lambda: True,
             about=lambda: {"pool": "default/p", "model": "m", "policy": "ear", "version": "0.1.0"},
+            new_sessions=lambda: SessionAdmissionStats(enabled=True, waiting=2, begun=7, refused=1),
             wall=asyncio.get_running_loop().time,
         )
 
@@ -282,6 +284,7 @@ async def test_a_thousand_engines_and_fifty_decisions_a_second_are_drawn(
         async with opened(browser, f"http://127.0.0.1:{port}") as console:
             page = console.page
             await expect(page.locator(".engine")).to_have_count(1000)
+            await expect(page.locator("#numbers")).to_contain_text("2 waiting, 7 begun, 1 refused")
             await page.evaluate(
                 "window.longest = 0; new PerformanceObserver((list) => {"
                 " for (const e of list.getEntries()) window.longest = Math.max(window.longest, e.duration)"

@@ -18,6 +18,7 @@ from perilune_gateway.observe.admin import Admin, AdminData
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import report
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_lab.explain import main
 
 
@@ -60,6 +61,7 @@ async def gateway(*records: DecisionRecord):
         health=lambda: report((), block_size=16, pool="p", policy="ear", version="1", uptime_s=0.0),
         ready=lambda: True,
         about=dict,
+        new_sessions=SessionAdmissionStats,
         wall=lambda: 0.0,
     )
     admin = Admin(data)

@@ -33,6 +33,7 @@ from perilune_gateway.observe.console import STREAM, Stream
 from perilune_gateway.observe.health import Health, Status
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import Policy
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
 MAX_N = 1000
 _CONSOLE_HEADERS = {
@@ -65,6 +66,7 @@ class AdminData:
     ready: Callable[[], bool]
     about: Callable[[], Mapping[str, str]]
     """Pool, policy and version, for the console."""
+    new_sessions: Callable[[], SessionAdmissionStats]
     wall: Callable[[], float]
     """Unix seconds."""
 
@@ -130,7 +132,7 @@ class Admin:
 def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
     """The pages as an aiohttp application. `to_anyone`: as in Admin."""
     pages = _Pages(data)
-    stream = Stream(data.endpoints, data.decisions, data.about, data.wall)
+    stream = Stream(data.endpoints, data.new_sessions, data.decisions, data.about, data.wall)
     app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
     app.cleanup_ctx.append(partial(_running, stream))
     app.on_shutdown.append(lambda _: _closed(stream))

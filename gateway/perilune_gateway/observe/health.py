@@ -18,8 +18,10 @@ from perilune_gateway.model.kv_events import IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.stats import EndpointStats, LogStats
 from perilune_gateway.routing.handing_over import HandoffStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.parity import Parity
+from perilune_gateway.state.session_queue import FULL
 
 STALE_METRICS_S = 15.0
 """Age in seconds above which metrics are reported."""
@@ -50,6 +52,7 @@ class ProblemKind(StrEnum):
     TOKEN_MEMORY = "token_memory"
     BOOTSTRAP = "bootstrap"
     SHARED_STATE = "shared_state"
+    SESSIONS_WAIT = "sessions_wait"
 
 
 class Status(StrEnum):
@@ -119,6 +122,7 @@ def report(
     ingest: IngestStats | None = None,
     handoffs: HandoffStats | None = None,
     shared: SharedStats | None = None,
+    new_sessions: SessionAdmissionStats | None = None,
 ) -> Health:
     """`block_size` and `prefill_scale` are the pool's; `pool_error` says why the newest pool document is not
     in force, if it is not."""
@@ -127,6 +131,7 @@ def report(
         + _ingest(ingest or IngestStats())
         + _handoffs(endpoints, handoffs)
         + _shared(shared)
+        + _sessions_wait(new_sessions or SessionAdmissionStats())
     )
     problems = diagnose(endpoints, block_size, pool_error) + own
     ready = sum(stats.endpoint.ready for stats in endpoints)
@@ -224,6 +229,23 @@ def _shared(shared: SharedStats | None) -> tuple[Problem, ...]:
             "this gateway decides alone, without the load and the new sessions of other gateways",
             "the server is down, or address, password, TLS or a NetworkPolicy is wrong",
             "start the server, or correct what the message names; the gateway connects again by itself",
+        ),
+    )
+
+
+def _sessions_wait(new: SessionAdmissionStats) -> tuple[Problem, ...]:
+    if not new.waiting:
+        return ()
+    return (
+        Problem(
+            ProblemKind.SESSIONS_WAIT,
+            "",
+            f"{new.waiting} new sessions wait to begin, the first of them for {new.longest_s:.0f} s:"
+            f" active contexts need {new.active_tokens:,.0f} tokens of KV,"
+            f" of {FULL * new.capacity_tokens:,.0f} that they may fill",
+            "sessions that have begun are served as usual; one that waits too long gets 429",
+            "more sessions are active than fit into the KV caches of the endpoints that take new ones",
+            "none is needed for a short while; else add endpoints",
         ),
     )
 

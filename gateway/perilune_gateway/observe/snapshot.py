@@ -11,6 +11,7 @@ from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe import health, moves
 from perilune_gateway.observe.decision_log import DecisionLog
 from perilune_gateway.observe.stats import EndpointStats, LogStats, SessionStats, Snapshot
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.routing.router import Router
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.engine_blocks import EngineBlocks
@@ -63,11 +64,14 @@ class Snapshots:
             self._router.planner.stats(self._clock()),
             self._events.ingest(),
             self._router.handing_over.stats(),
-            self._router.new_sessions.stats(self._clock()),
+            self.new_sessions(),
             self._drained(),
             self._router.remote_prefills.stats(),
             self._shared(),
         )
+
+    def new_sessions(self) -> SessionAdmissionStats:
+        return self._router.new_sessions.stats(self._clock())
 
     def serves(self) -> bool:
         """Whether some endpoint may be chosen, so that `health` is not UNREADY. Cheap enough for probes."""
@@ -165,4 +169,5 @@ class Snapshots:
             ingest=self._events.ingest(),
             handoffs=self._router.handing_over.stats(),
             shared=self._shared(),
+            new_sessions=self.new_sessions(),
         )

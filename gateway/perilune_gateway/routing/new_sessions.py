@@ -33,7 +33,10 @@ class Queued(Struct, frozen=True, gc=False):
 class SessionAdmissionStats(Struct, frozen=True, gc=False):
     """New sessions and active contexts at one moment."""
 
+    enabled: bool = False
     waiting: int = 0
+    longest_s: float = 0.0
+    """Seconds for which the one that has waited longest has done so."""
     begun: int = 0
     """Number of new sessions that have begun, whether they waited or not."""
     refused: int = 0
@@ -105,7 +108,15 @@ class NewSessions:
 
     def stats(self, now: float) -> SessionAdmissionStats:
         room = self._room(now)
-        return SessionAdmissionStats(len(self._queue), self._begun, self._refused, room.active, room.capacity)
+        return SessionAdmissionStats(
+            self.on,
+            len(self._queue),
+            self._queue.longest_s(now),
+            self._begun,
+            self._refused,
+            room.active,
+            room.capacity,
+        )
 
     def _inside(self, context: RequestContext) -> bool:
         parent = self._state.sessions.find(context.identity.parent_key, context.now)

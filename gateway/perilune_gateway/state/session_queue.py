@@ -131,6 +131,10 @@ class SessionQueue:
             self._count(0, now)
             yield oldest, self._refuse(oldest.session, oldest.arrived, before)
 
+    def longest_s(self, now: float) -> float:
+        """Return for how many seconds the session at the head has waited; 0 if none waits."""
+        return now - next(iter(self._waiting.values())).since if self._waiting else 0.0
+
     def leave(self, ticket: int) -> None:
         """The client has gone. Ignores sessions that do not wait."""
         self._waiting.pop(ticket, None)

@@ -31,6 +31,7 @@ from perilune_gateway.observe.health import Health, report
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, SessionStats, Snapshot
 from perilune_gateway.policy import POLICIES
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
 
@@ -62,6 +63,7 @@ class World:
             health=self.health,
             ready=lambda: self.ready,
             about=lambda: {"pool": "default/p"},
+            new_sessions=SessionAdmissionStats,
             wall=lambda: 0.0,
         )
 

@@ -25,6 +25,7 @@ from perilune_gateway.observe.console import STREAM, Stream
 from perilune_gateway.observe.console.rows import Condition, condition, endpoint_row, point
 from perilune_gateway.observe.decisions import Decisions, Totals
 from perilune_gateway.observe.stats import EndpointStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
 A = EndpointStats(Endpoint("a", Place("n", "r", "s")), Load(in_flight=2, sessions=7, pending_prefill_s=1.5))
 B = EndpointStats(Endpoint("b"))
@@ -34,6 +35,7 @@ B = EndpointStats(Endpoint("b"))
 class World:
     endpoints: tuple[EndpointStats, ...] = (A, B)
     decisions: Decisions = field(default_factory=Decisions)
+    new_sessions: SessionAdmissionStats = SessionAdmissionStats()
     now: float = 0.0
 
     def wall(self) -> float:
@@ -68,7 +70,12 @@ async def streaming(world: World, **options: float):
     """`await browse()` → a Browser."""
     timing = {"tick_s": 0.01, "point_s": 1e9} | options
     stream = Stream(
-        lambda: world.endpoints, world.decisions, lambda: {"pool": "default/p"}, world.wall, **timing
+        lambda: world.endpoints,
+        lambda: world.new_sessions,
+        world.decisions,
+        lambda: {"pool": "default/p"},
+        world.wall,
+        **timing,
     )
     app = web.Application()
     app.router.add_get(STREAM, stream.watch)
@@ -144,6 +151,17 @@ async def test_decisions_come_once_the_newest_first_and_with_their_number():
         assert (await browser.event("state"))["decided"] == 0
 
 
+async def test_new_sessions_are_shown_where_they_may_have_to_wait():
+    world = World()
+    async with streaming(world) as browse:
+        browser = await browse()
+        assert (await browser.event("hello"))["new_sessions"] is None
+        world.new_sessions = SessionAdmissionStats(enabled=True, waiting=2, begun=7, refused=1)
+        while not (shown := (await browser.event("state"))["new_sessions"]):
+            pass
+        assert shown == {"waiting": 2, "begun": 7, "refused": 1}
+
+
 async def test_the_history_grows_without_a_browser():
     world = World()
     async with streaming(world, point_s=1.0) as browse:
@@ -197,10 +215,11 @@ def test_a_point_sums_an_interval():
         EndpointStats(Endpoint("b"), Load(in_flight=1)),
     )
     before, now = Totals(10, 2, 1000, 500, 1), Totals(22, 4, 3000, 2000, 2)
-    found = point(loads, before, now, 5.0, 100.0)
+    found = point(loads, SessionAdmissionStats(waiting=3), before, now, 5.0, 100.0)
     assert (found.requests_per_s, found.refusals_per_s, found.hit_ratio) == (2.0, 0.4, 0.75)
     assert (found.moves, found.in_flight, found.queue_s, found.kv_usage) == (1, 4, 2.0, 0.25)
-    assert point((), now, now, 5.0, 100.0).hit_ratio is None
+    assert found.waiting == 3
+    assert point((), SessionAdmissionStats(), now, now, 5.0, 100.0).hit_ratio is None
 
 
 def test_totals_count_what_is_no_longer_kept():

@@ -1,12 +1,14 @@
 """What is wrong, why, and the cure."""
 
 import pytest
+from msgspec.structs import replace
 
 from perilune_gateway.model import Endpoint, Load
 from perilune_gateway.model.kv_events import EventStats, IngestStats
 from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.health import ProblemKind, Status, diagnose, report
 from perilune_gateway.observe.stats import EndpointStats, LogStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 from perilune_gateway.state.calibration import EndpointCalibration, RatioStats
 from perilune_gateway.state.ejection import Cause, EjectionStats
 from perilune_gateway.state.parity import Parity
@@ -87,6 +89,17 @@ def test_a_server_of_shared_state_that_is_away_is_a_problem_of_the_gateways_own(
     assert (ill.status, [p.kind for p in ill.problems]) == (Status.DEGRADED, [ProblemKind.SHARED_STATE])
     for words in ("redis://state:6379", "7 s", "Connection refused"):
         assert words in ill.problems[0].message
+
+
+def test_new_sessions_that_wait_are_a_problem_that_says_why():
+    about = {"block_size": 16, "pool": "ns/p", "policy": "ear", "version": "1", "uptime_s": 5.0}
+    fine = SessionAdmissionStats(enabled=True, begun=7, active_tokens=700.0, capacity_tokens=1_000)
+    assert report([stats()], **about, new_sessions=fine).status is Status.OK
+    full = report([stats()], **about, new_sessions=replace(fine, waiting=3, longest_s=8.4))
+    (problem,) = full.problems
+    assert (full.status, problem.kind) == (Status.DEGRADED, ProblemKind.SESSIONS_WAIT)
+    for words in ("3 new sessions", "for 8 s", "700 tokens", "of 750"):
+        assert words in problem.message
 
 
 def test_health_says_where_the_cost_model_comes_from_and_how_wrong_it_is_now():

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from perilune_gateway.observe.decisions import Totals
 from perilune_gateway.observe.stats import EndpointStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
 Row = Mapping[str, Any]
 
@@ -41,6 +42,8 @@ class Point(Struct, frozen=True):
     """The longest predicted queue of prefill of any endpoint, in seconds."""
     kv_usage: float
     """Mean share of the KV pools in use, 0 to 1."""
+    waiting: int
+    """Number of new sessions that wait to begin."""
 
 
 def endpoint_row(stats: EndpointStats) -> Row:
@@ -69,8 +72,20 @@ def condition(stats: EndpointStats) -> Condition:
     return Condition.DRAINING if stats.endpoint.draining else Condition.READY
 
 
+def new_sessions_row(stats: SessionAdmissionStats) -> Row | None:
+    """New sessions since the gateway's start; None without session admission."""
+    if not stats.enabled:
+        return None
+    return {"waiting": stats.waiting, "begun": stats.begun, "refused": stats.refused}
+
+
 def point(
-    endpoints: Sequence[EndpointStats], before: Totals, now: Totals, seconds: float, at: float
+    endpoints: Sequence[EndpointStats],
+    new_sessions: SessionAdmissionStats,
+    before: Totals,
+    now: Totals,
+    seconds: float,
+    at: float,
 ) -> Point:
     """What happened between two readings of the totals, and the load at the end."""
     prompt_tokens = now.prompt_tokens - before.prompt_tokens
@@ -84,4 +99,5 @@ def point(
         in_flight=sum(load.in_flight for load in loads),
         queue_s=max((load.pending_prefill_s for load in loads), default=0.0),
         kv_usage=sum(load.kv_usage for load in loads) / len(loads) if loads else 0.0,
+        waiting=new_sessions.waiting,
     )

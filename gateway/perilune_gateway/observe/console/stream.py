@@ -2,8 +2,8 @@
 
 | event | when | data |
 |---|---|---|
-| `hello` | once, first | what is known: pool, history, every endpoint, the latest decisions |
-| `state` | every second | rows of endpoints that changed, addresses that left, decisions since the last one |
+| `hello` | once, first | what is known: pool, history, endpoints, the latest decisions, waiting sessions |
+| `state` | every second | endpoints that changed or left, decisions since the last one, waiting sessions |
 | `point` | every POINT_S seconds | the newest point of the history |
 
 All browsers get the same bytes, so a further one costs a write. Without a browser only the history goes on,
@@ -22,9 +22,10 @@ import msgspec
 from aiohttp import web
 
 from perilune_gateway.observe import explain
-from perilune_gateway.observe.console.rows import Point, Row, endpoint_row, point
+from perilune_gateway.observe.console.rows import Point, Row, endpoint_row, new_sessions_row, point
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.stats import EndpointStats
+from perilune_gateway.routing.new_sessions import SessionAdmissionStats
 
 STREAM = "/api/stream"
 TICK_S = 1.0
@@ -43,6 +44,7 @@ class Stream:
     def __init__(
         self,
         endpoints: Callable[[], Sequence[EndpointStats]],
+        new_sessions: Callable[[], SessionAdmissionStats],
         decisions: Decisions,
         about: Callable[[], Row],
         wall: Callable[[], float],
@@ -54,6 +56,7 @@ class Stream:
         states and between two points of the history."""
         self._tick_s, self._point_s = tick_s, point_s
         self._endpoints, self._decisions, self._about, self._wall = endpoints, decisions, about, wall
+        self._new_sessions = new_sessions
         self.history: deque[Point] = deque(maxlen=int(HISTORY_S / point_s))
         self._rows: dict[str, Row] = {}
         """The rows that all watchers have."""
@@ -74,7 +77,7 @@ class Stream:
             if self._watchers:
                 self._send(await self._state(endpoints))
             if due:
-                newest = point(endpoints, totals, self._decisions.totals, now - at, now)
+                newest = point(endpoints, self._new_sessions(), totals, self._decisions.totals, now - at, now)
                 totals, at = self._decisions.totals, now
                 self.history.append(newest)
                 self._send(_event("point", newest))
@@ -122,6 +125,7 @@ class Stream:
             "history": list(self.history),
             "endpoints": list(self._rows.values()),
             "decisions": [explain.summary(record) for record in self._decisions.query(n=SHOWN)],
+            "new_sessions": new_sessions_row(self._new_sessions()),
         }
         return _event("hello", hello)
 
@@ -142,6 +146,7 @@ class Stream:
             "left": left,
             "decisions": [explain.summary(record) for record in newest],
             "decided": recorded - self._sent,
+            "new_sessions": new_sessions_row(self._new_sessions()),
         }
         self._sent = recorded
         return _event("state", data)

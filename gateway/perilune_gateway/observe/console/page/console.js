@@ -11,7 +11,7 @@ const FEW = 200; // up to so many engines have names on the map
 const STALE_S = 4;
 const MOVE_MS = 2500;
 
-const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, heard: 0, opened: Date.now() };
+const pool = { about: {}, engines: new Map(), decisions: [], history: [], rate: 0, newSessions: null, heard: 0, opened: Date.now() };
 const tiles = new Map(); // address → its button on the map
 const dirty = { engines: new Set(), layout: false, decisions: false, history: false };
 let paused = false;
@@ -48,12 +48,14 @@ function listen() {
     pool.history = data.history;
     pool.engines = new Map(data.endpoints.map((row) => [row.address, row]));
     pool.decisions = data.decisions;
+    pool.newSessions = data.new_sessions;
     dirty.layout = dirty.history = dirty.decisions = true;
   });
   on("state", (data) => {
     for (const row of data.endpoints) { dirty.layout ||= moved(row); pool.engines.set(row.address, row); dirty.engines.add(row.address); }
     for (const address of data.left) { pool.engines.delete(address); dirty.layout = true; }
     pool.rate = data.decided / pool.about.tick_s;
+    pool.newSessions = data.new_sessions;
     if (data.decided) remember(data.decisions);
     dirty.decisions = true;
   });
@@ -105,6 +107,8 @@ function head() {
     "predicted hits": share(pool.history.findLast((p) => p.hit_ratio != null)?.hit_ratio),
     "longest queue": seconds(Math.max(0, ...engines.map((e) => e.queue_s))),
   };
+  const sessions = pool.newSessions;
+  if (sessions) numbers["new sessions"] = `${count(sessions.waiting)} waiting, ${count(sessions.begun)} begun, ${count(sessions.refused)} refused`;
   $("numbers").replaceChildren(...Object.entries(numbers).map(([name, value]) => make("div", {}, make("dt", { textContent: name }), make("dd", { textContent: value }))));
 }
 function layOut() {
@@ -163,7 +167,7 @@ function row(decision) {
   button.dataset.request = decision.request_id;
   return make("li", {}, button);
 }
-const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["predicted hits", (p) => p.hit_ratio, share, 1], ["longest queue", (p) => p.queue_s, seconds], ["in flight", (p) => p.in_flight, count], ["KV in use", (p) => p.kv_usage, share, 1], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["moves", (p) => p.moves, count]];
+const CHARTS = [["requests/s", (p) => p.requests_per_s, (v) => v.toFixed(1)], ["predicted hits", (p) => p.hit_ratio, share, 1], ["longest queue", (p) => p.queue_s, seconds], ["in flight", (p) => p.in_flight, count], ["KV in use", (p) => p.kv_usage, share, 1], ["refusals/s", (p) => p.refusals_per_s, (v) => v.toFixed(1)], ["new sessions waiting", (p) => p.waiting, count], ["moves", (p) => p.moves, count]];
 function chart() {
   const points = pool.history, width = pool.about.history_s / pool.about.point_s;
   $("charts").replaceChildren(...CHARTS.map(([name, read, write, top]) => {
