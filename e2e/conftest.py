@@ -116,7 +116,10 @@ def _build() -> list[Path] | ClusterError:
     try:
         programs.module(*programs.INFERENCE_EXTENSION)
         return build(
-            perilune_image.perilune_archive, perilune_image.engine_archive, perilune_image.store_archive
+            perilune_image.perilune_archive,
+            perilune_image.engine_archive,
+            perilune_image.store_archive,
+            perilune_image.state_archive,
         )
     except ClusterError as error:
         return error
@@ -240,7 +243,7 @@ class StaticPool:
 
     def admin(self, path: str) -> Any:
         """A page of the gateway's admin server."""
-        return self.kube.admin("gateway", "static", path)
+        return self.kube.admin("deployment/gateway", "static", path)
 
     def document(self) -> str:
         """What the operator will write: the pool with its endpoints resolved."""

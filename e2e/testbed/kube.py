@@ -42,11 +42,12 @@ class Kube:
             stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)}),
         )
 
-    def admin(self, deployment: str, namespace: str, path: str) -> Any:
-        """An admin page of a gateway, which answers only clients in its own pod."""
+    def admin(self, gateway: str, namespace: str, path: str) -> Any:
+        """An admin page of a gateway (`deployment/NAME` or `pod/NAME`), which answers only clients in its own
+        pod."""
         code = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
         url = f"http://127.0.0.1:9003{path}"
-        where = ("exec", f"deployment/{deployment}", "-n", namespace)
+        where = ("exec", gateway, "-n", namespace)
         return json.loads(self.ctl(*where, "--", "python3", "-c", code, url))
 
     def get(self, *args: str) -> Any:

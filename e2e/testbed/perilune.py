@@ -7,7 +7,7 @@ import yaml
 
 from testbed.kube import Kube
 from testbed.paths import CHECKOUT
-from testbed.perilune_image import NAME
+from testbed.perilune_image import NAME, STATE_NAME
 
 NAMESPACE = "perilune-system"
 OPERATOR = "perilune-operator"
@@ -18,7 +18,7 @@ POOL = Path(__file__).resolve().parents[1] / "manifests" / "pool.yaml"
 def install(kube: Kube, *settings: str) -> None:
     """Returns when the operator is ready. `settings`: `key=value` of the chart."""
     repository, tag = NAME.rsplit(":", 1)
-    image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never"
+    image = f"image.repository={repository},image.tag={tag},image.pullPolicy=Never,stateImage={STATE_NAME}"
     values = ["--set-string", image, *(f"--set={made}" for made in settings)]
     # helm installs CRDs, and never touches them again
     kube.ctl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))

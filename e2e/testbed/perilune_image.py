@@ -5,6 +5,7 @@ layers kept (a second build with the same lock file takes seconds) → an OCI ar
 trust what this machine trusts: its certificates are mounted, never copied in. Everything happens in a mount
 namespace of its own, so an ended or killed build leaves no mount. `engine_archive` has the
 simulated engine; `store_archive` adds real Mooncake to it, for the scenarios that have a KV store.
+`state_archive` is Debian's Valkey, for several gateways.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ NAME = "perilune.test/perilune:1"
 ENGINE_NAME = "perilune.test/perilune-engine:1"
 """The simulated engine, by the name that the chart expects."""
 STORE_NAME = "perilune.test/perilune-store:1"
+STATE_NAME = "perilune.test/valkey:1"
 _BASE = f"perilune.test/debian:{images.SUITE}"
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _STORAGE = IMAGES / "buildah"
@@ -50,6 +52,14 @@ def store_archive() -> Path:
     recipe = ("-f", str(_STORE_FOLDER / "store.Dockerfile"), str(_STORE_FOLDER))
     title = "building an image with Mooncake"
     return _archive(STORE_NAME, "perilune-store", digest.hexdigest(), title, (*arguments, *recipe))
+
+
+def state_archive() -> Path:
+    """An OCI archive of Valkey."""
+    recipe = _STORE_FOLDER / "state.Dockerfile"
+    arguments = ("--build-arg", f"BASE={_BASE}", "-f", str(recipe), str(_STORE_FOLDER))
+    digest = hashlib.sha256(recipe.read_bytes()).hexdigest()
+    return _archive(STATE_NAME, "valkey", digest, "building an image with Valkey", arguments)
 
 
 def _archive(name: str, file: str, made_of: str, title: str, arguments: Sequence[str]) -> Path:

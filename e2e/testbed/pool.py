@@ -117,7 +117,12 @@ class LivePool:
 
     def admin(self, path: str) -> Any:
         """A page of its gateway."""
-        return self.kube.admin(names.gateway_name(self.name), self.namespace, path)
+        return self.kube.admin(f"deployment/{names.gateway_name(self.name)}", self.namespace, path)
+
+    def admins(self, path: str) -> dict[str, Any]:
+        """That page of each of its gateways, by pod."""
+        pods = [pod["metadata"]["name"] for pod in self.pods("gateway") if is_ready(pod)]
+        return {pod: self.kube.admin(f"pod/{pod}", self.namespace, path) for pod in pods}
 
     # -- what it should come to --------------------------------------------------------------------
 
