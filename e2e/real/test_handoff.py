@@ -11,7 +11,7 @@ from msgspec import structs
 
 from enginebed.rig import Engine, Rig
 from perilune_api import names
-from perilune_api.pool import Pool, dump
+from perilune_api.pool import Disaggregation, Pool, Role, dump
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 BLOCK, SESSIONS = 32, 6
@@ -164,3 +164,38 @@ async def test_kv_of_another_prompt_would_show(served):
     _, wrong = await ask(rig, taker.url, [*taken, 7], max_tokens=8)
     assert cached(wrong) == 10 * BLOCK, "under the hashes of the taker's own prompt"
     assert furthest(right, wrong) > SAME
+
+
+async def test_a_long_prompt_is_prefilled_on_one_engine_and_decoded_on_the_other(served):
+    rig, (prefill, decode) = served.rig, served.engines
+    spec = served.document.spec
+    endpoints = tuple(
+        structs.replace(e, role=Role.PREFILL if e.address == prefill.address else Role.DECODE, draining=False)
+        for e in spec.endpoints
+    )
+    routing = structs.replace(
+        spec.routing, disaggregation=Disaggregation(local_tokens=100, accept_seconds=1.0)
+    )
+    (rig.folder / "pool.yaml").write_bytes(
+        dump(
+            structs.replace(served.document, spec=structs.replace(spec, endpoints=endpoints, routing=routing))
+        )
+    )
+    before = await fetched(rig, decode.address)
+
+    async def is_split():
+        rng = random.Random()
+        ids = [rng.randrange(5, 300) for _ in range(600)]
+        await ask(rig, rig.url, ids, max_tokens=1)
+        return bool((await rig.page("/api/moves"))["prefills"]["ended"])
+
+    await until(is_split)
+    for number in range(6):
+        ids = Session(1_000 + number).ids
+        host, answer = await ask(rig, rig.url, ids, f"split{number}", max_tokens=8)
+        assert host == decode.address
+        _, alone = await ask(rig, prefill.url, ids, max_tokens=8)
+        assert furthest(answer, alone) < SAME
+    assert await fetched(rig, decode.address) - before >= 6 * 300
+    ended = (await rig.page("/api/moves"))["prefills"]["ended"]
+    assert {one["outcome"] for one in ended} == {"copied"}, ended

@@ -183,7 +183,7 @@ class Limits(Struct, frozen=True):
     level above 0 doubles the queue at which the gateway refuses the request, each level below 0 halves it."""
     decision_seconds: Seconds = 1.5
     """Maximum seconds that tokenizing a prompt may take. After that, the gateway routes the request by an
-    estimate of its length."""
+    estimate of its length. Must stay below Envoy's messageTimeout, which is 2 s on Kubernetes."""
 
 
 class SessionAdmission(Struct, frozen=True):
@@ -305,7 +305,7 @@ class Disaggregation(Struct, frozen=True):
     accept_seconds: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Seconds for which the gateway holds a request until the prefill endpoint has accepted its prompt. After
     that, the prompt is prefilled where it is decoded. Together with `limits.decisionSeconds`, it must stay
-    below Envoy's messageTimeout."""
+    below Envoy's messageTimeout, which is 2 s on Kubernetes."""
 
 
 class Routing(Struct, frozen=True):

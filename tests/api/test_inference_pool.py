@@ -282,6 +282,22 @@ def test_the_gateways_document_says_what_the_spec_says() -> None:
             spec(gateway={"mode": "envoyGateway"}), "at `$.spec.gateway.parent`", id="route to nowhere"
         ),
         pytest.param(
+            spec(routing={"limits": {"decisionSeconds": 2}}),
+            "Envoy waits 2 s for a decision, and limits.decisionSeconds are 2 s: make them less"
+            " - at `$.spec.routing.limits.decisionSeconds`",
+            id="a decision that Envoy does not wait for",
+        ),
+        pytest.param(
+            spec(
+                prefillReplicas=1,
+                mooncake={"transfer": "handoff"},
+                routing={"disaggregation": {"acceptSeconds": 0.75}},
+            ),
+            "limits.decisionSeconds + disaggregation.acceptSeconds are 2.25 s: make them less"
+            " - at `$.spec.routing.disaggregation.acceptSeconds`",
+            id="a prefill that Envoy does not wait for",
+        ),
+        pytest.param(
             spec(engine={"env": [{"name": "A", "value": "1", "valueFrom": {}}]}),
             "Either value or valueFrom - at `$.spec.engine.env[0]`",
             id="value from two places",

@@ -43,7 +43,6 @@ class _Open(Struct, gc=False):
     leg: int
     """Ticket of its load on the source."""
     began_at: float
-    given: bool = False
     cause: GivenUp | None = None
 
 
@@ -136,7 +135,6 @@ class RemotePrefills:
         """The give leg has ended well: the source has computed the prompt, and keeps it until it is
         fetched."""
         if one := self._of(ticket, remote):
-            one.given = True
             self._end_leg(one)
 
     def failed(self, ticket: int, remote: RemotePrefill, cause: GivenUp) -> None:
@@ -158,7 +156,7 @@ class RemotePrefills:
         if one is None:
             return
         self._end_leg(one)
-        if not (answered and one.given):
+        if not answered:
             one.cause = one.cause or GivenUp.LEFT
         outcome = HandoffOutcome.COPIED
         if one.cause:

@@ -55,6 +55,7 @@ def check(spec: InferencePoolSpec) -> None:
             " - at `$.spec.prefillReplicas`"
         )
     arguments.check_gateway(spec.gateway.args, "$.spec.gateway.args")
+    _check_waits(spec)
     _check_scaling(spec)
     if spec.gateway.tls is not None:
         arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")
@@ -74,6 +75,22 @@ def check(spec: InferencePoolSpec) -> None:
     _check_env(spec.engine.env)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
+
+
+def _check_waits(spec: InferencePoolSpec) -> None:
+    """A decision must come before Envoy gives up the gateway, and sends the request to any engine."""
+    routing = spec.routing
+    waits = {"limits.decisionSeconds": routing.limits.decision_seconds}
+    if spec.prefill_replicas:
+        waits["disaggregation.acceptSeconds"] = routing.disaggregation.accept_seconds
+    total = sum(waits.values())
+    if total >= pool.DECISION_S:
+        words = " + ".join(waits)
+        last = [*waits][-1]
+        raise SpecError(
+            f"Envoy waits {pool.DECISION_S} s for a decision, and {words} are {total:g} s: make them less"
+            f" - at `$.spec.routing.{last}`"
+        )
 
 
 def _check_scaling(spec: InferencePoolSpec) -> None:

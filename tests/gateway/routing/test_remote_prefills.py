@@ -94,6 +94,18 @@ def test_the_next_turn_stays_and_its_short_rest_is_prefilled_there() -> None:
     assert 'perilune_prefills_total{where="short"} 1.0' in rig.metrics_text()
 
 
+def test_an_answer_that_ends_before_its_leg_has_the_kv() -> None:
+    """The leg's end may be read later than the answer that the KV was for."""
+    rig = Split()
+    routed = rig.send("s", PROMPT)
+    rig.announce(A, PROMPT)
+    rig.announce(routed.destinations[0], PROMPT)
+    rig.answered(routed)
+    (ended,) = rig.page()["prefills"]["ended"]
+    assert (ended["outcome"], ended["cause"]) == (HandoffOutcome.COPIED, None)
+    assert rig.load(A).in_flight == 0
+
+
 def test_what_is_not_accepted_becomes_load_of_the_target() -> None:
     rig = Split()
     routed = rig.send("s", PROMPT)
