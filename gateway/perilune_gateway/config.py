@@ -24,12 +24,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         epilog="example: perilune-gateway --pool pool.yaml --log-level info,perilune_gateway.observe=debug",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--pool", type=Path, metavar="FILE", help="pool document, read again when it changes")
+    source.add_argument(
+        "--pool",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="pool document, read again when it changes. Given several times, one gateway serves all these"
+        " pools, and the model in a request's body chooses among them",
+    )
     source.add_argument(
         "--kubernetes",
         type=_object_name,
+        action="append",
         metavar="NAMESPACE/NAME",
-        help="the pool of that name, watched through the Kubernetes API",
+        help="the pool of that name, watched through the Kubernetes API; several times: as for --pool",
     )
     parser.add_argument(
         "--listen",
@@ -135,7 +143,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "decision log", "See docs/decision-log.md. `perilune whatif` reads it."
     )
     log_file.add_argument(
-        "--decision-log", type=Path, metavar="FILE", help="write every decision to this file, as JSON lines"
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="write every decision to this file, as JSON lines; of several pools, each to a file with the"
+        " pool's name: log-NAME.jsonl for log.jsonl",
     )
     log_file.add_argument(
         "--decision-log-max-bytes",

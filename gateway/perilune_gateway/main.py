@@ -1,9 +1,9 @@
-"""perilune-gateway: the composition root. Settings → state → router → feeds → servers; signals and drain.
+"""perilune-gateway: the composition root. Settings → pools → server and pages; signals and drain.
 
-`Gateway.__init__` creates and connects all parts of the process. `Gateway.run` starts them, prints one ready
-line to standard output, and waits for SIGTERM, SIGINT
-or SIGHUP. Then it drains: for `--drain-seconds` it serves
-while health answers NOT_SERVING, then it refuses new streams and gives open ones `--grace-seconds` to end.
+`served_pool.py` wires the parts of one pool. `Gateway` serves one pool, or several behind one route
+(routing/pools.py). `Gateway.run` starts everything, prints one ready line to standard output, and waits for
+SIGTERM, SIGINT or SIGHUP. Then it drains: for `--drain-seconds` it serves while health answers NOT_SERVING,
+then it refuses new streams and gives open ones `--grace-seconds` to end.
 """
 
 from __future__ import annotations
@@ -16,196 +16,87 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from importlib.metadata import version
-from math import inf
-from random import Random
-from secrets import token_bytes, token_hex
-from typing import TYPE_CHECKING, Protocol
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
-import aiohttp
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 
-from perilune_api import kube, names
-from perilune_api.pool import Pool, SpecError, load
+from perilune_api import kube
+from perilune_api.pool import Limits, Pool, SpecError, load
 from perilune_gateway.config import arguments
 from perilune_gateway.extproc import Transport, new_server
 from perilune_gateway.extproc.service import Service
 from perilune_gateway.extproc.tls import Tls
-from perilune_gateway.feeds import (
-    bootstrap_pages,
-    drained,
-    engine_metrics,
-    handoff_legs,
-    prefill_legs,
-    store_segments,
-    zmq_sockets,
-)
+from perilune_gateway.feeds import zmq_sockets
 from perilune_gateway.feeds.kubernetes import KubernetesPool
-from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
 from perilune_gateway.feeds.pool_file import PoolFile
-from perilune_gateway.feeds.shared_state import Server, SharedState
-from perilune_gateway.model import EngineMetrics
-from perilune_gateway.model.shared import Names, SharedStats
-from perilune_gateway.model.tracing import Trace, begin
+from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.observe import logs
-from perilune_gateway.observe.admin import Admin, AdminData
-from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
-from perilune_gateway.observe.decisions import Decisions
-from perilune_gateway.observe.metrics import Metrics
-from perilune_gateway.observe.recorder import Recorder
-from perilune_gateway.observe.snapshot import Snapshots
-from perilune_gateway.observe.spans import Spans
-from perilune_gateway.policy import POLICIES
-from perilune_gateway.request.tokens import Tokenizer
-from perilune_gateway.request.tokens.metrics import TokenMetrics
-from perilune_gateway.routing.router import new_router
-from perilune_gateway.state.engine_blocks import EngineBlocks
-from perilune_gateway.state.pool_state import PoolState, index_blocks
-from perilune_gateway.state.replicas import Replicas
-
-if TYPE_CHECKING:
-    from perilune_gateway.observe.otlp import Collector
+from perilune_gateway.observe.admin import Admin, AdminData, PoolsData
+from perilune_gateway.observe.decision_log import RotatedFile
+from perilune_gateway.observe.metrics import StreamMetrics, refusals
+from perilune_gateway.routing.pools import Pools
+from perilune_gateway.served_pool import PoolSource, ServedPool
 
 log = logging.getLogger(__name__)
 
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
-"""Environment variable with the secret that a pool's gateways and engines share. Without it, engines drop the
-parameters of hand-offs, and tenants' salts differ between gateways."""
+"""Environment variable with the secret that a gateway and its pools' engines share. Without it, engines drop
+the parameters of hand-offs, and tenants' salts differ between gateways."""
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
 """Environment variables about the server of shared state: its password, and the key of sessions' names."""
-TOKENS_SHARE = 0.9
-"""Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
-The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
-
-
-class PoolSource(Protocol):
-    """Where the pool comes from: a file or the Kubernetes API."""
-
-    last_error: str
-    """Why the newest document is not in force; empty when it is."""
-
-    def run(self, on_pool: Callable[[Pool], None]) -> Coroutine[None, None, None]:
-        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
 
 
 class Gateway:
-    """One gateway with all its parts."""
+    """One gateway process: its pools, and the server and the pages that they have in common."""
 
     def __init__(
         self,
-        pool: Pool,
-        source: PoolSource,
+        pools: Sequence[ServedPool],
         *,
         transport: Transport = Transport.H2,
         tls: Tls | None = None,
-        conformance: bool = False,
-        seed: int | None = None,
-        secret: str = "",
-        log_file: RotatedFile | None = None,
         pages_to_anyone: bool = False,
-        state_server: Server | None = None,
-        state_key: str = "",
-        traces: str = "",
-        traces_share: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without `tls`, ext_proc is served in plain text. `secret`: of the pool; empty: one of this process
-        alone stands in. Every decision is written to `log_file`, if given.
-        `pages_to_anyone`: whether admin pages with session ids answer clients on other machines.
-        `state_server`: what the pool's gateways share their state through; `state_key`: the key of the hashes
-        that name sessions there. `traces`: URL of the collector of spans, if there is one; `traces_share`: of
-        requests without a client's trace."""
-        spec = pool.spec
-        self._clock, self._rng, self._secret = clock, Random(seed), secret
-        self.draining = False
-        self.source = source
-        registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self.metrics = Metrics(registry, clock)
-        self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
-        decisions = Decisions()
-        self.collector = _collector(traces, pool, self.metrics) if traces else None
-        self.state = PoolState.of(pool)
-        self.tokenizer = Tokenizer(
-            spec.model, self._least_busy, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
-        )
-        registry.register(TokenMetrics(self.tokenizer))
-        self.router = new_router(
-            pool,
-            self.state,
-            self.tokenizer,
-            Recorder(
-                self.metrics,
-                decisions,
-                self.decision_log,
-                Spans(self.collector.send) if self.collector else None,
-            ),
-            clock=clock,
-            rng=self._rng,
-            conformance=conformance,
-            secret=secret.encode() or token_bytes(),
-        )
-        self.blocks = EngineBlocks(
-            self.state.index,
-            spec.engine.block_size,
-            store=spec.engine.store,
-            max_names=2 * index_blocks(pool),
-        )
-        state = self.state
-        sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
-        self.events = EventFeeds(sink, time.time, self._rng)
-        self.prefill_legs = prefill_legs.PrefillLegs(
-            self.router.remote_prefills, state.connectors, os.environ.get(ENGINE_SECRET, "")
-        )
-        self.shared: SharedState | None = None
-        if state_server:
-            name = f"{pool.metadata.namespace}/{pool.metadata.name}"
-            hashes = Names((state_key or state_server.password or name).encode())
-            self.replicas = Replicas(state, hashes, token_hex(8), clock, time.time)
-            self.router.lifecycle.on_claimed = self.replicas.claimed
-            self.shared = SharedState(state_server, name, self.replicas, clock, Random())
-        self.service = Service(
-            self.router,
-            self.tokenizer,
-            limits=spec.routing.limits,
-            bytes_per_token=spec.model.bytes_per_token,
-            conformance=conformance,
-            giver=self.prefill_legs,
-            trace=_tracer(traces_share, Random()) if traces else None,
-        )
+        """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
+        session ids answer clients on other machines. Raises SpecError if two pools have the same name."""
+        self.pools = tuple(pools)
+        pages: AdminData | PoolsData
+        if len(pools) == 1:
+            (pool,) = pools
+            self.registry, self.service, pages = pool.metrics.registry, pool.service, pool.pages
+        else:
+            named = {pool.name: pool.pages for pool in pools}
+            if len(named) < len(pools):
+                (name, _), *_ = Counter(pool.name for pool in pools).most_common(1)
+                raise SpecError(f"Two pools have the name `{name}` - at `$.metadata.name`")
+            self.registry = CollectorRegistry()
+            self.service, pages = self._in_front(), PoolsData(self.registry, named)
+        ProcessCollector(registry=self.registry)
+        StreamMetrics(self.registry, self.service)
         self.server = new_server(transport, self.service, tls)
-        snapshots = Snapshots(
-            self.router,
-            self.blocks,
-            self.events,
-            self.decision_log,
-            clock,
-            drained=self._drained,
-            shared=self._shared_stats,
-        )
-        self.metrics.mirror(snapshots.snapshot)
-        self.metrics.count_streams(self.service)
-        self.metrics.describe(version("perilune"), spec.routing.policy.name)
-        self.admin = Admin(
-            AdminData(
-                registry,
-                decisions,
-                POLICIES,
-                lambda: self.router.pool.spec.routing.policy,
-                snapshots.endpoints,
-                snapshots.sessions,
-                lambda: self.state.index.stats(clock()),
-                snapshots.moves,
-                lambda: snapshots.health(self.source.last_error),
-                lambda: not self.draining and snapshots.serves(),
-                snapshots.about,
-                snapshots.new_sessions,
-                time.time,
+        self.admin = Admin(pages, to_anyone=pages_to_anyone)
+
+    def _in_front(self) -> Service:
+        """The service of all pools' streams, which chooses a pool for each request."""
+        refused = refusals(self.registry)
+        routers = [pool.router for pool in self.pools]
+        first = self.pools[0].service
+        return Service(
+            Pools(
+                routers,
+                lambda refusal: refused.add(refusal.reason),
+                stopwatch=time.perf_counter,
+                since=int(time.time()),
             ),
-            to_anyone=pages_to_anyone,
+            None,
+            limits=Limits(),
+            conformance=first.conformance,
+            trace=first.trace,
+            pools={pool.router: pool.service for pool in self.pools},
         )
 
     async def run(
@@ -217,185 +108,110 @@ class Gateway:
             admin_port = await self.admin.start(host, int(port))
             ext_proc_port = await self.server.start(listen)
             async with asyncio.TaskGroup() as tasks:
-                if self.decision_log:
-                    tasks.create_task(self.decision_log.run())
-                feeds = [tasks.create_task(feed) for feed in self._feeds()]
-                self.events.follow(self.state.fleet.endpoints())
-                if self.shared:
-                    await self.shared.warm()
+                feeds = [feed for pool in self.pools for feed in await pool.start(tasks)]
                 await self.server.set_ready(True)
                 ext_proc = f"{listen.rpartition(':')[0]}:{ext_proc_port}"
                 print(f"perilune-gateway ready ext_proc={ext_proc} admin={host}:{admin_port}", flush=True)
                 await stop.wait()
-                self.draining = True
-                log.info("draining in_flight=%d", self.state.fleet.in_flight)
+                for pool in self.pools:
+                    pool.draining = True
+                log.info("draining in_flight=%d", sum(pool.state.fleet.in_flight for pool in self.pools))
                 await self.server.set_ready(False)
                 await asyncio.sleep(drain_s)
-                self.service.begin_all()
+                for pool in self.pools:
+                    pool.service.begin_all()
                 await self.server.stop(grace_s)
                 for feed in feeds:
                     feed.cancel()
-                if self.decision_log:
-                    self.decision_log.stop()
+                for pool in self.pools:
+                    pool.stop()
         finally:
-            await self.events.close()
             await self.admin.stop()
-            await self.tokenizer.close()
-            if self.collector:
-                await asyncio.to_thread(self.collector.close)
-
-    def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
-        yield self.source.run(self.on_pool)
-        yield engine_metrics.run(
-            self.state.fleet.addresses,
-            self.on_metrics,
-            self._clock,
-            self._rng,
-            block_size=lambda: self.router.pool.spec.engine.block_size,
-        )
-        if master := self.router.pool.spec.engine.store_master:
-            yield store_segments.run(master, self.blocks.segments)
-        if self.shared:
-            yield self.shared.run()
-        yield self._plan_moves()
-        yield self.service.begin_sessions()
-        yield self._hand_over()
-
-    async def _hand_over(self) -> None:
-        """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
-        connectors = self.state.connectors
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(),
-            headers={names.ENGINE_SECRET_HEADER: self._secret} if self._secret else {},
-        ) as http:
-            await asyncio.gather(
-                bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
-                handoff_legs.run(self.router.handing_over, connectors, http),
-                self.prefill_legs.run(http),
-            )
-
-    async def _plan_moves(self) -> None:
-        """Runs the migration planner at the interval of the pool document."""
-        while True:
-            await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
-            self.router.plan_moves(self.shared is None or self.replicas.plans)
-
-    def _drained(self) -> Mapping[str, str]:
-        """The draining pods that this gateway no longer uses, with their marks."""
-        if not isinstance(self.source, KubernetesPool):
-            return {}
-        state, now = self.state, self._clock()
-        return drained.drained(
-            self.source.pods,
-            lambda address: drained.is_idle(state.fleet, state.sessions, address, now),
-        )
-
-    def on_pool(self, pool: Pool) -> None:
-        """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
-        now, new = self.router.pool.spec, pool.spec
-        for field, here, there in (
-            ("model", now.model, new.model),
-            ("engine", now.engine, new.engine),
-        ):
-            if here != there:
-                raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
-        for address in self.router.configure(pool):
-            self.metrics.forget(address)
-            self.blocks.forget(address)
-        if self.decision_log:
-            self.decision_log.configure(pool)
-        self.state.index.widen(index_blocks(pool))
-        self.blocks.widen(2 * index_blocks(pool))
-        self.state.sessions.max_sessions = new.routing.session.max_sessions
-        self.state.sessions.idle_s = new.routing.session.idle_seconds
-        self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
-        self.service.limits = new.routing.limits
-        self.metrics.describe(version("perilune"), new.routing.policy.name)
-        self.events.follow(self.state.fleet.endpoints())
-
-    def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
-        """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
-        good scrape, so what its old process cached is forgotten before."""
-        before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
-        restarted = bool(before and metrics and metrics.restarted_since(before))
-        if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
-            log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
-            self.state.parity.forget(address)
-            self.router.lifecycle.on_applied(self.blocks.reset(address, now))
-        self.state.fleet.metrics(address, metrics, now)
-        if metrics is None and self.state.fleet.get(address):  # unless it has just left
-            self.metrics.scrape_failed(address)
-
-    def _shared_stats(self) -> SharedStats | None:
-        return self.shared.stats(self._clock()) if self.shared else None
-
-    def _least_busy(self) -> str:
-        """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
-        ready."""
-        ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
-        return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
-
-
-def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
-    """Imports opentelemetry, which only a gateway with tracing needs."""
-    from perilune_gateway.observe.otlp import Collector
-
-    return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())
-
-
-def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
-    return lambda traceparent: begin(traceparent, share, dice, time.time())
+            for pool in self.pools:
+                await pool.close()
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Loads the pool and serves until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool."""
+    """Loads the pools and serves until SIGTERM, SIGINT or SIGHUP, which also end the wait for a pool. Raises
+    SpecError that names the pool, and OSError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
-    if args.kubernetes is None:
-        pool = load(args.pool)
-        await _serve(args, pool, PoolFile(args.pool, pool), stop)
+    if not args.kubernetes:
+        pools = [_load(path) for path in args.pool]
+        sources = [PoolFile(path, pool) for path, pool in zip(args.pool, pools, strict=True)]
+        await _serve(args, list(zip(pools, sources, strict=True)), stop)
         return
     client = await kube.connect()
     try:
-        watched = KubernetesPool(client, *args.kubernetes)
-        first, stopped = asyncio.create_task(watched.first()), asyncio.create_task(stop.wait())
+        watched = [KubernetesPool(client, *name) for name in args.kubernetes]
+        first = asyncio.gather(*(_first(source) for source in watched))
+        stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((first, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         if first.done():
-            await _serve(args, first.result(), watched, stop)
+            await _serve(args, list(zip(first.result(), watched, strict=True)), stop)
         else:
             first.cancel()
     finally:
         await client.close()
 
 
-async def _serve(args: argparse.Namespace, pool: Pool, source: PoolSource, stop: asyncio.Event) -> None:
-    path, max_bytes, keep = args.decision_log, args.decision_log_max_bytes, args.decision_log_keep
+def _load(path: Path) -> Pool:
+    try:
+        return load(path)
+    except SpecError as error:
+        raise SpecError(f"{path}: {error}") from None
+
+
+async def _first(source: KubernetesPool) -> Pool:
+    try:
+        return await source.first()
+    except SpecError as error:
+        raise SpecError(f"{source.namespace}/{source.name}: {error}") from None
+
+
+async def _serve(
+    args: argparse.Namespace, pools: Sequence[tuple[Pool, PoolSource]], stop: asyncio.Event
+) -> None:
+    served = [
+        ServedPool(
+            pool,
+            source,
+            conformance=args.conformance,
+            seed=args.seed,
+            secret=os.environ.get(ENGINE_SECRET, ""),
+            log_file=_log_file(args, pool.metadata.name if len(pools) > 1 else ""),
+            state_server=Server(
+                args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or "")
+            )
+            if args.state_server
+            else None,
+            state_key=os.environ.get(STATE_KEY, ""),
+            traces=args.traces or "",
+            traces_share=args.traces_share,
+        )
+        for pool, source in pools
+    ]
     gateway = Gateway(
-        pool,
-        source,
-        transport=args.transport,
-        tls=args.tls,
-        conformance=args.conformance,
-        seed=args.seed,
-        secret=os.environ.get(ENGINE_SECRET, ""),
-        log_file=RotatedFile(path, max_bytes, keep) if path else None,
-        pages_to_anyone=args.admin_pages == "anyone",
-        state_server=Server(args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or ""))
-        if args.state_server
-        else None,
-        state_key=os.environ.get(STATE_KEY, ""),
-        traces=args.traces or "",
-        traces_share=args.traces_share,
+        served, transport=args.transport, tls=args.tls, pages_to_anyone=args.admin_pages == "anyone"
     )
     # What exists now stays, and grows with the square of the endpoints (links). Left to the garbage
     # collector, it makes a full collection stop the event loop for 0.15 s at 1,000 endpoints.
     gc.collect()
     gc.freeze()
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
+
+
+def _log_file(args: argparse.Namespace, pool: str) -> RotatedFile | None:
+    """The file of the decision log; of one of several pools, with the pool's name in the file's."""
+    path: Path | None = args.decision_log
+    if path is None:
+        return None
+    if pool:
+        path = path.with_name(f"{path.stem}-{pool}{path.suffix}")
+    return RotatedFile(path, args.decision_log_max_bytes, args.decision_log_keep)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -409,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(args))
     except SpecError as error:
-        print(f"perilune-gateway: {args.pool or '/'.join(args.kubernetes)}: {error}", file=sys.stderr)
+        print(f"perilune-gateway: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error

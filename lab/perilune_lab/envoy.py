@@ -415,16 +415,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     becomes Envoy. Raises SpecError."""
     args = _arguments(argv)
     endpoints: Sequence[str] = args.endpoints
-    if args.pool:
+    pools: Sequence[Path] = args.pool or ()
+    for file in pools:
         try:
-            endpoints = [endpoint.address for endpoint in pool.load(args.pool).spec.endpoints]
+            listed = [endpoint.address for endpoint in pool.load(file).spec.endpoints]
         except OSError as error:
-            return wrong_call("perilune envoy", f"{args.pool} cannot be read: {error.strerror}")
-        if not endpoints:
-            return wrong_call("perilune envoy", f"{args.pool} lists no endpoints - at `$.spec.endpoints`")
+            return wrong_call("perilune envoy", f"{file} cannot be read: {error.strerror}")
+        if not listed:
+            return wrong_call("perilune envoy", f"{file} lists no endpoints - at `$.spec.endpoints`")
+        endpoints = [*endpoints, *listed]
     ca = args.gateway_ca.resolve() if args.gateway_ca else None
     gateways = args.gateway or [DEFAULT_GATEWAY]
-    bootstrap = config(endpoints, gateways, mode=args.mode, listen=args.listen, processor_ca=ca)
+    bootstrap = config(
+        endpoints,
+        gateways,
+        mode=args.mode,
+        listen=args.listen,
+        processor_ca=ca,
+        fail_open=len(pools) < 2,  # Envoy by itself cannot tell which endpoint serves a request's model
+    )
     if args.run:
         return _become_envoy(bootstrap, args.listen)
     print(json.dumps(bootstrap, indent=2))
@@ -479,7 +488,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="IP:PORT, as in the pool document",
     )
     chosen.add_argument(
-        "--pool", type=Path, metavar="FILE", help="take the endpoints from this pool document"
+        "--pool",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="take the endpoints from this pool document, or from several for a gateway of several pools;"
+        " Envoy then answers 5xx while no gateway does",
     )
     parser.add_argument(
         "--gateway",

@@ -162,6 +162,11 @@ class SessionKeys(Struct, frozen=True):
     max_sessions: Positive = 100_000
     """Maximum number of sessions that a gateway remembers. Above it, the gateway forgets the session that has
     been idle longest."""
+    several_models: bool = False
+    """Whether a session asks for the models of several pools behind one gateway, as coding agents do that
+    have a small model beside a large one. The gateway then reads every body to find its model. Otherwise a
+    session's requests may go by their headers to the pool that it is bound to. No effect on a gateway with
+    one pool."""
 
 
 class Limits(Struct, frozen=True):
@@ -330,6 +335,10 @@ class Routing(Struct, frozen=True):
     limits: Limits = Limits()
     ejection: Ejection = Ejection()
     session_admission: SessionAdmission = SessionAdmission()
+    weight: Annotated[int, Meta(ge=0, le=1_000_000)] = 100
+    """Where several pools behind one gateway serve a model of the same name: this pool's share of that
+    name's new sessions, relative to the weights of the others. A session stays with its pool. 0: no new
+    sessions, unless all have 0."""
     fallbacks: Annotated[int, Meta(ge=0, le=8)] = 2
     """Number of further endpoints that the gateway gives to Envoy, which tries them in order when the chosen
     one fails."""

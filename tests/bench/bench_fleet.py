@@ -32,12 +32,12 @@ from waiting import until
 
 from perilune_api.pool import EndpointSpec, Engine, Metadata, Model, Pool, Spec
 from perilune_gateway.feeds import zmq_sockets
-from perilune_gateway.main import Gateway
 from perilune_gateway.model import Outcome, RequestHead, Routed, Tokens, TokenSource
 from perilune_gateway.model.kv_events import EventStats
 from perilune_gateway.observe.health import BUSY_INGEST
 from perilune_gateway.request.openai import Api, ParsedRequest, TokenPrompt
 from perilune_gateway.routing.router import Encode
+from perilune_gateway.served_pool import ServedPool
 
 BLOCK = 16
 PUBLISHERS = 1_000
@@ -118,7 +118,7 @@ class Fleet:
             Engine(block_size=BLOCK),
             endpoints=tuple(EndpointSpec(a, events=(u,)) for a, u in zip(self.addresses, urls, strict=True)),
         )
-        self.gateway = Gateway(Pool(Metadata("fleet"), spec), NoSource(), seed=1)
+        self.gateway = ServedPool(Pool(Metadata("fleet"), spec), NoSource(), seed=1)
         self.gateway.events.follow(self.gateway.state.fleet.endpoints())
         self.dice = Random(1)
         self.prompts = [

@@ -19,6 +19,7 @@ from perilune_gateway.feeds.shared_state import Server
 from perilune_gateway.model import Decision, DecisionRecord, Outcome, Reason
 from perilune_gateway.observe.admin import PAGES
 from perilune_gateway.observe.decision_log import RotatedFile
+from perilune_gateway.served_pool import ServedPool
 from perilune_operator.metrics import Metrics as OperatorMetrics
 from perilune_operator.metrics import Outcome as RoundOutcome
 
@@ -74,7 +75,7 @@ async def gateway(folder):
     pool = Pool(Metadata("p"), Spec(Model("m", tokenizer=str(folder)), endpoints=(events,)))
     source = KubernetesPool(None, "default", "p")
     source.pods = [{"metadata": {"name": "leaving", "annotations": {names.DRAINING: "now"}}}]
-    made = main.Gateway(
+    made = ServedPool(
         pool,
         source,
         log_file=RotatedFile(folder / "log", 2**20, 1),
@@ -96,7 +97,7 @@ async def gateway(folder):
 
 
 async def test_every_metric_of_a_gateway_is_documented_as_it_is(gateway):
-    assert documented(OF_GATEWAY) == exposed(gateway.metrics.registry)
+    assert documented(OF_GATEWAY) == exposed(main.Gateway([gateway]).registry)
 
 
 def test_every_metric_of_the_operator_is_documented_as_it_is():

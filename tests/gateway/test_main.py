@@ -31,6 +31,7 @@ from perilune_api.pool import (
 from perilune_gateway import main
 from perilune_gateway.feeds.pool_file import PoolFile
 from perilune_gateway.model import EngineMetrics, RequestHead, Routed, Tier, TokenSource
+from perilune_gateway.served_pool import ServedPool
 
 READY = r"ext_proc=(\S+) admin=(\S+)"
 
@@ -60,19 +61,19 @@ def clock() -> Clock:
 @pytest.fixture
 async def gateway(tmp_path, clock):
     first = pool(routing=Routing(limits=Limits(decision_seconds=3600)))
-    made = main.Gateway(first, PoolFile(tmp_path / "pool.yaml", first), clock=clock)
+    made = ServedPool(first, PoolFile(tmp_path / "pool.yaml", first), clock=clock)
     yield made
     await made.tokenizer.close()
     await made.events.close()
 
 
-def is_known(gateway: main.Gateway, session: str) -> bool:
+def is_known(gateway: ServedPool, session: str) -> bool:
     """Whether a turn of the session is decided by its headers."""
     headers = {"x-session-id": session, "content-length": "100"}
     return isinstance(gateway.router.on_headers(RequestHead("POST", COMPLETIONS, headers)), Routed)
 
 
-def first_turn(gateway: main.Gateway, session: str) -> None:
+def first_turn(gateway: ServedPool, session: str) -> None:
     head = RequestHead("POST", COMPLETIONS, {"x-session-id": session})
     assert isinstance(gateway.router.on_body(head, b'{"model": "m", "prompt": [1, 2]}'), Routed)
 
@@ -159,7 +160,8 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
     """So that an Envoy with health checks has time to send new requests elsewhere."""
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     stop = asyncio.Event()
-    running = asyncio.create_task(gateway.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
+    whole = main.Gateway([gateway])
+    running = asyncio.create_task(whole.run("127.0.0.1:0", "127.0.0.1:0", 1.0, stop, drain_s=600.0))
     try:
         async with asyncio.timeout(20):
             while not (found := re.search(READY, capsys.readouterr().out)):  # noqa: ASYNC110 - printed
@@ -181,7 +183,7 @@ async def test_it_goes_on_serving_while_it_says_that_it_will_not(gateway, capsys
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        await gateway.server.stop(0)
+        await whole.server.stop(0)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ Rules:
     passed on at once. The stream must never end early without an error, because Envoy would forward an empty
     body and report success.
 4.  A request without a body is decided by its headers.
-5.  A refusal answers the client and ends the request; later messages are ignored.
+5.  A refusal, or an answer of the gateway's own, answers the client and ends the request; later messages are
+    ignored.
 6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
 7.  A request whose prompt another endpoint prefills is held until that one has accepted it. Then transfer
     parameters are attached to its body; if it is not accepted, the request goes on as it is.
@@ -46,7 +47,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 from msgspec import Struct
 
@@ -67,6 +68,7 @@ from perilune_gateway.extproc.messages import (
     Trailers,
 )
 from perilune_gateway.model import (
+    Answer,
     NeedBody,
     Outcome,
     ProtocolError,
@@ -81,6 +83,7 @@ from perilune_gateway.model.tracing import Trace
 from perilune_gateway.request.openai import error_body, for_engine, with_transfer
 from perilune_gateway.request.usage import CachedTokens
 from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.routing.pools import Chosen
 from perilune_gateway.routing.router import Encode
 
 log = logging.getLogger(__name__)
@@ -89,11 +92,18 @@ ECHO_BYTES = 62 * 1024
 """Largest part of a body that is passed on, in bytes: less than HTTP/2's default window of 64 KiB."""
 
 
-class Router(Protocol):
-    """The part of routing.router.Router that an exchange needs. Synchronous; only bugs raise exceptions."""
+class Entrance(Protocol):
+    """What a request comes to first: a router, or routing.pools.Pools, which choose one. Synchronous; only
+    bugs raise exceptions."""
 
-    def on_headers(self, head: RequestHead) -> Routed | Refusal | NeedBody: ...
-    def on_body(self, head: RequestHead, body: bytes) -> Routed | Refusal | Encode | Queued: ...
+    def on_headers(self, head: RequestHead) -> Verdict | NeedBody: ...
+    def on_body(self, head: RequestHead, body: bytes) -> Verdict: ...
+    def refused(self, head: RequestHead, refusal: Refusal) -> object: ...
+
+
+class Router(Entrance, Protocol):
+    """The part of routing.router.Router that an exchange needs."""
+
     def on_tokens(
         self, encode: Encode, tokens: Tokens, waited_s: float = 0.0
     ) -> Routed | Refusal | Queued: ...
@@ -103,8 +113,10 @@ class Router(Protocol):
     def on_response(self, ticket: int, status: int, served: str, streamed: bool) -> None: ...
     def on_usage(self, ticket: int, cached_tokens: int) -> None: ...
     def finished(self, ticket: int, outcome: Outcome) -> None: ...
-    def refused(self, head: RequestHead, refusal: Refusal) -> None: ...
     def due(self) -> list[tuple[int, Refusal | None]]: ...
+
+
+Verdict = Routed | Refusal | Encode | Queued | Answer | Chosen
 
 
 class Send(Struct, frozen=True, gc=False):
@@ -233,12 +245,12 @@ class Exchange:
     __slots__ = (
         "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head",
         "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended", "_response_mode",
-        "_response_status", "_routed", "_router", "_trace", "_trailers", "state",
+        "_response_status", "_routed", "_trace", "_trailers", "router", "state",
     )  # fmt: skip
 
     def __init__(
         self,
-        router: Router,
+        entrance: Entrance,
         *,
         max_body_bytes: int,
         conformance: bool = False,
@@ -246,7 +258,8 @@ class Exchange:
     ) -> None:
         """`trace` begins the span of a request with this `traceparent`; None: there are no spans."""
         self.state = State.START
-        self._router = router
+        # Until Pools have chosen a router, no other method than an entrance's is called.
+        self.router = cast(Router, entrance)
         self._max_body_bytes = max_body_bytes
         self._conformance = conformance
         self._trace = trace
@@ -309,8 +322,8 @@ class Exchange:
         routed, self._routed = self._routed, None
         if routed is not None:
             if (cached := self._cached_tokens.value) is not None:
-                self._router.on_usage(routed.ticket, cached)
-            self._router.finished(routed.ticket, self._outcome())
+                self.router.on_usage(routed.ticket, cached)
+            self.router.finished(routed.ticket, self._outcome())
 
     # The handlers: event in, next state and effects out.
 
@@ -324,11 +337,11 @@ class Exchange:
             head.trace = self._trace(head.headers.get(TRACEPARENT_HEADER, ""))
         self._duplex = event.request_mode is BodyMode.FULL_DUPLEX_STREAMED
         self._response_mode = event.response_mode
-        verdict = self._router.on_headers(head)
+        verdict = self.router.on_headers(head)
         if not isinstance(verdict, NeedBody):
             return self._conclude(verdict)
         if not head.has_body:
-            return self._conclude(self._router.on_body(head, b""))
+            return self._conclude(self.router.on_body(head, b""))
         if self._duplex:
             return State.BODY, []
         return State.BODY, [ASK_BODY]
@@ -351,18 +364,18 @@ class Exchange:
     def _decide_body(self) -> _Next:
         body = b"".join(self._parts)
         self._parts = [body]
-        return self._conclude(self._router.on_body(self._head, body))
+        return self._conclude(self.router.on_body(self._head, body))
 
     def _decide_tokens(self, event: Tokenized) -> _Next:
         if isinstance(event.tokens, Refusal):
             return self._conclude(self._own(event.tokens))
         assert self._encode is not None
-        return self._conclude(self._router.on_tokens(self._encode, event.tokens, event.waited_s))
+        return self._conclude(self.router.on_tokens(self._encode, event.tokens, event.waited_s))
 
     def _begin(self, event: Begun) -> _Next:
         queued, self._queued = self._queued, None
         assert queued is not None
-        return self._conclude(self._router.on_begun(queued, event.refusal))
+        return self._conclude(self.router.on_begun(queued, event.refusal))
 
     def _attach(self, event: Accepted) -> _Next:
         routed, attachment = self._routed, event.attachment
@@ -370,7 +383,7 @@ class Exchange:
         body, changed = self._bodies
         self._bodies = b"", None
         if attachment is None:
-            self._router.prefills_itself(routed.ticket)
+            self.router.prefills_itself(routed.ticket)
             return State.ROUTED, self._pick(routed, body, changed)
         attached = with_transfer(body if changed is None else changed, attachment.params)
         return State.ROUTED, self._pick(routed, body, attached, attachment.headers)
@@ -390,7 +403,7 @@ class Exchange:
         self._response_status = event.status
         self._response_ended = event.end_of_stream
         streamed = event.content_type.startswith("text/event-stream")
-        self._router.on_response(self._routed.ticket, event.status, event.served, streamed)
+        self.router.on_response(self._routed.ticket, event.status, event.served, streamed)
         headers: tuple[tuple[str, str], ...] = ()
         if self._routed.decision_header:
             headers += ((DECISION_HEADER, self._routed.decision_header),)
@@ -414,9 +427,9 @@ class Exchange:
     def _leave_queue(self) -> None:
         queued, self._queued = self._queued, None
         if queued is not None:
-            self._router.left(queued)
+            self.router.left(queued)
 
-    def _conclude(self, verdict: Routed | Refusal | Encode | Queued) -> _Next:
+    def _conclude(self, verdict: Verdict) -> _Next:
         match verdict:
             case Routed():
                 self._routed, self._encode = verdict, None  # a stream may last long, so it keeps no body
@@ -436,6 +449,12 @@ class Exchange:
             case Queued():
                 self._queued, self._encode = verdict, None
                 return State.QUEUED, [Wait(verdict)]
+            case Answer():
+                self._parts = []
+                return State.REFUSED, [Send(Immediate(200, None, verdict.body))]
+            case Chosen():
+                self.router = verdict.router
+                return self._conclude(verdict.verdict)
 
     def _pick(
         self, routed: Routed, body: bytes, changed: bytes | None, headers: tuple[tuple[str, str], ...] = ()
@@ -472,7 +491,7 @@ class Exchange:
 
     def _own(self, refusal: Refusal) -> Refusal:
         """Reports a refusal that is not the router's to the router, which records it."""
-        self._router.refused(self._head, refusal)
+        self.router.refused(self._head, refusal)
         return refusal
 
     def _outcome(self) -> Outcome:

@@ -112,9 +112,10 @@ class Immediate(Struct, frozen=True, gc=False):
     """Answers the client directly; the request reaches no endpoint."""
 
     status: int
-    reason: RefuseReason
+    reason: RefuseReason | None
+    """None: it is no refusal."""
     body: bytes
-    """JSON of `openai.error_body`."""
+    """JSON; of a refusal that of `openai.error_body`."""
     retry_after_s: float = 0.0
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from perilune_api.pool import Limits
 from perilune_gateway.extproc import wire
-from perilune_gateway.extproc.exchange import Abort, Effect, Exchange, Hold, Router, Send, Wait
+from perilune_gateway.extproc.exchange import Abort, Effect, Entrance, Exchange, Hold, Router, Send, Wait
 from perilune_gateway.extproc.messages import Body, BodyMode, Kind
 from perilune_gateway.model import ProtocolError, Refusal, RequestHead, Tokens, TokenSource
 from perilune_gateway.model.handoff import Attachment, RemotePrefill
@@ -84,13 +84,15 @@ class Reply(Struct, frozen=True, gc=False):
 class Service:
     """The settings and counters that all streams of a gateway share.
 
-    `limits` may be replaced at any time; new streams use the new ones.
+    `limits` may be replaced at any time; new streams use the new ones. In a gateway with several pools, each
+    pool has a service of its own, for what its requests wait for; the streams and their counters are those of
+    the one in front.
     """
 
     def __init__(
         self,
-        router: Router,
-        tokenizer: Tokenizer,
+        entrance: Entrance,
+        tokenizer: Tokenizer | None,
         *,
         limits: Limits,
         bytes_per_token: float = 4.0,
@@ -98,10 +100,12 @@ class Service:
         conformance: bool = False,
         giver: Giver | None = None,
         trace: Callable[[str], Trace | None] | None = None,
+        pools: Mapping[object, Service] | None = None,
     ) -> None:
-        """`giver` has prompts prefilled on other endpoints; None: targets always do it themselves.
-        `bytes_per_token` is for the estimate when tokens come too late. `default_mode` is the body mode of an
-        Envoy that does not send its mode, see `wire`. `trace` is for `Exchange`."""
+        """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
+        prompts prefilled on other endpoints; None: targets always do it themselves. `bytes_per_token` is for
+        the estimate when tokens come too late. `default_mode` is the body mode of an Envoy that does not send
+        its mode, see `wire`. `trace` is for `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -116,19 +120,27 @@ class Service:
         """The ends of waiting, by ticket."""
         self.connections_closed: dict[str, int] = dict.fromkeys(Closed, 0)
         """Number of connections that the h2 server closed, by cause."""
-        self.router = router
+        self.entrance = entrance
         self.tokenizer = tokenizer
         self.bytes_per_token = bytes_per_token
         self.default_mode = default_mode
         self.conformance = conformance
         self.giver = giver
         self.trace = trace
+        self.pools = pools or {}
 
-    async def begin_sessions(self) -> None:
+    @property
+    def max_body_bytes(self) -> int:
+        """The limit while a request's pool is not known."""
+        if not self.pools:
+            return self.limits.max_body_bytes
+        return max(service.limits.max_body_bytes for service in self.pools.values())
+
+    async def begin_sessions(self, router: Router) -> None:
         """Lets the waiting sessions begin when the router says so, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for ticket, refusal in self.router.due():
+            for ticket, refusal in router.due():
                 if (waiting := self._beginning.get(ticket)) and not waiting.done():
                     waiting.set_result(refusal)
 
@@ -163,8 +175,8 @@ class Stream:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._exchange = Exchange(
-            service.router,
-            max_body_bytes=service.limits.max_body_bytes,
+            service.entrance,
+            max_body_bytes=service.max_body_bytes,
             conformance=service.conformance,
             trace=service.trace,
         )
@@ -183,12 +195,13 @@ class Stream:
     async def waited(self, wait: Wait | Hold) -> Reply:
         """Gets what the last reply waits for. Raises only CancelledError."""
         started = time.perf_counter()
+        pool = self._service.pools.get(self._exchange.router, self._service)
         try:
             if isinstance(wait, Hold):
-                return _reply(self._exchange.attach(await self._attachment(wait)))
+                return _reply(self._exchange.attach(await _attachment(pool, wait)))
             if isinstance(wait.what, Queued):
-                return _reply(self._exchange.begun(await self._service.begun(wait.what)))
-            tokens = await self._encode(wait.what)
+                return _reply(self._exchange.begun(await pool.begun(wait.what)))
+            tokens = await self._encode(pool, wait.what)
             return _reply(self._exchange.tokens(tokens, time.perf_counter() - started))
         except Exception as error:
             return self._failed(error)
@@ -198,19 +211,15 @@ class Stream:
         self._service.streams_open -= 1
         self._exchange.closed()
 
-    async def _attachment(self, hold: Hold) -> Attachment | None:
-        giver = self._service.giver
-        return await giver.give(hold.ticket, hold.remote, hold.head, hold.body) if giver else None
-
-    async def _encode(self, encode: Encode) -> Tokens | Refusal:
-        service = self._service
+    async def _encode(self, pool: Service, encode: Encode) -> Tokens | Refusal:
+        assert pool.tokenizer is not None
         try:
-            async with asyncio.timeout(service.limits.decision_seconds):
-                return await service.tokenizer.encode(encode.request)
+            async with asyncio.timeout(pool.limits.decision_seconds):
+                return await pool.tokenizer.encode(encode.request)
         except TimeoutError:
-            service.late_tokens += 1
+            self._service.late_tokens += 1
             log.warning("late_tokens body_bytes=%d", encode.body_bytes)
-            count = max(1, round(encode.body_bytes / service.bytes_per_token))
+            count = max(1, round(encode.body_bytes / pool.bytes_per_token))
             return Tokens(count, TokenSource.ESTIMATE)
 
     def _failed(self, error: Exception) -> Reply:
@@ -222,6 +231,11 @@ class Stream:
             self._service.failures += 1
             log.error("stream_failed state=%s", self._exchange.state, exc_info=error)
         return _reply(self._exchange.fail())
+
+
+async def _attachment(pool: Service, hold: Hold) -> Attachment | None:
+    giver = pool.giver
+    return await giver.give(hold.ticket, hold.remote, hold.head, hold.body) if giver else None
 
 
 def _reply(effects: list[Effect]) -> Reply:

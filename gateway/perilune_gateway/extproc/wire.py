@@ -284,8 +284,10 @@ def _override(message: pb.ProcessingResponse, override: Override | None) -> None
 def _immediate(answer: pb.ImmediateResponse, immediate: Immediate) -> None:
     answer.status.code = immediate.status
     answer.body = immediate.body
-    answer.details = f"perilune_{immediate.reason}"
-    headers = [("content-type", "application/json"), (REFUSE_REASON_HEADER, immediate.reason)]
+    answer.details = f"perilune_{immediate.reason or 'answered'}"
+    headers = [("content-type", "application/json")]
+    if immediate.reason:
+        headers.append((REFUSE_REASON_HEADER, immediate.reason))
     if immediate.retry_after_s > 0:
         headers.append(("retry-after", str(math.ceil(immediate.retry_after_s))))
     _set_headers(answer.headers, headers)

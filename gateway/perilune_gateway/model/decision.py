@@ -173,6 +173,13 @@ class Refusal(Struct, frozen=True, gc=False):
         return STATUS[self.reason]
 
 
+class Answer(Struct, frozen=True, gc=False):
+    """The gateway answers the client itself; the request reaches no endpoint."""
+
+    body: bytes
+    """JSON, which goes with status 200."""
+
+
 class NeedBody(Struct, frozen=True, gc=False):
     """The headers do not suffice; the decision waits for the body."""
 

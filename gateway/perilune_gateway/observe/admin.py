@@ -14,7 +14,7 @@ clients on this machine, unless told otherwise; `kubectl port-forward` is such a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 
@@ -31,6 +32,7 @@ from perilune_api.policies import PolicyParams
 from perilune_gateway.observe import console, explain
 from perilune_gateway.observe.console import STREAM, Stream
 from perilune_gateway.observe.health import Health, Status
+from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.stats import EndpointStats, SessionStats
 from perilune_gateway.policy import Policy
 from perilune_gateway.routing.new_sessions import SessionAdmissionStats
@@ -71,6 +73,24 @@ class AdminData:
     """Unix seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolsData:
+    """What the pages of a gateway with several pools read."""
+
+    registry: CollectorRegistry
+    """Metrics of the process."""
+    pools: Mapping[str, AdminData]
+    """By the pools' names."""
+
+
+class PoolsHealth(Struct, frozen=True):
+    """The answer of /api/health of a gateway with several pools."""
+
+    status: Status
+    """UNREADY if all pools are, OK if all pools are."""
+    pools: tuple[Health, ...]
+
+
 PAGES: Mapping[str, str] = {
     "/console": "the pool at work, in the browser",
     "/metrics": "Prometheus metrics",
@@ -87,6 +107,15 @@ PAGES: Mapping[str, str] = {
 }
 
 
+POOLS_PAGES: Mapping[str, str] = {
+    "/metrics": "Prometheus metrics of all pools",
+    "/healthz": "alive",
+    "/readyz": "some pool is ready for requests",
+    "/api/health": "the health of all pools",
+}
+"""Pages of a gateway with several pools. Each pool has all PAGES of its own below /pools/NAME."""
+
+
 OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
 """Pages for kubelets, Prometheus and the operator, without anything of a single request."""
 PRIVATE = (
@@ -98,7 +127,7 @@ PRIVATE = (
 class Admin:
     """The HTTP server of the pages."""
 
-    def __init__(self, data: AdminData, *, to_anyone: bool = False) -> None:
+    def __init__(self, data: AdminData | PoolsData, *, to_anyone: bool = False) -> None:
         """`to_anyone`: whether all pages answer anyone who can connect."""
         self._data = data
         self._to_anyone = to_anyone
@@ -107,9 +136,12 @@ class Admin:
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listens and returns the port; port 0 takes a free one. Raises OSError with the address on
         failure."""
-        runner = web.AppRunner(
-            application(self._data, to_anyone=self._to_anyone), access_log=None, shutdown_timeout=1.0
-        )
+        data, to_anyone = self._data, self._to_anyone
+        if isinstance(data, PoolsData):
+            app = pools_application(data, to_anyone=to_anyone)
+        else:
+            app = application(data, to_anyone=to_anyone)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         site = web.TCPSite(runner, host.strip("[]"), port)
         try:
@@ -158,6 +190,24 @@ def application(data: AdminData, *, to_anyone: bool = False) -> web.Application:
     return app
 
 
+def pools_application(data: PoolsData, *, to_anyone: bool = False) -> web.Application:
+    """The pages of several pools."""
+    pages = _PoolsPages(data)
+    app = web.Application(middlewares=[_errors_as_json, *([] if to_anyone else [_only_here])])
+    app.add_routes(
+        [
+            web.get("/", pages.index),
+            web.get("/metrics", pages.metrics),
+            web.get("/healthz", pages.healthz),
+            web.get("/readyz", pages.readyz),
+            web.get("/api/health", pages.health),
+        ]
+    )
+    for name, pool in data.pools.items():
+        app.add_subapp(f"/pools/{name}", application(pool, to_anyone=to_anyone))
+    return app
+
+
 async def _running(stream: Stream, app: web.Application) -> AsyncIterator[None]:
     """Runs the console's stream while the pages are served."""
     task = asyncio.create_task(stream.run())
@@ -179,28 +229,53 @@ def _file(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web
     return answer
 
 
-class _Pages:
-    def __init__(self, data: AdminData) -> None:
+class _PoolsPages:
+    def __init__(self, data: PoolsData) -> None:
         self._data = data
 
     async def index(self, request: web.Request) -> web.Response:
-        rows = "".join(f"<li>{_link(path)} {text}</li>" for path, text in PAGES.items())
-        page = f"<!doctype html><meta charset=utf-8><title>Perilune gateway</title><ul>{rows}</ul>"
-        return web.Response(text=page, content_type="text/html")
+        pools = {f"/pools/{name}/": f"the pages of the pool {name}" for name in self._data.pools}
+        return _index({**POOLS_PAGES, **pools})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        parts = []
-        for family in self._data.registry.collect():
-            parts.append(generate_latest(_OneFamily(family)))
-            await asyncio.sleep(0)
-        return web.Response(body=b"".join(parts), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        """One family at a time, because each pool's takes milliseconds."""
+        merged = MergedMetrics()
+        registries = {"": self._data.registry, **{n: pool.registry for n, pool in self._data.pools.items()}}
+        for name, registry in registries.items():
+            for family in registry.collect():
+                merged.add(family, name)
+                await asyncio.sleep(0)
+        return await _metrics(merged.families())
 
     async def healthz(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        ready = self._data.ready()
-        return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
+        return _ready(any(pool.ready() for pool in self._data.pools.values()))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Status 503 only when no pool has an endpoint that may be chosen."""
+        pools = tuple(pool.health() for pool in self._data.pools.values())
+        found = {pool.status for pool in pools}
+        status = found.pop() if len(found) == 1 else Status.DEGRADED
+        return _json(PoolsHealth(status, pools), 503 if status is Status.UNREADY else 200)
+
+
+class _Pages:
+    def __init__(self, data: AdminData) -> None:
+        self._data = data
+
+    async def index(self, request: web.Request) -> web.Response:
+        return _index(PAGES)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return await _metrics(self._data.registry.collect())
+
+    async def healthz(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def readyz(self, request: web.Request) -> web.Response:
+        return _ready(self._data.ready())
 
     async def decisions(self, request: web.Request) -> web.Response:
         n = _count(request, "n", DEFAULT_N, MAX_N)
@@ -286,8 +361,27 @@ class _OneFamily:
         yield self._family
 
 
+async def _metrics(families: Iterable[Metric]) -> web.Response:
+    parts = []
+    for family in families:
+        parts.append(generate_latest(_OneFamily(family)))
+        await asyncio.sleep(0)
+    return web.Response(body=b"".join(parts), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _ready(ready: bool) -> web.Response:
+    return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
+
+
+def _index(pages: Mapping[str, str]) -> web.Response:
+    rows = "".join(f"<li>{_link(path)} {text}</li>" for path, text in pages.items())
+    page = f"<!doctype html><meta charset=utf-8><title>Perilune gateway</title><ul>{rows}</ul>"
+    return web.Response(text=page, content_type="text/html")
+
+
 def _link(path: str) -> str:
-    return f"<code>{path}</code>" if "{" in path else f"<a href='{path}'><code>{path}</code></a>"
+    """Relative, because the pages of one pool may lie below another path."""
+    return f"<code>{path}</code>" if "{" in path else f"<a href='{path[1:]}'><code>{path}</code></a>"
 
 
 class PageError(Exception):

@@ -159,6 +159,15 @@ class Scheduling:
         yield family
 
 
+def refusals(registry: CollectorRegistry) -> Tally:
+    """The counter of refusals: a pool's, or those of a gateway with several pools that are of none of
+    them."""
+    text = "Requests answered with an error instead of an endpoint."
+    counter = Tally(registry, "refusals", text, ("reason",))
+    counter.start(RefuseReason)
+    return counter
+
+
 class StreamCounts(Protocol):
     """The counts of extproc.service.Service that a scrape shows."""
 
@@ -181,7 +190,6 @@ class Metrics:
         """Endpoints that left the pool. Requests may still be in flight there."""
         self._window = Window()
         self._snapshot: Callable[[], Snapshot] | None = None
-        self._streams: StreamCounts | None = None
 
         def tally(name: str, text: str, *labels: str) -> Tally:
             return Tally(registry, name, text, labels)
@@ -195,9 +203,7 @@ class Metrics:
             registry=registry,
         )
         self._decisions = tally("decisions", "Requests given an endpoint.", "policy", "reason", "phase")
-        self._refusals = tally(
-            "refusals", "Requests answered with an error instead of an endpoint.", "reason"
-        )
+        self._refusals = refusals(registry)
         self._sources = tally("token_counts", "Prompts by where their token count came from.", "source")
 
         # Cache and sessions
@@ -226,7 +232,6 @@ class Metrics:
         self._scrape_errors = tally("scrape_errors", "Engine metrics that could not be read.", "endpoint")
         self._info = Info("perilune_build", "Version and policy of this gateway.", registry=registry)
 
-        self._refusals.start(RefuseReason)
         self._sources.start(TokenSource)
         self._affinity.start(Affinity)
         self._prefills.start((REMOTE, *Unsplit))
@@ -281,10 +286,6 @@ class Metrics:
         """Sets the function that returns the state for each scrape."""
         self._snapshot = snapshot
 
-    def count_streams(self, streams: StreamCounts) -> None:
-        """Sets the counts of streams for each scrape."""
-        self._streams = streams
-
     def count_spans(self) -> Callable[[Sent, int], None]:
         """Adds the counter of spans, and returns what counts, on any thread."""
         spans = Tally(
@@ -305,21 +306,6 @@ class Metrics:
             counter.remove(endpoint)
         for outcome in Outcome:
             self._requests.remove(endpoint, outcome)
-
-    def streams(self) -> Iterator[Metric]:
-        """The metric families of StreamCounts."""
-        streams = self._streams
-        if streams is None:
-            return
-        yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
-        for name, text, field in STREAM_COUNTERS:
-            yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
-        closed = CounterMetricFamily(
-            "perilune_connections_closed", "Connections closed by the h2 server.", labels=["cause"]
-        )
-        for cause, count in streams.connections_closed.items():
-            closed.add_metric([cause], count)
-        yield closed
 
     def snapshot(self) -> Snapshot | None:
         return self._snapshot() if self._snapshot else None
@@ -344,6 +330,29 @@ STREAM_COUNTERS: tuple[tuple[str, str, str], ...] = (
 """(name, help, field of StreamCounts) of each perilune_<name>_total."""
 
 
+class StreamMetrics:
+    """Collects the counts of a gateway's streams at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, streams: StreamCounts) -> None:
+        self._streams = streams
+        registry.register(self)
+
+    def describe(self) -> Iterator[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        streams = self._streams
+        yield GaugeMetricFamily("perilune_streams_open", "Envoy streams open now.", streams.streams_open)
+        for name, text, field in STREAM_COUNTERS:
+            yield CounterMetricFamily(f"perilune_{name}", text, getattr(streams, field))
+        closed = CounterMetricFamily(
+            "perilune_connections_closed", "Connections closed by the h2 server.", labels=["cause"]
+        )
+        for cause, count in streams.connections_closed.items():
+            closed.add_metric([cause], count)
+        yield closed
+
+
 class _Mirror:
     """Collects the metrics that are read at each scrape."""
 
@@ -363,6 +372,5 @@ class _Mirror:
         if ratio is not None:
             hit.add_metric((), ratio)
         yield hit
-        yield from self._metrics.streams()
         if (snapshot := self._metrics.snapshot()) is not None:
             yield from snapshot_metrics.families(snapshot)

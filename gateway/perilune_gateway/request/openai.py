@@ -172,6 +172,57 @@ def _bare(path: str) -> str:
     return unquote(bare) if "%" in bare else bare
 
 
+MODELS = "/v1/models"
+_PIECE = 4_096
+"""Characters or tokens of a prompt without messages that tell how it begins."""
+
+
+def listed(path: str) -> str | None:
+    """The model whose entry a GET of this path asks for; empty for the list of all; None: another page."""
+    bare = _bare(path)
+    if bare == MODELS:
+        return ""
+    return bare[len(MODELS) + 1 :] if bare.startswith(f"{MODELS}/") else None
+
+
+class _Named(Struct, frozen=True):
+    model: str | None = None
+
+
+def model_in(body: bytes) -> str:
+    """The body's `model`, on any path; empty if it has none, or if the body is no JSON object."""
+    try:
+        return msgspec.json.decode(body, type=_Named).model or ""
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+class _Message(Struct, frozen=True):
+    role: str | None = None
+
+
+def opening(request: ParsedRequest) -> bytes:
+    """How the request's conversation begins, which its later turns have too: everything up to the first
+    message of a user. Of other prompts their first few thousand characters or tokens."""
+    match request.prompt:
+        case ChatPrompt(messages=messages) if _first(messages) == b"[":
+            pieces = []
+            for message in _ITEMS.decode(messages):
+                pieces.append(bytes(message))
+                try:
+                    if msgspec.json.decode(message, type=_Message).role == "user":
+                        break
+                except msgspec.ValidationError:
+                    continue
+            return b"".join(pieces)
+        case ChatPrompt(messages=messages):  # one text
+            return bytes(messages)[:_PIECE]
+        case TextPrompt(texts=texts):
+            return texts[0][:_PIECE].encode(errors="surrogatepass") if texts else b""
+        case TokenPrompt(ids=ids):
+            return repr(ids[0][:_PIECE]).encode() if ids else b""
+
+
 def for_engine(body: bytes, added: EngineFields) -> bytes | None:
     """Adds fields for the engine to a body that `parse` has accepted; None if there are none to add.
 

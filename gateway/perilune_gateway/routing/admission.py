@@ -10,7 +10,7 @@ Each priority level above 0 doubles the queue at which a request is refused, eac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -66,6 +66,12 @@ def exclusion(view: EndpointView, wanted: Wanted) -> str:
     if endpoint.draining and endpoint.address not in (wanted.host, wanted.holder):
         return "draining"
     return ""
+
+
+def unknown_model(model: str, known: Iterable[str], server: str) -> Refusal:
+    """The refusal of a model that `server`, such as "This pool", does not serve."""
+    message = f"The model `{model[:200]}` does not exist. {server} serves: {', '.join(sorted(known))}"
+    return Refusal(RefuseReason.UNKNOWN_MODEL, message)
 
 
 def split(views: Sequence[EndpointView], wanted: Wanted) -> tuple[list[EndpointView], dict[str, str]]:

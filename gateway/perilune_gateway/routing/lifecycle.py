@@ -74,6 +74,7 @@ or because its tokens are only estimated, as those of pictures are."""
 MAX_ASKING = 256
 """The most requests that ask an endpoint to announce cached blocks again, before it has told all. The answer
 has all blocks of one prompt."""
+NOT_FOUND = 404
 REFUSED = 400
 """Least status of an answer without a prefill."""
 UNREACHABLE = (0, 502, 503, 504)
@@ -382,6 +383,8 @@ class Lifecycle:
             self._served_elsewhere(ticket, running, served, now)
         if status >= REFUSED:
             self._state.index.unclaim(running.target, running.claimed)
+        if status == NOT_FOUND and running.session:
+            running.session.unserved = True
         self._state.ejection.head(ticket, status, now)
         if not streamed:
             fleet.prefill_done(ticket)

@@ -137,7 +137,7 @@ class Router:
         self._routing = spec.routing
         self._block_size = spec.engine.block_size
         self._loras = {lora.name for lora in spec.model.loras}
-        self._models = {spec.model.name, *spec.model.aliases, *self._loras}
+        self.models = {spec.model.name, *spec.model.aliases, *self._loras}
         self._candidates.configure(pool)
         self.planner.configure(self._routing.migration, self._routing.policy.name)
         self.lifecycle.configure(pool)
@@ -196,19 +196,23 @@ class Router:
         timer = StepTimer(self._stopwatch)
         if len(body) > self._routing.limits.max_body_bytes:
             return self.lifecycle.refused(head, self._too_large(len(body)), timer)
-        request = self.bodies.parse(head.path, body)
+        return self.on_request(head, self.bodies.parse(head.path, body), len(body), timer)
+
+    def on_request(
+        self, head: RequestHead, request: ParsedRequest | Refusal, body_bytes: int, timer: StepTimer
+    ) -> Routed | Refusal | Encode | Queued:
+        """The body has been parsed."""
         if isinstance(request, Refusal):
             return self.lifecycle.refused(head, request, timer)
-        if request.model not in self._models:
-            models = ", ".join(sorted(self._models))
-            message = f"The model `{request.model[:200]}` does not exist. This pool serves: {models}"
-            return self.lifecycle.refused(head, Refusal(RefuseReason.UNKNOWN_MODEL, message), timer)
+        if request.model not in self.models:
+            refusal = admission.unknown_model(request.model, self.models, "This pool")
+            return self.lifecycle.refused(head, refusal, timer)
         timer.lap(Step.PARSE)
         tokens = self._tokenizer.now(request)
         if tokens is None:
-            return Encode(head, request, len(body))
+            return Encode(head, request, body_bytes)
         timer.lap(Step.TOKENIZE)
-        return self._on_prompt(head, request, len(body), tokens, timer)
+        return self._on_prompt(head, request, body_bytes, tokens, timer)
 
     def on_tokens(self, encode: Encode, tokens: Tokens, waited_s: float = 0.0) -> Routed | Refusal | Queued:
         """The prompt's tokens have come, after `waited_s` seconds."""
@@ -238,6 +242,24 @@ class Router:
     def prefills_itself(self, ticket: int) -> None:
         """No other endpoint prefills the request's prompt after all, see lifecycle."""
         self.lifecycle.prefills_itself(ticket)
+
+    # -- which pool, where one gateway has several --------------------------------------------------
+
+    def identity(self, head: RequestHead, request: ParsedRequest | None = None) -> Identity:
+        """The tenant and the session that headers and body name, by this pool's session keys."""
+        keys = self._routing.session
+        identity = from_headers(head.headers, keys)
+        return with_body(identity, request.session_id, request.user, keys) if request else identity
+
+    def is_bound(self, identity: Identity) -> bool:
+        """Whether the session is bound to an endpoint of this pool."""
+        session = self.state.sessions.find(identity.key, self._clock())
+        return session is not None and bool(session.host)
+
+    def stores(self, identity: Identity, response_id: str) -> bool:
+        """Whether an endpoint of this pool has the response."""
+        stored = self._aliases.stored(identity.tenant, response_id)
+        return stored is not None and stored.endpoint in self._by_alias
 
     # -- a request's way out -----------------------------------------------------------------------
 

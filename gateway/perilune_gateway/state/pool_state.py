@@ -93,10 +93,11 @@ class PoolState:
         """Whether the headers of a turn with a body of this length suffice to tell what its host caches. They
         do not if the chain is not known although the host announces blocks, or if another replica knows more
         of it, nor if the body is shorter than the last one: then it was rewritten, and may differ from it
-        anywhere."""
+        anywhere, nor after a turn that asked for a model that the host does not serve."""
         endpoint = self.fleet.get(session.host)
         chained = session.chain or not (endpoint and endpoint.events)
-        return bool(chained) and session.follows and body_bytes >= session.body_bytes
+        follows = bool(chained) and session.follows and not session.unserved
+        return follows and body_bytes >= session.body_bytes
 
     def held_end(self, session: Session, now: float) -> tuple[int, int]:
         """Return the last block of the session's context that its host still caches, as far as known, and the

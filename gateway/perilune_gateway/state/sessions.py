@@ -74,6 +74,8 @@ class Session(Struct, gc=False):
     """The endpoint that handed its KV over to the host; empty: it did not come so."""
     inferred: bool = False
     """Whether the gateway inferred the session. Clients with equal prompts then share it."""
+    unserved: bool = False
+    """Whether an engine answered 404 since its last body was read: it does not serve what was asked for."""
     failures: int = 0
     """Number of its latest requests, one after the other, that failed at its host."""
     name: bytes = b""
@@ -349,6 +351,7 @@ class Sessions:
     def read(self, session: Session, tokens: int, body_bytes: int, blocks: Sequence[int]) -> None:
         """Record a turn whose body was read. `blocks` are the prompt's full blocks, empty if estimated."""
         self.unread(session, tokens, body_bytes)
+        session.unserved = False
         if tokens and body_bytes:
             session.bytes_per_token = body_bytes / tokens
         if not blocks:

@@ -188,7 +188,7 @@ class Api:
 
 
 class Taker:
-    """Stands for Gateway.on_pool: remembers pools, and refuses another model."""
+    """Stands for ServedPool.on_pool: remembers pools, and refuses another model."""
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []

@@ -26,7 +26,7 @@ from perilune_gateway.model import (
     TokenSource,
 )
 from perilune_gateway.model.kv_events import EventStats, IngestStats
-from perilune_gateway.observe.metrics import LEFT, Affinity, Metrics, Window, affinity_of
+from perilune_gateway.observe.metrics import LEFT, Affinity, Metrics, StreamMetrics, Window, affinity_of
 from perilune_gateway.observe.stats import EndpointStats, LogStats, Snapshot
 from perilune_gateway.state.prefix_index import EndpointBlocks, IndexStats
 
@@ -185,7 +185,7 @@ class TestStreams:
     )
     def test_what_streams_count_is_read_when_asked(self, metrics, name, expected):
         service = Service(None, None, limits=Limits())
-        metrics.count_streams(service)
+        StreamMetrics(metrics.registry, service)
         stream = service.open()
         stream.receive(b"no message of Envoy's")
         stream.closed()

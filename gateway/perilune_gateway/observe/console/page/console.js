@@ -38,7 +38,7 @@ const byPlace = (a, b) => `${a.spine}|${a.rack}|${a.node}`.localeCompare(`${b.sp
 // -- the stream ---------------------------------------------------------------------------------------------
 
 function listen() {
-  const source = new EventSource("/api/stream");
+  const source = new EventSource("api/stream");
   source.addEventListener("error", () => { // the browser itself tries again after a cut, not after a refusal
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
   });
@@ -198,13 +198,13 @@ async function page(path) {
   return value;
 }
 async function health() {
-  const { status, problems } = await page("/api/health");
+  const { status, problems } = await page("api/health");
   $("health").textContent = status;
   $("health").className = `pill ${status === "ok" ? "good" : status === "degraded" ? "warn" : "bad"}`;
   $("problems").replaceChildren(...(problems.length ? problems.map((p) => make("li", {}, make("b", { textContent: `${p.endpoint ? `${p.endpoint}: ` : ""}${p.message}` }), make("div", { textContent: `Effect: ${p.effect}` }), make("div", { textContent: `Cause: ${p.cause}` }), make("div", { textContent: `Cure: ${p.cure}` }))) : [make("li", { className: "good", textContent: "Everything is as it should be." })]));
 }
 async function moves() {
-  const { budget, offers, ended } = await page("/api/moves");
+  const { budget, offers, ended } = await page("api/moves");
   for (const flight of budget.in_flight) drawMove(flight.source, flight.target);
   const rows = [...offers.map((m) => ({ ...m, state: "offered" })), ...ended].slice(0, 12);
   const cells = (m) => [m.session_id ?? `prefix ${m.prefix}`, `${port(m.source)} → ${port(m.target)}`, m.reason, m.lapse ? `${m.state}: ${m.lapse}` : m.state, m.seconds == null ? "" : seconds(m.seconds)];
@@ -233,7 +233,7 @@ function openEngine(address) {
 async function openDecision(id) {
   open(`Decision ${id}`, make("p", { textContent: "…" }));
   try {
-    const d = await page(`/api/decisions/${encodeURIComponent(id)}`);
+    const d = await page(`api/decisions/${encodeURIComponent(id)}`);
     const session = d.session_id ? make("button", { type: "button", textContent: d.session_id }) : "none";
     if (d.session_id) session.dataset.session = d.session_id;
     const candidates = d.candidates.map((c) => [port(c.address), c.cost == null ? "–" : c.cost.toFixed(3), seconds(c.estimated_s), Object.entries(c.terms ?? {}).map(([k, v]) => `${k} ${Number(v.toFixed(3))}`).join(", ")]);
@@ -246,7 +246,7 @@ async function openDecision(id) {
 }
 async function openSession(id) {
   try {
-    const { tenants } = await page(`/api/sessions/${encodeURIComponent(id)}`);
+    const { tenants } = await page(`api/sessions/${encodeURIComponent(id)}`);
     open(`Session ${id}`, ...tenants.map((t) => facts({ tenant: t.tenant || "none", host: t.host ? port(t.host) : "none", turns: count(t.turns), "context tokens": count(t.context_tokens), moves: count(t.moves), "idle for": seconds(t.idle_s) })));
   } catch (error) { open(`Session ${id}`, make("p", { className: "bad", textContent: error.message })); }
 }

@@ -1,0 +1,306 @@
+"""One pool with all its parts: state → router → feeds → service for its streams, and what its pages show.
+
+`ServedPool.__init__` creates and connects them by hand; nothing runs before `start`. A gateway has one for
+each of its pools; they share the process, its listeners and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from importlib.metadata import version
+from math import inf
+from random import Random
+from secrets import token_bytes, token_hex
+from typing import TYPE_CHECKING, Protocol
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from perilune_api import names
+from perilune_api.pool import Pool, SpecError
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.feeds import (
+    bootstrap_pages,
+    drained,
+    engine_metrics,
+    handoff_legs,
+    prefill_legs,
+    store_segments,
+)
+from perilune_gateway.feeds.kubernetes import KubernetesPool
+from perilune_gateway.feeds.pool_events import EventFeeds, EventSink
+from perilune_gateway.feeds.shared_state import Server, SharedState
+from perilune_gateway.model import EngineMetrics
+from perilune_gateway.model.shared import Names, SharedStats
+from perilune_gateway.model.tracing import Trace, begin
+from perilune_gateway.observe.admin import AdminData
+from perilune_gateway.observe.decision_log import DecisionLog, RotatedFile
+from perilune_gateway.observe.decisions import Decisions
+from perilune_gateway.observe.metrics import Metrics
+from perilune_gateway.observe.recorder import Recorder
+from perilune_gateway.observe.snapshot import Snapshots
+from perilune_gateway.observe.spans import Spans
+from perilune_gateway.policy import POLICIES
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.request.tokens.metrics import TokenMetrics
+from perilune_gateway.routing.router import new_router
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.pool_state import PoolState, index_blocks
+from perilune_gateway.state.replicas import Replicas
+
+if TYPE_CHECKING:
+    from perilune_gateway.observe.otlp import Collector
+
+log = logging.getLogger(__name__)
+
+TOKENS_SHARE = 0.9
+"""Share of `decision_seconds` after which the tokenizer stops waiting for exact tokens and estimates them.
+The rest of the time is left for its estimate, which is better than the one that streams make from bytes."""
+
+
+class PoolSource(Protocol):
+    """Where the pool comes from: a file or the Kubernetes API."""
+
+    last_error: str
+    """Why the newest document is not in force; empty when it is."""
+
+    def run(self, on_pool: Callable[[Pool], None]) -> Coroutine[None, None, None]:
+        """Passes every new pool to `on_pool` until cancelled. `on_pool` raises SpecError to refuse one."""
+
+
+class ServedPool:
+    """One pool of a gateway."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        source: PoolSource,
+        *,
+        conformance: bool = False,
+        seed: int | None = None,
+        secret: str = "",
+        log_file: RotatedFile | None = None,
+        state_server: Server | None = None,
+        state_key: str = "",
+        traces: str = "",
+        traces_share: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`secret`: of the pool; empty: one of this process alone stands in. Every decision is written to
+        `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
+        the key of the hashes that name sessions there. `traces`: URL of the collector of spans, if there is
+        one; `traces_share`: of requests without a client's trace."""
+        spec = pool.spec
+        self._clock, self._rng, self._secret = clock, Random(seed), secret
+        self.draining = False
+        self.source = source
+        registry = CollectorRegistry()
+        self.metrics = Metrics(registry, clock)
+        self.decision_log = DecisionLog(log_file, pool, version("perilune"), time.time) if log_file else None
+        decisions = Decisions()
+        self.collector = _collector(traces, pool, self.metrics) if traces else None
+        self.state = PoolState.of(pool)
+        self.tokenizer = Tokenizer(
+            spec.model, self._least_busy, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
+        )
+        registry.register(TokenMetrics(self.tokenizer))
+        self.router = new_router(
+            pool,
+            self.state,
+            self.tokenizer,
+            Recorder(
+                self.metrics,
+                decisions,
+                self.decision_log,
+                Spans(self.collector.send) if self.collector else None,
+            ),
+            clock=clock,
+            rng=self._rng,
+            conformance=conformance,
+            secret=secret.encode() or token_bytes(),
+        )
+        self.blocks = EngineBlocks(
+            self.state.index,
+            spec.engine.block_size,
+            store=spec.engine.store,
+            max_names=2 * index_blocks(pool),
+        )
+        state = self.state
+        sink = EventSink(self.blocks, state.parity, self.router.lifecycle, clock, state.block_tokens)
+        self.events = EventFeeds(sink, time.time, self._rng)
+        self.prefill_legs = prefill_legs.PrefillLegs(self.router.remote_prefills, state.connectors, secret)
+        self.shared: SharedState | None = None
+        if state_server:
+            name = f"{pool.metadata.namespace}/{pool.metadata.name}"
+            hashes = Names((state_key or state_server.password or name).encode())
+            self.replicas = Replicas(state, hashes, token_hex(8), clock, time.time)
+            self.router.lifecycle.on_claimed = self.replicas.claimed
+            self.shared = SharedState(state_server, name, self.replicas, clock, Random())
+        self.service = Service(
+            self.router,
+            self.tokenizer,
+            limits=spec.routing.limits,
+            bytes_per_token=spec.model.bytes_per_token,
+            conformance=conformance,
+            giver=self.prefill_legs,
+            trace=_tracer(traces_share, Random()) if traces else None,
+        )
+        snapshots = Snapshots(
+            self.router,
+            self.blocks,
+            self.events,
+            self.decision_log,
+            clock,
+            drained=self._drained,
+            shared=self._shared_stats,
+        )
+        self.metrics.mirror(snapshots.snapshot)
+        self.metrics.describe(version("perilune"), spec.routing.policy.name)
+        self.pages = AdminData(
+            registry,
+            decisions,
+            POLICIES,
+            lambda: self.router.pool.spec.routing.policy,
+            snapshots.endpoints,
+            snapshots.sessions,
+            lambda: self.state.index.stats(clock()),
+            snapshots.moves,
+            lambda: snapshots.health(self.source.last_error),
+            lambda: not self.draining and snapshots.serves(),
+            snapshots.about,
+            snapshots.new_sessions,
+            time.time,
+        )
+
+    @property
+    def name(self) -> str:
+        """The pool's name in paths and labels."""
+        return self.router.pool.metadata.name
+
+    async def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Starts all feeds, which end when they are cancelled, and the decision log, which `stop` ends."""
+        if self.decision_log:
+            tasks.create_task(self.decision_log.run())
+        feeds = [tasks.create_task(feed) for feed in self._feeds()]
+        self.events.follow(self.state.fleet.endpoints())
+        if self.shared:
+            await self.shared.warm()
+        return feeds
+
+    def stop(self) -> None:
+        """Ends the decision log after the entries that wait."""
+        if self.decision_log:
+            self.decision_log.stop()
+
+    async def close(self) -> None:
+        """Closes what the feeds and requests used."""
+        await self.events.close()
+        await self.tokenizer.close()
+        if self.collector:
+            await asyncio.to_thread(self.collector.close)
+
+    def _feeds(self) -> Iterator[Coroutine[None, None, None]]:
+        yield self.source.run(self.on_pool)
+        yield engine_metrics.run(
+            self.state.fleet.addresses,
+            self.on_metrics,
+            self._clock,
+            self._rng,
+            block_size=lambda: self.router.pool.spec.engine.block_size,
+        )
+        if master := self.router.pool.spec.engine.store_master:
+            yield store_segments.run(master, self.blocks.segments)
+        if self.shared:
+            yield self.shared.run()
+        yield self._plan_moves()
+        yield self.service.begin_sessions(self.router)
+        yield self._hand_over()
+
+    async def _hand_over(self) -> None:
+        """Asks the engines whether they hand KV over, and sends the legs of hand-offs."""
+        connectors = self.state.connectors
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(),
+            headers={names.ENGINE_SECRET_HEADER: self._secret} if self._secret else {},
+        ) as http:
+            await asyncio.gather(
+                bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),
+                handoff_legs.run(self.router.handing_over, connectors, http),
+                self.prefill_legs.run(http),
+            )
+
+    async def _plan_moves(self) -> None:
+        """Runs the migration planner at the interval of the pool document."""
+        while True:
+            await asyncio.sleep(self.router.pool.spec.routing.migration.interval_seconds)
+            self.router.plan_moves(self.shared is None or self.replicas.plans)
+
+    def _drained(self) -> Mapping[str, str]:
+        """The draining pods that this gateway no longer uses, with their marks."""
+        if not isinstance(self.source, KubernetesPool):
+            return {}
+        state, now = self.state, self._clock()
+        return drained.drained(
+            self.source.pods,
+            lambda address: drained.is_idle(state.fleet, state.sessions, address, now),
+        )
+
+    def on_pool(self, pool: Pool) -> None:
+        """Applies a new pool document. Raises SpecError for a change that a running gateway cannot make."""
+        now, new = self.router.pool.spec, pool.spec
+        for field, here, there in (
+            ("model", now.model, new.model),
+            ("engine", now.engine, new.engine),
+        ):
+            if here != there:
+                raise SpecError(f"Cannot change while running: restart the gateway - at `$.spec.{field}`")
+        for address in self.router.configure(pool):
+            self.metrics.forget(address)
+            self.blocks.forget(address)
+        if self.decision_log:
+            self.decision_log.configure(pool)
+        self.state.index.widen(index_blocks(pool))
+        self.blocks.widen(2 * index_blocks(pool))
+        self.state.sessions.max_sessions = new.routing.session.max_sessions
+        self.state.sessions.idle_s = new.routing.session.idle_seconds
+        self.tokenizer.timeout_s = TOKENS_SHARE * new.routing.limits.decision_seconds
+        self.service.limits = new.routing.limits
+        self.metrics.describe(version("perilune"), new.routing.policy.name)
+        self.events.follow(self.state.fleet.endpoints())
+
+    def on_metrics(self, address: str, metrics: EngineMetrics | None, now: float) -> None:
+        """Records the result of a scrape; None when it failed. A restarted engine gets ready with its first
+        good scrape, so what its old process cached is forgotten before."""
+        before, at = self.state.fleet.engine_metrics(address), self.state.fleet.metrics_at(address)
+        restarted = bool(before and metrics and metrics.restarted_since(before))
+        if restarted and self.blocks.emptied_at.get(address, -inf) < at:  # else its events were faster
+            log.warning("kv blocks forgotten endpoint=%s cause=restarted, by its metrics", address)
+            self.state.parity.forget(address)
+            self.router.lifecycle.on_applied(self.blocks.reset(address, now))
+        self.state.fleet.metrics(address, metrics, now)
+        if metrics is None and self.state.fleet.get(address):  # unless it has just left
+            self.metrics.scrape_failed(address)
+
+    def _shared_stats(self) -> SharedStats | None:
+        return self.shared.stats(self._clock()) if self.shared else None
+
+    def _least_busy(self) -> str:
+        """The ready endpoint with the fewest requests in flight, which the tokenizer asks; "" when none is
+        ready."""
+        ready = [v for v in self.state.fleet.view(self._clock()) if v.endpoint.ready]
+        return min(ready, key=lambda v: v.load.in_flight).endpoint.server if ready else ""
+
+
+def _collector(url: str, pool: Pool, metrics: Metrics) -> Collector:
+    """Imports opentelemetry, which only a gateway with tracing needs."""
+    from perilune_gateway.observe.otlp import Collector
+
+    return Collector(url, f"{pool.metadata.namespace}/{pool.metadata.name}", metrics.count_spans())
+
+
+def _tracer(share: float, dice: Random) -> Callable[[str], Trace | None]:
+    return lambda traceparent: begin(traceparent, share, dice, time.time())

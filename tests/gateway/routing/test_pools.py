@@ -1,0 +1,178 @@
+"""Which pool of several gets a request; tests/integration/test_models_on_one_url.py asks through Envoy."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from msgspec import structs
+from router_rig import A, B, Rig, completion, pool
+from routing_objects import head
+
+from perilune_api.pool import Lora, Metadata, Model, Pool, Routing, SessionKeys
+from perilune_gateway.model import Answer, NeedBody, Outcome, Refusal, RefuseReason, RequestHead, Routed
+from perilune_gateway.routing.pools import Chosen, Pools, by_weight
+
+SALTED = Routing(session=SessionKeys(tenant_header="x-team"))
+
+
+def named(name: str, address: str, model: Model, routing: Routing = Routing()) -> Pool:  # noqa: B008
+    document = pool(endpoints=[address], model=model, routing=routing)
+    return structs.replace(document, metadata=Metadata(name))
+
+
+@dataclass
+class Front:
+    """A client's view of several pools."""
+
+    rigs: list[Rig]
+    refused: list[Refusal] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        routers = [rig.router for rig in self.rigs]
+        self.pools = Pools(routers, self.refused.append, stopwatch=lambda: 0.0)
+
+    def ask(
+        self, model: str, h: RequestHead | None = None, tokens: int = 40
+    ) -> tuple[str, Routed | Refusal, bool]:
+        """(the pool, its answer, whether the body was read)."""
+        h = h or head("/v1/completions")
+        chosen: object = self.pools.on_headers(h)
+        read = isinstance(chosen, NeedBody)
+        if read:
+            chosen = self.pools.on_body(h, completion(range(tokens), model=model))
+        if isinstance(chosen, Refusal):
+            return "", chosen, read
+        assert isinstance(chosen, Chosen)
+        assert isinstance(chosen.verdict, Routed | Refusal)
+        if isinstance(chosen.verdict, Routed):
+            chosen.router.finished(chosen.verdict.ticket, Outcome.COMPLETED)
+        return chosen.router.pool.metadata.name, chosen.verdict, read
+
+
+def session(name: str, **headers: str) -> RequestHead:
+    return head("/v1/completions", x_session_id=name, content_length="200", **headers)
+
+
+@pytest.fixture
+def front() -> Front:
+    lora = Lora("tuned", "/adapters/tuned")
+    one = Rig(named("one", A, Model("m", aliases=("chat",), loras=(lora,), tokenize="estimate")))
+    two = Rig(named("two", B, Model("n", aliases=("chat",), tokenize="estimate", context_tokens=8_000)))
+    return Front([one, two])
+
+
+@pytest.mark.parametrize(("model", "found"), [("m", "one"), ("tuned", "one"), ("n", "two")])
+def test_the_model_or_its_adapter_chooses(front: Front, model: str, found: str) -> None:
+    assert front.ask(model)[0] == found
+
+
+def test_a_session_is_decided_by_its_headers_until_it_has_two_pools(front: Front) -> None:
+    s = session("s")
+    assert [front.ask("n", s)[::2] for _ in range(2)] == [("two", True), ("two", False)]
+    read = head("/v1/completions", x_session_id="s", content_length="10")  # shorter than before
+    assert front.ask("m", read)[::2] == ("one", True)
+    assert [front.ask(model, s)[::2] for model in ("n", "m")] == [("two", True), ("one", True)]
+
+
+def test_after_a_404_of_the_engine_the_body_is_read(front: Front) -> None:
+    s = session("s")
+    front.ask("n", s)
+    chosen = front.pools.on_headers(s)
+    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen.verdict, Routed)
+    chosen.router.on_response(chosen.verdict.ticket, 404, "", streamed=False)
+    chosen.router.finished(chosen.verdict.ticket, Outcome.COMPLETED)
+    assert isinstance(front.pools.on_headers(s), NeedBody)
+    assert front.ask("m", s)[0] == "one"
+
+
+def test_a_pool_may_have_every_body_of_its_sessions_read() -> None:
+    mixed = Routing(session=SessionKeys(several_models=True))
+    front = Front([Rig(named("one", A, Model("m", tokenize="estimate"), mixed))])
+    s = session("s")
+    assert [front.ask("m", s)[2] for _ in range(3)] == [True, True, True]
+
+
+def test_each_pool_finds_tenants_in_its_own_header() -> None:
+    own = Rig(named("one", A, Model("m", tokenize="estimate"), SALTED))
+    other = Rig(named("two", B, Model("n", tokenize="estimate")))
+    front = Front([own, other])
+    front.ask("n", session("s", x_team="red"))
+    _, routed, _ = front.ask("m", head("/v1/completions", x_session_id="s", content_length="9", x_team="red"))
+    assert isinstance(routed, Routed)
+    assert own.record(routed).tenant == "red"
+
+
+def test_an_unknown_model_is_of_no_pool(front: Front) -> None:
+    _, refusal, _ = front.ask("o")
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason is RefuseReason.UNKNOWN_MODEL
+    assert refusal.message.endswith("This gateway serves: chat, m, n, tuned")
+    assert front.refused == [refusal]
+    assert all(len(rig.decisions) == 0 for rig in front.rigs)
+
+
+def test_a_body_that_cannot_be_read_is_refused_once(front: Front) -> None:
+    h = head("/v1/completions")
+    assert isinstance(front.pools.on_headers(h), NeedBody)
+    assert isinstance(front.pools.on_body(h, b"{"), Refusal)
+    assert [refusal.reason for refusal in front.refused] == [RefuseReason.BAD_JSON]
+
+
+def test_the_list_names_models_aliases_and_adapters(front: Front) -> None:
+    answer = front.pools.on_headers(RequestHead("GET", "/v1/models?x=1", {}, has_body=False))
+    assert isinstance(answer, Answer)
+    data = json.loads(answer.body)["data"]
+    assert [entry["id"] for entry in data] == ["m", "chat", "tuned", "n"]
+    assert {e["id"]: (e["parent"], e.get("max_model_len")) for e in data} == {
+        "m": (None, None),
+        "chat": (None, 8_000),
+        "tuned": ("m", None),
+        "n": (None, 8_000),
+    }
+
+
+def test_other_requests_without_a_body_go_to_some_pool(front: Front) -> None:
+    chosen = front.pools.on_headers(RequestHead("GET", "/version", {}, has_body=False))
+    assert isinstance(chosen, Chosen)
+    assert isinstance(chosen.verdict, Routed)
+
+
+def test_a_session_stays_where_it_is_when_weights_change(front: Front) -> None:
+    first = {name: front.ask("chat", session(name))[0] for name in map(str, range(40))}
+    assert set(first.values()) == {"one", "two"}
+    routing = Routing(weight=0)
+    front.rigs[0].router.configure(
+        named("one", A, Model("m", aliases=("chat",), tokenize="estimate"), routing)
+    )
+    for name, found in first.items():
+        h = head("/v1/completions", x_session_id=name, content_length="9")  # so that its body is read
+        assert front.ask("chat", h)[0] == found
+    assert {front.ask("chat", session(f"new {n}"))[0] for n in range(40)} == {"two"}
+
+
+def test_a_sub_agent_goes_to_the_pool_of_its_parent(front: Front) -> None:
+    for number in range(10):
+        parent = front.ask("chat", session(f"{number}"))[0]
+        for child in "abc":
+            h = session(f"{number}/{child}", x_parent_session_id=f"{number}")
+            assert front.ask("chat", h)[0] == parent
+
+
+NAMES = [str(number).encode() for number in range(4_000)]
+
+
+@pytest.mark.parametrize("canary", [0, 5, 50])
+def test_new_sessions_are_shared_out_by_weight(canary: int) -> None:
+    chosen = [by_weight({"stable": 100 - canary, "canary": canary}, name) for name in NAMES]
+    assert chosen.count("canary") / len(NAMES) == pytest.approx(canary / 100, abs=0.02)
+
+
+def test_a_higher_weight_takes_sessions_and_gives_none_away() -> None:
+    before = {name for name in NAMES if by_weight({"a": 90, "b": 10}, name) == "b"}
+    after = {name for name in NAMES if by_weight({"a": 80, "b": 20}, name) == "b"}
+    assert before < after
+
+
+def test_without_any_weight_all_pools_have_the_same() -> None:
+    assert {by_weight({"a": 0, "b": 0}, name) for name in NAMES[:50]} == {"a", "b"}
