@@ -136,7 +136,7 @@ class ServedPool:
         if state_server:
             name = f"{pool.metadata.namespace}/{pool.metadata.name}"
             hashes = Names((state_key or state_server.password or name).encode())
-            self.replicas = Replicas(state, hashes, token_hex(8), clock, time.time)
+            self.replicas = Replicas(state, self.router.new_sessions, hashes, token_hex(8), clock, time.time)
             self.router.lifecycle.on_claimed = self.replicas.claimed
             self.shared = SharedState(state_server, name, self.replicas, clock, Random())
         self.service = Service(

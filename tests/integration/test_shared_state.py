@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 from running_envoy import Envoy
 
+from perilune_api import names, quantities
 from perilune_api import pool as spec
-from perilune_api import quantities
 from perilune_api.inference_pool.checks import convert
 from perilune_lab import child
 from perilune_lab.envoy import config
@@ -240,6 +240,46 @@ async def test_replicas_act_as_one_and_outlive_each_other_and_the_server(rig: Ri
         return await rig.knows("again") >= SESSIONS
 
     await until(again)
+
+
+async def test_new_sessions_wait_at_every_gateway_for_contexts_that_any_of_them_counts(rig: Rig) -> None:
+    small, rules = EngineOptions(kv_tokens=4_000), spec.SessionAdmission(enabled=True)
+    async with AsyncExitStack() as exits:
+        stack = await exits.enter_async_context(
+            Stack(1, small, spec.Routing(session_admission=rules), with_gateway=False, with_envoy=False)
+        )
+        here = Rig(stack, rig.http)
+        await here.start_server()
+        for name in ("gateway-1", "gateway-2"):
+            await here.start_gateway(name)
+        bootstrap = config(stack.endpoints, list(here.ext_proc.values()), message_timeout_s=62.0)
+        here.url = (await exits.enter_async_context(Envoy(bootstrap))).url
+
+        async def sums(name: str) -> list[float]:
+            return [await here.metric(gateway, name) for gateway in here.gateways]
+
+        async def only_turn(session: str, words: int, answer_tokens: int) -> int:
+            prompt = " ".join(f"{session}{i}" for i in range(words))
+            body = {"model": small.model, "prompt": prompt, "max_tokens": answer_tokens}
+            headers = {"x-session-id": session, names.FINAL_TURN_HEADERS[0]: "true"}
+            async with rig.http.post(f"{here.url}/v1/completions", json=body, headers=headers) as answer:
+                await answer.read()
+                return answer.status
+
+        async def both_count_the_first() -> bool:
+            return min(await sums("perilune_active_context_tokens")) > 1_000
+
+        async def all_wait() -> bool:
+            return sum(await sums("perilune_new_sessions_waiting")) == 8
+
+        first = asyncio.create_task(only_turn("first", 280, 400))
+        await until(both_count_the_first)
+        later = [asyncio.create_task(only_turn(f"later-{n}", 180, 1)) for n in range(8)]
+        await until(all_wait)
+        assert min(await sums("perilune_new_sessions_waiting")) > 0, "Envoy did not ask both gateways"
+        assert not first.done()
+        assert await first == 200
+        assert await asyncio.gather(*later) == [200] * 8
 
 
 async def test_a_client_of_the_server_reads_no_name_of_a_session(rig: Rig) -> None:

@@ -84,6 +84,16 @@ class Ejected(Struct, frozen=True, gc=False, array_like=True, tag="ejected"):
     cause: str
 
 
+class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
+    """What the sender counts for session admission."""
+
+    at_us: int
+    active_tokens: float = 0.0
+    """Expected tokens of the active contexts whose latest turn it routed."""
+    waiting: int = 0
+    """Number of new sessions that wait there."""
+
+
 class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     """Blocks that an endpoint will cache, because a prompt with them was sent there."""
 
@@ -101,8 +111,8 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Ejected | Claimed | Alive
-KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Claimed, Alive)
+Change = Bound | Loaded | Ejected | Counted | Claimed | Alive
+KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Claimed, Alive)
 
 
 class Batch(Struct, frozen=True, gc=False):

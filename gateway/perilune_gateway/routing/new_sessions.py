@@ -3,19 +3,30 @@
 `Router` asks `arrive` for the first request of every session. A request that has to wait is `Queued`; `due`
 names those that begin or are refused now, and is called several times per second while some wait. A session
 that is bound to an endpoint, or whose parent is, never waits. Without `routing.sessionAdmission.enabled`
-nothing is learnt, and every session begins at once."""
+nothing is learnt, and every session begins at once.
+
+With several replicas of the gateway:
+
+1. Each counts the sessions of which it routed the latest turn, and tells the others that number and how many
+   sessions wait at it (`counted`). All add up what they were told. What a replica counted that is gone fades
+   within `HORIZON_S`, while its sessions return to the others.
+2. A session begins at once only if none waits at any replica.
+3. Of the room that gets free, each replica gives away as large a part as its part of all sessions that wait.
+   So replicas that decide at one moment do not give away more than there is."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from math import inf
 
 from msgspec import Struct
 
 from perilune_api.pool import SessionAdmission
 from perilune_gateway.model import Refusal, RefuseReason, RequestHead, SessionKey
+from perilune_gateway.model.shared import Counted
 from perilune_gateway.request.openai import ParsedRequest
 from perilune_gateway.routing.context import Prompt, RequestContext
-from perilune_gateway.state.active_contexts import ActiveContexts
+from perilune_gateway.state.active_contexts import HORIZON_S, ActiveContexts
 from perilune_gateway.state.pool_state import PoolState
 from perilune_gateway.state.session_queue import Refused, Room, SessionQueue
 
@@ -46,6 +57,21 @@ class SessionAdmissionStats(Struct, frozen=True, gc=False):
     """Tokens that fit into the KV of the endpoints that take new sessions."""
 
 
+class _Elsewhere(Struct, frozen=True, gc=False):
+    """What another replica counts, or last counted."""
+
+    counted: Counted
+    gone_at: float | None = None
+
+    def tokens(self, now: float) -> float:
+        gone_s = 0.0 if self.gone_at is None else now - self.gone_at
+        return self.counted.active_tokens * max(0.0, 1.0 - gone_s / HORIZON_S)
+
+    @property
+    def waiting(self) -> int:
+        return self.counted.waiting if self.gone_at is None else 0
+
+
 class NewSessions:
     """The new sessions of one pool, and the contexts of those that are active."""
 
@@ -56,6 +82,10 @@ class NewSessions:
         self._beginning: dict[int, int] = {}
         """Ticket → prompt tokens of sessions that begin and are not yet routed."""
         self._begun = self._refused = 0
+        self._elsewhere: dict[str, _Elsewhere] = {}
+        """Other replica → what it counts."""
+        self.on_counted: Callable[[], object] = lambda: None
+        """Called when `counted` has changed otherwise than by a turn that was routed here."""
         self.configure(SessionAdmission())
 
     def configure(self, rules: SessionAdmission) -> None:
@@ -72,7 +102,9 @@ class NewSessions:
             return None
         identity, prompt, now = context.identity, context.prompt, context.now
         session: Hashable = identity.key or object()
-        verdict = self._queue.arrive(session, identity.tenant, prompt.tokens, self._room(now), now)
+        room = self._room(now, inf if self._waiting_elsewhere() else 0.0)
+        verdict = self._queue.arrive(session, identity.tenant, prompt.tokens, room, now)
+        self.on_counted()
         if isinstance(verdict, Refused):
             return self._refusal(verdict)
         if verdict is None:
@@ -85,17 +117,22 @@ class NewSessions:
         if not len(self._queue):
             return []
         found: list[tuple[int, Refusal | None]] = []
-        while first := self._queue.begin(self._room(now) if self.on else Room(0.0, 0), now):
+        waiting, elsewhere = len(self._queue), self._waiting_elsewhere()
+        reserved = self._room(now).free * elsewhere / (waiting + elsewhere)
+        while first := self._queue.begin(self._room(now, reserved) if self.on else Room(0.0, 0), now):
             self._beginning[first.ticket] = first.tokens
             self._begun += 1
             found.append((first.ticket, None))
         found += [(late.ticket, self._refusal(refused)) for late, refused in self._queue.refuse(now)]
+        if found:
+            self.on_counted()
         return found
 
     def over(self, ticket: int) -> None:
         """The request waits no longer: it is routed now, or its client has gone. Safe to call twice."""
         self._queue.leave(ticket)
         self._beginning.pop(ticket, None)
+        self.on_counted()
 
     def turn_began(self, session: Hashable, tokens: int, turns: int) -> None:
         if self.on:
@@ -103,6 +140,28 @@ class NewSessions:
 
     def turn_ended(self, session: Hashable, tokens: int, now: float, *, final: bool) -> None:
         self._contexts.ended(session, tokens, now, final=final)
+
+    # -- other replicas ----------------------------------------------------------------------------
+
+    def counted(self, now: float, at_us: int) -> Counted:
+        """What the other replicas are told."""
+        return Counted(at_us, round(self._active(now)), len(self._queue)) if self.on else Counted(at_us)
+
+    def counted_elsewhere(self, replica: str, counted: Counted) -> None:
+        """Another replica has told what it counts."""
+        self._elsewhere[replica] = _Elsewhere(counted)
+
+    def gone(self, replica: str, now: float) -> None:
+        """Another replica is not heard any more."""
+        if other := self._elsewhere.get(replica):
+            self._elsewhere[replica] = _Elsewhere(other.counted, now)
+        self._elsewhere = {r: e for r, e in self._elsewhere.items() if e.gone_at is None or e.tokens(now)}
+
+    def turn_elsewhere(self, session: SessionKey) -> None:
+        """Another replica has routed a turn of the session."""
+        if self.on:
+            self._contexts.turn_elsewhere(session)
+            self.on_counted()
 
     # -- facts -------------------------------------------------------------------------------------
 
@@ -122,11 +181,20 @@ class NewSessions:
         parent = self._state.sessions.find(context.identity.parent_key, context.now)
         return any(session and session.host for session in (context.session, parent))
 
-    def _room(self, now: float) -> Room:
+    def _room(self, now: float, reserved: float = 0.0) -> Room:
+        """`reserved`: tokens that are left to sessions that wait at other replicas."""
         views = self._state.fleet.recent(now, self._state.sessions.bound)
         capacity = sum(v.load.kv_pool_tokens for v in views if v.endpoint.ready and not v.endpoint.draining)
+        elsewhere = sum(other.tokens(now) for other in self._elsewhere.values())
+        return Room(self._active(now) + elsewhere + reserved, capacity)
+
+    def _waiting_elsewhere(self) -> int:
+        return sum(other.waiting for other in self._elsewhere.values())
+
+    def _active(self, now: float) -> float:
+        """Return the expected tokens of the contexts that count here."""
         active = self._contexts.tokens(now, lambda session: self._held(session, now))
-        return Room(active + sum(self._beginning.values()), capacity)
+        return active + sum(self._beginning.values())
 
     def _held(self, key: Hashable, now: float) -> int:
         session = self._state.sessions.find(key, now) if isinstance(key, SessionKey) else None

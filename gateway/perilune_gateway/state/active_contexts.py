@@ -8,6 +8,9 @@ each band the share of the sessions that entered it and returned within it is th
 return need not be recognized, since they enter band after band. Sessions are told apart by their number of
 turns, because a session of many turns seldom ends.
 
+With several replicas of the gateway each session counts at the one that routed its latest turn: a turn that
+another replica routes is a return here, and takes the context away (`turn_elsewhere`).
+
 Where a session enters a band, it is asked how much of its context its endpoint still holds, so a context
 that was evicted leaves the count. Costs O(log sessions) for each turn and each band entered; the count
 itself is a sum over bands."""
@@ -42,6 +45,8 @@ class _Context(Struct, gc=False):
     band: int = -1
     """Band of idle time; -1: busy."""
     idle_since: float = 0.0
+    elsewhere: bool = False
+    """Whether another replica has routed its latest turn."""
 
 
 class ActiveContexts:
@@ -68,13 +73,11 @@ class ActiveContexts:
         if context is None:
             context = self._known[session] = _Context(0, turns)
         elif context.band >= 0:
-            group = _group(context.turns)
-            self._idle[group][context.band] -= context.tokens
-            self._returned[group][context.band] += 1
-            context.band = -1
+            self._returns_now(context)
         else:
             self._busy -= context.tokens
         context.running += 1
+        context.elsewhere = False
         context.turns, context.tokens = turns, tokens
         self._busy += tokens
 
@@ -87,11 +90,22 @@ class ActiveContexts:
         if context.running:
             return
         self._busy -= context.tokens
-        if final:
+        if final or context.elsewhere:
             del self._known[session]
             return
         context.tokens, context.idle_since = tokens, now
         self._enter(session, context, 0)
+
+    def turn_elsewhere(self, session: Hashable) -> None:
+        """Another replica has routed a turn of the session and counts its context from now on."""
+        context = self._known.get(session)
+        if context is None:
+            return
+        if context.band >= 0:
+            self._returns_now(context)
+            del self._known[session]
+        else:
+            context.elsewhere = True  # it counts here, too, until its requests here have ended
 
     def tokens(self, now: float, held: Callable[[Hashable], int]) -> float:
         """Return the expected tokens. `held` tells how many tokens of an idle session's context its endpoint
@@ -113,6 +127,12 @@ class ActiveContexts:
             for idle, row in zip(self._idle, weights, strict=True)
             for tokens, weight in zip(idle, row, strict=True)
         )
+
+    def _returns_now(self, context: _Context) -> None:
+        group = _group(context.turns)
+        self._idle[group][context.band] -= context.tokens
+        self._returned[group][context.band] += 1
+        context.band = -1
 
     def _enter(self, session: Hashable, context: _Context, band: int) -> None:
         context.band = band

@@ -1,7 +1,7 @@
 """What this replica of the gateway knows of the others, merged into its own state.
 
     a turn, a request's start or end, an ejection, a claim ─▶ take ─▶ the stream
-    the stream ─▶ apply ─▶ sessions, fleet, ejection, prefix index
+    the stream ─▶ apply ─▶ sessions, fleet, ejection, prefix index, session admission
     the server's sessions, after every connection ─▶ reconcile ─▶ what the server lacks
 
 1. Everything is decided from this replica's own state; this module changes that state as if the other
@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from perilune_gateway.model import SessionKey
 from perilune_gateway.model.shared import (
@@ -33,6 +35,7 @@ from perilune_gateway.model.shared import (
     Bound,
     Change,
     Claimed,
+    Counted,
     Ejected,
     Loaded,
     Names,
@@ -64,6 +67,20 @@ class Outbox(Struct, frozen=True, gc=False):
     """(name, bytes of a batch with its latest turn) of sessions to keep; without bytes: to delete."""
 
 
+class Admission(Protocol):
+    """What session admission counts; `routing.new_sessions` has it."""
+
+    on_counted: Callable[[], object]
+
+    def counted(self, now: float, at_us: int) -> Counted: ...
+
+    def counted_elsewhere(self, replica: str, counted: Counted) -> None: ...
+
+    def gone(self, replica: str, now: float) -> None: ...
+
+    def turn_elsewhere(self, session: SessionKey) -> None: ...
+
+
 class _There(Struct, frozen=True, gc=False):
     """A session of which only other replicas have had a request."""
 
@@ -78,6 +95,7 @@ class Replicas:
     def __init__(
         self,
         state: PoolState,
+        admission: Admission,
         names: Names,
         replica: str,
         clock: Callable[[], float],
@@ -92,6 +110,7 @@ class Replicas:
         self.dropped = 0
         """Number of changes that could not be used."""
         self._state = state
+        self._admission = admission
         self._names = names
         self._clock = clock
         self._wall_clock = wall_clock
@@ -106,6 +125,10 @@ class Replicas:
         """Other replica → time of its last sign of life."""
         self._loads: dict[tuple[str, str], int] = {}
         """(other replica, endpoint) → stamp of its load there."""
+        self._counted = Counted(0)
+        """What the others were last told of session admission."""
+        self._counts: dict[str, int] = {}
+        """Other replica → stamp of what it counts."""
         self._ejected: dict[str, tuple[Stamp, str]] = {}
         """Endpoint → (stamp, cause) of its last ejection or return."""
         self._turns: dict[bytes, None] = {}
@@ -121,6 +144,7 @@ class Replicas:
         state.sessions.elsewhere = self
         state.fleet.on_load = self._load_changed
         state.ejection.on_judged = self._was_judged
+        admission.on_counted = lambda: self.on_change()
 
     # -- what happens here -------------------------------------------------------------------------
 
@@ -183,6 +207,10 @@ class Replicas:
             changes.append(Ejected(stamp.at_us, endpoint, cause))
         self._loaded.clear()
         self._judged.clear()
+        counted = self._admission.counted(self._clock(), self._counted.at_us)
+        if counted != self._counted or (alive and counted.at_us):
+            self._counted = replace(counted, at_us=self._tick())
+            changes.append(self._counted)
         saved: list[tuple[bytes, bytes]] = []
         for name in list(islice(self._turns, MAX_BATCH)):
             del self._turns[name]
@@ -252,6 +280,8 @@ class Replicas:
                     self._load(change, replica)
                 case Ejected():
                     self._ejection(change, Stamp(change.at_us, replica), now)
+                case Counted():
+                    self._count(change, replica)
                 case Claimed():
                     self._claim(change, now)
                 case Alive(leaving=True):
@@ -286,6 +316,8 @@ class Replicas:
 
     def _gone(self, replica: str) -> None:
         self._heard.pop(replica, None)
+        self._counts.pop(replica, None)
+        self._admission.gone(replica, self._clock())
         for there, endpoint in [load for load in self._loads if load[0] == replica]:
             del self._loads[there, endpoint]
             self._state.fleet.set_elsewhere(replica, endpoint, NO_REQUESTS)
@@ -302,6 +334,7 @@ class Replicas:
             self._turns.pop(bound.session, None)
             if bound.host:
                 sessions.learn(session.key, bound, stamp, now)
+                self._admission.turn_elsewhere(session.key)
             else:
                 sessions.forget(session.key)
                 self._remember(bound, stamp, now)
@@ -321,6 +354,12 @@ class Replicas:
                     change.context_tokens,
                 ),
             )
+
+    def _count(self, change: Counted, replica: str) -> None:
+        self._latest_us = max(self._latest_us, change.at_us)
+        if change.at_us > self._counts.get(replica, 0):
+            self._counts[replica] = change.at_us
+            self._admission.counted_elsewhere(replica, change)
 
     def _ejection(self, change: Ejected, stamp: Stamp, now: float) -> None:
         self._latest_us = max(self._latest_us, change.at_us)

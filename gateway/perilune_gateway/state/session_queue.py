@@ -40,6 +40,10 @@ class Room(Struct, frozen=True, gc=False):
     """Expected tokens of the contexts that are used again soon."""
     capacity: int
 
+    @property
+    def free(self) -> float:
+        return max(0.0, FULL * self.capacity - self.active)
+
 
 class Waiting(Struct, frozen=True, gc=False):
     """A new session that waits."""

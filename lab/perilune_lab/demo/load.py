@@ -33,7 +33,7 @@ def usual_time_scale(endpoints: int) -> float:
     return 20.0 / endpoints
 
 
-OVERLOAD = 2.5
+OVERLOAD = 3.5
 """Load of `--overload`, in multiples of the usual one: well beyond what the engines can compute."""
 
 
@@ -61,7 +61,7 @@ def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float, time
             gap_scale=_clamp(watched_s / 400.0, 0.05, 0.25),
         ),
         seed=seed,
-        kv_tokens=50_000,
+        kv_tokens=50_000 if times == 1.0 else 70_400,
         context_tokens=32_768,
     )
 

@@ -9,33 +9,47 @@ from hypothesis import strategies as st
 from router_rig import A, B, Rig, pool
 from routing_objects import head
 
-from perilune_api.pool import Ejection, Routing
+from perilune_api.pool import Ejection, Engine, Pool, Routing, SessionAdmission
 from perilune_gateway.model import RequestHead, SessionKey
 from perilune_gateway.model.shared import (
     Alive,
     Batch,
     Bound,
     Change,
+    Counted,
     Ejected,
     Loaded,
     Names,
     decode,
     encode,
 )
+from perilune_gateway.routing.new_sessions import Queued
+from perilune_gateway.state.active_contexts import HORIZON_S
 from perilune_gateway.state.ejection import Cause
 from perilune_gateway.state.replicas import LEASE_S, Replicas
 
 ROUTING = Routing(ejection=Ejection(pause_seconds=10.0))
+WITH_ADMISSION = pool(
+    endpoints=[A],
+    engine=Engine(block_size=4, kv_pool_tokens=1_000),
+    routing=Routing(session_admission=SessionAdmission(enabled=True)),
+)
+"""Active contexts may fill 750 tokens."""
 
 
 class Replica(Rig):
     """A router whose state is shared."""
 
-    def __init__(self, name: str, seed: int = 0) -> None:
-        super().__init__(pool(routing=ROUTING), seed=seed)
+    def __init__(self, name: str, seed: int = 0, document: Pool | None = None) -> None:
+        super().__init__(document or pool(routing=ROUTING), seed=seed)
         self.name = name
         self.shared = Replicas(
-            self.state, Names(b"key"), name, lambda: self.now, lambda: 1_700_000_000.0 + self.now
+            self.state,
+            self.router.new_sessions,
+            Names(b"key"),
+            name,
+            lambda: self.now,
+            lambda: 1_700_000_000.0 + self.now,
         )
         self.router.lifecycle.on_claimed = self.shared.claimed
 
@@ -190,6 +204,89 @@ def test_a_replica_that_stops_gives_its_load_back_at_once():
     assert second.shared.peers == 0
 
 
+# -- session admission ---------------------------------------------------------------------------------
+
+
+def admitting(number: int) -> list[Replica]:
+    return [Replica(name, document=WITH_ADMISSION) for name in "abcd"[:number]]
+
+
+def tell(*replicas: Replica) -> None:
+    """Each tells all others what has changed, and then what has changed by that."""
+    for one in (*replicas, *replicas):
+        one.tells(*replicas)
+
+
+def active(replica: Replica) -> float:
+    return replica.router.new_sessions.stats(replica.now).active_tokens
+
+
+def test_contexts_that_are_active_at_one_replica_let_new_sessions_wait_at_all():
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a"))
+    tell(first, second)
+    assert isinstance(second.ask(range(2_000, 2_100), turn("b")), Queued)
+    first.finish(routed)
+    first.now += 3_000.0
+    second.now += 3_000.0
+    tell(first, second)
+    assert len(second.router.due()) == 1
+
+
+def test_a_new_session_does_not_pass_one_that_waits_at_another_replica():
+    first, second = admitting(2)
+    routed = first.route(range(700), turn("a"))
+    assert isinstance(first.ask(range(2_000, 2_100), turn("b")), Queued)
+    first.finish(routed)
+    first.now += 3_000.0
+    tell(first, second)
+    assert isinstance(second.ask(range(3_000, 3_100), turn("c")), Queued)
+
+
+def test_a_context_counts_once_wherever_the_sessions_turns_go():
+    first, second = admitting(2)
+    for n in range(4):
+        one = (first, second)[n % 2]
+        routed = one.route(range(400 + n), turn("a"))
+        tell(first, second)
+        assert active(first) == active(second) == 400 + n
+        one.finish(routed)
+        tell(first, second)
+        assert active(first) == pytest.approx(active(second), abs=1.0)
+        assert active(first) < 400
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_replicas_that_decide_at_one_moment_give_away_no_more_room_than_there_is(number: int):
+    replicas = admitting(number)
+    routed = replicas[0].route(range(700), turn("a"))
+    tell(*replicas)
+    for n in range(8 * number):
+        ids = range(2_000 + 60 * n, 2_060 + 60 * n)
+        assert isinstance(replicas[n % number].ask(ids, turn(f"s{n}")), Queued)
+    tell(*replicas)
+    replicas[0].finish(routed)
+    for replica in replicas:
+        replica.now += 3_000.0
+    tell(*replicas)
+    begun = [sum(refusal is None for _, refusal in replica.router.due()) for replica in replicas]
+    assert 0 < sum(begun) * 60 <= 750
+    assert max(begun) - min(begun) <= 1
+
+
+def test_what_a_replica_counted_that_is_gone_fades_while_its_sessions_return():
+    first, second = admitting(2)
+    first.route(range(600), turn("a"))
+    tell(first, second)
+    second.now += LEASE_S + 0.1
+    second.shared.lapse()
+    assert active(second) == 600
+    second.now += HORIZON_S / 2
+    assert active(second) == pytest.approx(300)
+    second.now += HORIZON_S / 2
+    assert active(second) == pytest.approx(0, abs=1e-9)
+
+
 # -- the rest ------------------------------------------------------------------------------------------
 
 
@@ -266,6 +363,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
         Bound, stamps, st.sampled_from(NAMES), st.sampled_from(HOSTS), context_tokens=st.integers(0, 3)
     ),
     st.builds(Loaded, stamps, st.sampled_from((A, B)), st.integers(0, 3)),
+    st.builds(Counted, stamps, st.integers(0, 3), st.integers(0, 3)),
     st.builds(Ejected, stamps, st.sampled_from((A, B)), st.sampled_from(("", *Cause))),
 )
 
@@ -291,4 +389,5 @@ def _outcome(listed: Sequence[tuple[str, Change]]) -> object:
     for sender, change in listed:
         replica.shared.apply(decode(encode(Batch(sender, (change,), 1))))
     replica.shared.reconcile(())
-    return replica.in_flight(), replica.ejected(), dict(replica.shared.take().sessions)
+    kept = dict(replica.shared.take().sessions)
+    return replica.in_flight(), replica.ejected(), active(replica), kept
