@@ -151,6 +151,7 @@ class Rig:
         places = self._places(name)
         (Path(places["folder"]) / "mooncake.json").write_text(of.store_client)
         shutil.copyfile(engine_door.__file__, Path(places["folder"]) / f"{door.MODULE}.py")
+        shutil.copyfile(door.CONNECTOR_SOURCE, Path(places["folder"]) / f"{door.CONNECTOR}.py")
         fields = {
             "status.podIP": pod.address,
             "metadata.name": f"real-{number}-{self._starts}",  # a new pod for each start

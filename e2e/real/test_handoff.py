@@ -1,7 +1,6 @@
 """Sessions move between genuine vLLM engines with their KV: MooncakeConnector over TCP, as the operator
 renders it, our gateway's legs, Envoy in front."""
 
-import asyncio
 import random
 from dataclasses import dataclass
 
@@ -9,14 +8,12 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
+from enginebed.completions import SAME, ask, cached, fetched, furthest, legs, until
 from enginebed.rig import Engine, Rig
-from perilune_api import names
 from perilune_api.pool import Disaggregation, Pool, Role, dump
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="session")]
 BLOCK, SESSIONS = 32, 6
-SAME = 1e-4
-"""Log probabilities of one prompt on two engines differ by less."""
 
 
 class Session:
@@ -26,51 +23,6 @@ class Session:
         self.ids = [rng.randrange(5, 300) for _ in range(rng.randrange(300, 900))]
         self.new = [rng.randrange(5, 300) for _ in range(64)]
         self.host = ""
-
-
-async def ask(rig, url, ids, session="", **fields):
-    body = {
-        "model": "tiny",
-        "prompt": ids,
-        "temperature": 0,
-        "return_token_ids": True,
-        "logprobs": 1,
-        **fields,
-    }
-    headers = {"x-session-id": session, "x-perilune-decision": "1"} if session else {}
-    if "kv_transfer_params" in fields:
-        headers[names.ENGINE_SECRET_HEADER] = rig.secret
-    async with rig.http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
-        assert answer.status == 200, await answer.text()
-        return answer.headers.get("x-perilune-decision", "").partition(";")[0], await answer.json()
-
-
-def cached(answer):
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def furthest(one, other):
-    """The greatest difference between two answers' log probabilities, as far as their tokens are the same;
-    infinite if the first is not."""
-    a, b = (answer["choices"][0] for answer in (one, other))
-    pairs = zip(a["token_ids"], b["token_ids"], strict=True)
-    same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a["token_ids"]))
-    left, right = (choice["logprobs"]["token_logprobs"][:same] for choice in (a, b))
-    return max((abs(x - y) for x, y in zip(left, right, strict=True)), default=float("inf"))
-
-
-async def fetched(rig, address):
-    """Number of prompt tokens that an engine has had from another one."""
-    async with rig.http.get(f"http://{address}/metrics") as page:
-        lines = (await page.text()).splitlines()
-    name = "vllm:external_prefix_cache_hits_total"
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-
-async def until(check, timeout_s=120.0):
-    async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
 
 
 @dataclass
@@ -146,20 +98,7 @@ async def test_kv_of_another_prompt_would_show(served):
     rng = random.Random(99)
     given = [rng.randrange(5, 300) for _ in range(10 * BLOCK)]
     taken = [*given[: 9 * BLOCK], *(5 + (one + 7) % 295 for one in given[9 * BLOCK :])]
-    async with rig.http.get(f"http://{giver.pod.address}:8998/query") as page:
-        engine_id = (await page.json())["0"]["engine_id"]
-    give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "unequal"}
-    take = {
-        "do_remote_decode": False,
-        "do_remote_prefill": True,
-        "remote_bootstrap_addr": f"http://{giver.pod.address}:8998",
-        "remote_engine_id": engine_id,
-        "transfer_id": "unequal",
-    }
-    await asyncio.gather(
-        ask(rig, giver.url, given, max_tokens=1, kv_transfer_params=give),
-        ask(rig, taker.url, taken, max_tokens=1, kv_transfer_params=take),
-    )
+    await legs(rig, giver, taker, given, taken)
     _, right = await ask(rig, giver.url, [*taken, 7], max_tokens=8)
     _, wrong = await ask(rig, taker.url, [*taken, 7], max_tokens=8)
     assert cached(wrong) == 10 * BLOCK, "under the hashes of the taker's own prompt"

@@ -1,15 +1,20 @@
-"""The middleware before vLLM that keeps clients' transfer parameters out (`engine_door.py`): a ConfigMap with
-its source, and what an engine's pod needs to load it.
+"""What engines load of ours: the middleware before vLLM that keeps clients' transfer parameters out
+(`engine_door.py`), and a connector for hand-offs beside a store (`engine_connector.py`). A ConfigMap has the
+sources of both; the rest is what an engine's pod needs to load them.
 """
 
 import hmac
 from pathlib import Path
 
+from perilune_api.inference_pool.mooncake import Transfer
 from perilune_operator.observe.facts import Object
 from perilune_operator.render import engine_door
 from perilune_operator.render.objects import Context
 
 MODULE = "perilune_door"
+CONNECTOR = "perilune_connector"
+CONNECTOR_SOURCE = Path(engine_door.__file__).with_name("engine_connector.py")
+"""It imports vLLM, so it cannot be imported here."""
 FOLDER = "/etc/perilune/door"
 ARGS = [f"--middleware={MODULE}.{engine_door.Door.__name__}"]
 MOUNT: Object = {"name": "door", "mountPath": FOLDER, "readOnly": True}
@@ -21,9 +26,17 @@ def name(pool: Context) -> str:
 
 
 def config(pool: Context) -> Object:
-    """The ConfigMap with the middleware."""
-    source = Path(engine_door.__file__).read_text()
-    return pool.object("ConfigMap", name(pool), "engine", data={f"{MODULE}.py": source})
+    """The ConfigMap with the sources."""
+    data = {f"{MODULE}.py": Path(engine_door.__file__).read_text()}
+    if hands_over_beside_store(pool):
+        data[f"{CONNECTOR}.py"] = CONNECTOR_SOURCE.read_text()
+    return pool.object("ConfigMap", name(pool), "engine", data=data)
+
+
+def hands_over_beside_store(pool: Context) -> bool:
+    """Whether engines have both connectors."""
+    mooncake = pool.spec.mooncake
+    return mooncake.transfer is Transfer.HANDOFF and mooncake.store.enabled
 
 
 def volume(pool: Context) -> Object:

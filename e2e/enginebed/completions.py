@@ -1,0 +1,87 @@
+"""Completions whose answers tell what an engine had of the prompt, and the two legs of a hand-off."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from enginebed.rig import Engine, Rig
+from perilune_api import names
+
+Answer = dict[str, Any]
+SAME = 1e-4
+"""Log probabilities of one prompt on two engines differ by less."""
+
+
+async def ask(rig: Rig, url: str, ids: Sequence[int], session: str = "", **fields: Any) -> tuple[str, Answer]:
+    """Returns the address that the gateway chose, if a session is named, and the answer."""
+    body = {
+        "model": "tiny",
+        "prompt": ids,
+        "temperature": 0,
+        "return_token_ids": True,
+        "logprobs": 1,
+        **fields,
+    }
+    headers = {"x-session-id": session, "x-perilune-decision": "1"} if session else {}
+    if "kv_transfer_params" in fields:
+        headers[names.ENGINE_SECRET_HEADER] = rig.secret
+    async with rig.http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        return answer.headers.get("x-perilune-decision", "").partition(";")[0], await answer.json()
+
+
+def cached(answer: Answer) -> int:
+    tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def furthest(one: Answer, other: Answer) -> float:
+    """The greatest difference between two answers' log probabilities, as far as their tokens are the same;
+    infinite if the first is not."""
+    a, b = (answer["choices"][0] for answer in (one, other))
+    pairs = zip(a["token_ids"], b["token_ids"], strict=True)
+    same = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a["token_ids"]))
+    left, right = (choice["logprobs"]["token_logprobs"][:same] for choice in (a, b))
+    return max((abs(x - y) for x, y in zip(left, right, strict=True)), default=float("inf"))
+
+
+async def fetched(rig: Rig, address: str) -> float:
+    """Number of prompt tokens that an engine has had from another one."""
+    async with rig.http.get(f"http://{address}/metrics") as page:
+        lines = (await page.text()).splitlines()
+    name = "vllm:external_prefix_cache_hits_total"
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+async def until(check: Callable[[], Awaitable[bool]], timeout_s: float = 120.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def legs(rig: Rig, giver: Engine, taker: Engine, given: Sequence[int], taken: Sequence[int]) -> Answer:
+    """Both legs of a hand-off at once, with these prompts; returns the taker's answer."""
+    async with rig.http.get(f"http://{giver.pod.address}:8998/query") as page:
+        engine_id = (await page.json())["0"]["engine_id"]
+    transfer_id = uuid4().hex
+    give = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    _, (_, answer) = await asyncio.gather(
+        ask(rig, giver.url, given, max_tokens=1, kv_transfer_params=give),
+        take(rig, taker, taken, f"http://{giver.pod.address}:8998", engine_id, transfer_id),
+    )
+    return answer
+
+
+async def take(
+    rig: Rig, taker: Engine, ids: Sequence[int], bootstrap: str, engine_id: str, transfer_id: str
+) -> tuple[str, Answer]:
+    """The take leg alone."""
+    params = {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_bootstrap_addr": bootstrap,
+        "remote_engine_id": engine_id,
+        "transfer_id": transfer_id,
+    }
+    return await ask(rig, taker.url, ids, max_tokens=8, kv_transfer_params=params)
