@@ -4,9 +4,10 @@ A replica writes batches of changes to a stream of the shared server. A change i
 of `KINDS`; its bytes are a MessagePack array that begins with the type's tag. Readers ignore fields and types
 that they do not know, so replicas of neighbouring versions understand each other.
 
-Every change except `Claimed` and `Alive` sets one register, named by its key. *The later stamp wins*: a
-register keeps the change with the greatest `Stamp`. So replicas that have received the same changes agree,
-in whatever order and however often the changes arrived.
+Every change except `Measured`, `Claimed` and `Alive` sets one register, named by its key. *The later stamp
+wins*: a register keeps the change with the greatest `Stamp`. So replicas that have received the same changes
+agree, in whatever order and however often the changes arrived. Measurements count once, however often they
+arrive.
 
 Nothing here is readable: sessions and tenants are keyed hashes (`Names`), prompts are hashes of blocks.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -94,6 +96,33 @@ class Counted(Struct, frozen=True, gc=False, array_like=True, tag="counted"):
     """Number of new sessions that wait there."""
 
 
+class Measure(StrEnum):
+    """What was measured of an endpoint, in seconds."""
+
+    PREFILL = "prefill"
+    """A prefill that ran alone."""
+    TTFT = "ttft"
+    """From a decision to the end of its prefill, including the queue."""
+    STORE = "store"
+    """Loading KV from the shared store."""
+    TRANSFER = "transfer"
+    """Pulling KV from another endpoint."""
+    DECODE = "decode"
+    """From a request's first to its last token; nothing was predicted."""
+
+
+class Measured(Struct, frozen=True, gc=False, array_like=True, tag="measured"):
+    """A measurement, from which every replica corrects its predictions."""
+
+    of: Measure
+    endpoint: str
+    observed_s: float
+    predicted_s: float = 0.0
+    source: str = ""
+    """The endpoint from which KV was pulled."""
+    at_us: int = 0
+
+
 class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     """Blocks that an endpoint will cache, because a prompt with them was sent there."""
 
@@ -111,8 +140,8 @@ class Alive(Struct, frozen=True, gc=False, array_like=True, tag="alive"):
     """Whether it is the last sign: the replica stops."""
 
 
-Change = Bound | Loaded | Ejected | Counted | Claimed | Alive
-KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Claimed, Alive)
+Change = Bound | Loaded | Ejected | Counted | Measured | Claimed | Alive
+KINDS: tuple[type[Change], ...] = (Bound, Loaded, Ejected, Counted, Measured, Claimed, Alive)
 
 
 class Batch(Struct, frozen=True, gc=False):

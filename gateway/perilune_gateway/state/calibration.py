@@ -17,16 +17,19 @@ source, which queue at the source's network card, or else those of the pool. Eve
 5. An endpoint counts as fast as the pool until its own prefills weigh ENOUGH, so that one delayed event does
    not make it look slower than the others.
 
+Replicas of the gateway tell each other their measurements (`on_measured`, `learn`), so each learns from all.
+
 The calibration also averages the seconds that a request decodes on an endpoint, with the same gain. Time is
 an argument, reading changes nothing, and every method except `forget` and `links` costs O(1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
 from perilune_gateway.model import H20_30B, EngineModel
+from perilune_gateway.model.shared import Measure, Measured
 
 LOW, HIGH = 0.1, 30.0
 GAIN = 0.1
@@ -142,6 +145,8 @@ class Calibration:
     def __init__(self, engine: EngineModel = H20_30B) -> None:
         """`engine` is the assumed speed of the pool's engines before any observation."""
         self.engine = engine
+        self.on_measured: Callable[[Measured], object] = lambda seen: None
+        """Called with each measurement of this replica."""
         self.transfers = 0
         """Number of transfers between endpoints that were observed."""
         self._speeds: dict[str, tuple[float, Speed]] = {}
@@ -155,36 +160,53 @@ class Calibration:
 
     def prefill(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a prefill that ran alone on the endpoint."""
-        self._speeds.clear()
-        self._pool.prefill.observe(observed_s, predicted_s, now)
-        self._endpoint(address).prefill.observe(observed_s, predicted_s, now)
+        self._record(Measured(Measure.PREFILL, address, observed_s, predicted_s), now)
 
     def ttft(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record the time from a decision to the end of its prefill, including the queue."""
-        self._speeds.clear()
-        self._pool.ttft.observe(observed_s, predicted_s, now)
-        self._endpoint(address).ttft.observe(observed_s, predicted_s, now)
+        self._record(Measured(Measure.TTFT, address, observed_s, predicted_s), now)
 
     def decoded(self, address: str, seconds: float) -> None:
         """Record the seconds from a request's first to its last token."""
-        endpoint = self._endpoint(address)
-        endpoint.decodes += 1
-        gain = max(GAIN, 1.0 / endpoint.decodes)
-        endpoint.decode_s += (seconds - endpoint.decode_s) * gain
-        self._speeds.pop(address, None)
+        self._record(Measured(Measure.DECODE, address, seconds), 0.0)
 
     def transfer(self, source: str, target: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record a KV transfer that `target` pulled from `source`."""
-        self.transfers += 1
-        self._pool.sends.observe(observed_s, predicted_s, now)
-        self._endpoint(source).sends.observe(observed_s, predicted_s, now)
-        self._links.setdefault((source, target), Ratio(HALF_LIFE_S)).observe(observed_s, predicted_s, now)
+        self._record(Measured(Measure.TRANSFER, target, observed_s, predicted_s, source), now)
 
     def store(self, address: str, observed_s: float, predicted_s: float, now: float) -> None:
         """Record that the endpoint loaded KV from the shared store."""
+        self._record(Measured(Measure.STORE, address, observed_s, predicted_s), now)
+
+    def _record(self, seen: Measured, now: float) -> None:
+        self.learn(seen, now)
+        self.on_measured(seen)
+
+    def learn(self, seen: Measured, now: float) -> None:
+        """Take over a measurement of this or another replica."""
+        if seen.of is Measure.DECODE:
+            self._speeds.pop(seen.endpoint, None)
+            endpoint = self._endpoint(seen.endpoint)
+            endpoint.decodes += 1
+            gain = max(GAIN, 1.0 / endpoint.decodes)
+            endpoint.decode_s += (seen.observed_s - endpoint.decode_s) * gain
+            return
         self._speeds.clear()
-        self._pool.store.observe(observed_s, predicted_s, now)
-        self._endpoint(address).store.observe(observed_s, predicted_s, now)
+        for ratio in self._ratios(seen):
+            ratio.observe(seen.observed_s, seen.predicted_s, now)
+
+    def _ratios(self, seen: Measured) -> tuple[Ratio, ...]:
+        """Return the averages to which a measurement belongs."""
+        if seen.of is Measure.TRANSFER:
+            self.transfers += 1
+            link = self._links.setdefault((seen.source, seen.endpoint), Ratio(HALF_LIFE_S))
+            return self._pool.sends, self._endpoint(seen.source).sends, link
+        pool, endpoint = self._pool, self._endpoint(seen.endpoint)
+        if seen.of is Measure.PREFILL:
+            return pool.prefill, endpoint.prefill
+        if seen.of is Measure.TTFT:
+            return pool.ttft, endpoint.ttft
+        return pool.store, endpoint.store
 
     def forget(self, address: str) -> None:
         """Forget an endpoint that left the pool; another one may get its address."""

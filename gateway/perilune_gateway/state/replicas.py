@@ -1,7 +1,7 @@
 """What this replica of the gateway knows of the others, merged into its own state.
 
-    a turn, a request's start or end, an ejection, a claim ─▶ take ─▶ the stream
-    the stream ─▶ apply ─▶ sessions, fleet, ejection, prefix index, session admission
+    a turn, a request's start or end, an ejection, a measurement, a claim ─▶ take ─▶ the stream
+    the stream ─▶ apply ─▶ sessions, fleet, ejection, calibration, prefix index, session admission
     the server's sessions, after every connection ─▶ reconcile ─▶ what the server lacks
 
 1. Everything is decided from this replica's own state; this module changes that state as if the other
@@ -38,6 +38,7 @@ from perilune_gateway.model.shared import (
     Counted,
     Ejected,
     Loaded,
+    Measured,
     Names,
     Stamp,
     encode,
@@ -54,6 +55,8 @@ MAX_BATCH = 1_000
 """Maximum number of sessions in one batch."""
 MAX_CLAIMS = 1_000
 """Maximum number of claims that wait to be sent; the oldest are dropped, because claims soon expire."""
+MAX_MEASURED = 1_000
+"""Maximum number of measurements that wait to be sent; the oldest are dropped."""
 MAX_CLAIMED_BLOCKS = 4_096
 """Maximum number of blocks of one claim, from the prompt's beginning."""
 
@@ -141,7 +144,11 @@ class Replicas:
         self._judged: set[str] = set()
         """Endpoints that this replica has ejected, or found healthy, since the last batch."""
         self._claims: deque[Claimed] = deque(maxlen=MAX_CLAIMS)
+        self._measured: deque[Measured] = deque(maxlen=MAX_MEASURED)
+        self._measured_until: dict[str, int] = {}
+        """Other replica → stamp of its last measurement."""
         state.sessions.elsewhere = self
+        state.calibration.on_measured = self._was_measured
         state.fleet.on_load = self._load_changed
         state.ejection.on_judged = self._was_judged
         admission.on_counted = lambda: self.on_change()
@@ -180,6 +187,10 @@ class Replicas:
         self._loaded.add(endpoint)
         self.on_change()
 
+    def _was_measured(self, seen: Measured) -> None:
+        self._measured.append(replace(seen, at_us=self._tick()))
+        self.on_change()
+
     def _was_judged(self, endpoint: str, cause: str) -> None:
         self._ejected[endpoint] = Stamp(self._tick(), self.replica), cause
         self._judged.add(endpoint)
@@ -189,8 +200,9 @@ class Replicas:
 
     def take(self, *, alive: bool = False, leaving: bool = False) -> Outbox:
         """Return what has changed since the last call. `alive`: with a sign of life; `leaving`: the last."""
-        changes: list[Change] = list(self._claims)
+        changes: list[Change] = [*self._claims, *self._measured]
         self._claims.clear()
+        self._measured.clear()
         if alive or leaving:
             changes.append(Alive(leaving))
             self._loaded.update(
@@ -282,6 +294,8 @@ class Replicas:
                     self._ejection(change, Stamp(change.at_us, replica), now)
                 case Counted():
                     self._count(change, replica)
+                case Measured():
+                    self._measurement(change, replica, now)
                 case Claimed():
                     self._claim(change, now)
                 case Alive(leaving=True):
@@ -368,6 +382,12 @@ class Replicas:
             self._ejected[change.endpoint] = stamp, change.cause
             self._judged.discard(change.endpoint)
             self._state.ejection.learn(change.endpoint, change.cause, now)
+
+    def _measurement(self, seen: Measured, replica: str, now: float) -> None:
+        self._latest_us = max(self._latest_us, seen.at_us)
+        if seen.at_us > self._measured_until.get(replica, 0) and self._state.fleet.get(seen.endpoint):
+            self._measured_until[replica] = seen.at_us
+            self._state.calibration.learn(seen, now)
 
     def _claim(self, change: Claimed, now: float) -> None:
         try:

@@ -301,6 +301,21 @@ def test_a_prompt_that_another_replica_has_just_sent_counts_as_cached_there():
     assert second.decisions.query(n=1)[0].cached_tokens > 300
 
 
+def test_what_one_replica_measures_corrects_the_predictions_of_all_once():
+    first, second = two()
+    for _ in range(20):
+        first.state.calibration.prefill(A, 3.0, 1.0, first.now)
+        first.state.calibration.decoded(A, 4.0)
+        first.state.calibration.transfer(A, B, 2.0, 1.0, first.now)
+    message = first.tells(second)
+    second.shared.apply(decode(message))
+    for of in (A, B):
+        assert second.state.calibration.of(of, 0.0) == first.state.calibration.of(of, 0.0)
+    assert second.state.calibration.of(A, 0.0).prefill.observations == 20
+    assert second.state.calibration.links(0.0) == first.state.calibration.links(0.0)
+    assert second.shared.take().changes == []
+
+
 def test_an_endpoint_that_one_replica_ejects_is_avoided_by_all_until_it_is_healthy():
     first, second = two()
     first.state.ejection.on_judged(A, Cause.FAILURES)
