@@ -6,9 +6,12 @@ import re
 import signal
 
 import aiohttp
+from running_envoy import Envoy
 
 from perilune_api import names
 from perilune_api import pool as spec
+from perilune_lab.child import start
+from perilune_lab.envoy import config
 from perilune_lab.stack import EngineOptions, Stack
 
 OPTIONS = EngineOptions(kv_tokens=4_000)
@@ -27,7 +30,11 @@ class Client:
         """Its only turn; status, headers and body of the answer."""
         prompt = " ".join(f"{session}{i}" for i in range(words))
         body = {"model": OPTIONS.model, "prompt": prompt, "max_tokens": answer_tokens}
-        headers = {"x-session-id": session, names.FINAL_TURN_HEADERS[0]: "true"}
+        headers = {
+            "x-session-id": session,
+            names.FINAL_TURN_HEADERS[0]: "true",
+            names.DECISION_HEADER: "1",
+        }
         url = f"{self._stack.url}/v1/completions"
         async with self._http.post(url, json=body, headers=headers) as answer:
             fields = {name.lower(): value for name, value in answer.headers.items()}
@@ -82,3 +89,50 @@ async def test_a_gateway_that_stops_lets_all_that_wait_begin() -> None:
         stack.vital = frozenset({"envoy"})
         os.kill(stack.children["gateway"].pid, signal.SIGTERM)
         assert (await waits)[0] == (await first)[0] == 200
+
+
+async def test_a_frozen_gateway_costs_its_requests_envoys_timeout_then_they_pass_without_it() -> None:
+    """Whether they would have waited or not. When the gateway goes on, none of them waits there any more."""
+    async with stack_of(1.0) as stack, aiohttp.ClientSession() as http:
+        client = Client(stack, http)
+        gateway = stack.children["gateway"].pid
+        first = asyncio.create_task(client.ask("first", 280, 400))
+        await client.until("perilune_active_context_tokens", 1_000)
+        waits = asyncio.create_task(client.ask("waits", 180, 1))
+        await client.until("perilune_new_sessions_waiting", 1)
+        os.kill(gateway, signal.SIGSTOP)
+        try:
+            frozen_at = asyncio.get_running_loop().time()
+            begins = await client.ask("begins", 20, 1)
+            took_s = asyncio.get_running_loop().time() - frozen_at
+            assert (begins[0], (await waits)[0]) == (200, 200)
+            assert took_s >= stack.routing.message_timeout_s
+            assert names.DECISION_HEADER not in begins[1], "the gateway has answered"
+        finally:
+            os.kill(gateway, signal.SIGCONT)
+        assert (await first)[0] == 200
+        async with asyncio.timeout(10.0):
+            while await client.metric("perilune_new_sessions_waiting"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        status, headers, _ = await client.ask("later", 20, 1)
+        assert (status, names.DECISION_HEADER in headers) == (200, True)
+
+
+async def test_a_frozen_gateway_costs_504_where_the_pool_does_not_fail_open() -> None:
+    """Its requests are not given to another gateway, which serves its own all the while."""
+    async with stack_of(1.0) as stack, aiohttp.ClientSession() as http:
+        arguments = ("--pool", str(stack.pool_file), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0")
+        other = await start("other", [*stack.programs.gateway, *arguments], {}, stack.folder)
+        stack.children["other"] = other
+        processors = [stack.ext_proc, (await other.until_ready(60.0))["ext_proc"]]
+        timeout_s = stack.routing.message_timeout_s
+        closed = config(stack.endpoints, processors, message_timeout_s=timeout_s, fail_open=False)
+        async with Envoy(closed) as envoy:
+            stack.url = envoy.url
+            client = Client(stack, http)
+            os.kill(other.pid, signal.SIGSTOP)
+            try:
+                asked = await asyncio.gather(*(client.ask(f"s{n}", 20, 1) for n in range(16)))
+            finally:
+                os.kill(other.pid, signal.SIGCONT)
+            assert {status for status, _, _ in asked} == {200, 504}
