@@ -21,7 +21,7 @@ pool at any time, without asking the Lease:
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import cast
@@ -238,7 +238,8 @@ class Reconciler:
         """Return the seconds until the next round is due. Raises NotLeaderError, ApiError and OSError."""
         if "deletionTimestamp" in pool.body["metadata"]:
             return LOOK_S  # garbage collection removes the pool's objects
-        spec, now = _spec(pool.body), self._wall_clock()
+        body, now = pool.body, self._wall_clock()
+        spec = _spec(body)
         parent = None if isinstance(spec, SpecError) else spec.gateway.parent
         observed = replace(
             self.cluster.observe(pool.name, pool.body, parent, pool.stats),
@@ -256,6 +257,7 @@ class Reconciler:
             applied = await pool.applier.apply(planned, observed.children)
             if planned.scale_to is not None:
                 log.info("scaled pool=%s/%s replicas=%d", *pool.name, planned.scale_to)
+                _post(body, "Normal", "Scaled", _scaled(body, planned.scale_to, observed.demands))
                 pool.demands.clear()
         if applied.refused:
             said = refusal.message(applied.refused, pool.body["spec"])
@@ -352,12 +354,23 @@ def _report(pool: Object, condition: StatusCondition) -> None:
     log.info("%s pool=%s/%s reason=%s", words, meta["namespace"], meta["name"], condition.reason)
     bad = condition.status == "False" and condition.type in (Condition.ACCEPTED, Condition.READY)
     bad = bad or (condition.type, condition.status) == (Condition.STALLED, "True")
-    kopf.event(
-        kopf.Body(cast(kopf.RawBody, pool)),
-        type="Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal",
-        reason=condition.reason,
-        message=f"{words}: {condition.message}",
-    )
+    severity = "Warning" if bad or condition.reason == Reason.APPLY_FAILED else "Normal"
+    _post(pool, severity, condition.reason, f"{words}: {condition.message}")
+
+
+def _scaled(pool: Object, replicas: int, demands: Sequence[Demand]) -> str:
+    """What an event says of a number of replicas that the load has changed."""
+    change = f"replicas {pool['spec'].get('replicas', 1)} → {replicas}"
+    if not demands:
+        return change
+    last = demands[-1]
+    return f"{change}: {last.queue_s:.1f} s of prefill queued, {last.kv_in_use:.1f} KV caches in use"
+
+
+def _post(pool: Object, severity: str, reason: str, message: str) -> None:
+    """Have kopf post a Kubernetes event."""
+    body = kopf.Body(cast(kopf.RawBody, pool))
+    kopf.event(body, type=severity, reason=reason, message=message)
 
 
 async def _until(event: asyncio.Event, at_most_s: float) -> None:

@@ -1,0 +1,118 @@
+"""A pool that scales itself: the operator follows the gateway's page, without an adapter or a person."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+
+import pytest
+
+from testbed.http import eventually
+from testbed.perilune_image import ENGINE_NAME
+from testbed.pool import LivePool
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+LEAST, MOST = 2, 6
+LOADS_S = 30
+"""How long a new engine loads its model: by an init container, as long as the fastest real ones."""
+
+
+@pytest.fixture(scope="module")
+def elastic(kube, edge, operator):
+    pool = LivePool(kube, edge, "elastic")
+    loading = {
+        "name": "loads-the-model",
+        "image": ENGINE_NAME,
+        "imagePullPolicy": "Never",
+        "command": ["sleep", str(LOADS_S)],
+    }
+    pool.apply(
+        replicas=LEAST,
+        engine={
+            "kind": "simulated",
+            "imagePullPolicy": "Never",
+            "podTemplate": {"spec": {"initContainers": [loading]}},
+        },
+        scaling={
+            "signal": "queueSeconds",
+            "target": "3",
+            "minReplicas": LEAST,
+            "maxReplicas": MOST,
+            "upSeconds": 5,
+            "downSeconds": 20,
+        },
+    )
+    pool.becomes(LEAST, timeout_s=180)
+    eventually(pool.answers)
+    yield pool
+    pool.delete()
+
+
+class Clients:
+    """Send one long new prompt after the other, so that engines have work that no cache saves."""
+
+    def __init__(self, pool: LivePool) -> None:
+        self._pool = pool
+        self.answered = 0
+        self.failures: list[str] = []
+
+    @contextmanager
+    def at_once(self, count: int) -> Iterator[None]:
+        """While inside, so many."""
+        stop = threading.Event()
+        with ThreadPoolExecutor(count) as threads:
+            for number in range(count):
+                threads.submit(self._ask, number, stop)
+            try:
+                yield
+            finally:
+                stop.set()
+
+    def _ask(self, number: int, stop: threading.Event) -> None:
+        while not stop.is_set():
+            prompt = f"{number} {time.monotonic_ns()} " + "a long new prompt " * 1_000
+            try:
+                answer = self._pool.client.complete(prompt, timeout_s=120)
+            except (OSError, HTTPException) as error:
+                self.failures.append(repr(error))
+                continue
+            self.answered += 1
+            if answer.status != 200:
+                self.failures.append(f"{answer.status} {answer.body[:200]!r}")
+
+
+@contextmanager
+def watched(pool: LivePool) -> Iterator[list[int]]:
+    """The numbers of replicas that its spec has had, in order."""
+    seen, stop = [pool.get()["spec"]["replicas"]], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.5):
+            if (now := pool.get()["spec"]["replicas"]) != seen[-1]:
+                seen.append(now)
+
+    with ThreadPoolExecutor(1) as beside:
+        watching = beside.submit(watch)
+        try:
+            yield seen
+        finally:
+            stop.set()
+            watching.result()
+
+
+def test_a_load_that_rises_and_falls_takes_the_pool_up_and_down_without_flapping(elastic):
+    clients = Clients(elastic)
+    with watched(elastic) as seen:
+        with clients.at_once(24):
+            elastic.becomes(MOST, timeout_s=240)
+        with clients.at_once(1):
+            elastic.becomes(LEAST, timeout_s=360)
+    print(f"replicas {seen}, {clients.answered} requests")
+    assert clients.failures == []
+    up = seen.index(MOST)
+    assert seen[: up + 1] == sorted(seen[: up + 1])
+    assert seen[up:] == sorted(seen[up:], reverse=True)
+    assert len(seen) - 1 <= 6
