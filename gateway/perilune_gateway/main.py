@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the secret that a gateway and its pools' engines share. Without it, engines drop
 the parameters of hand-offs, and tenants' salts differ between gateways."""
+OTHERS_S = 20.0
+"""Seconds for which a gateway in Kubernetes waits for the other pools that it serves."""
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
 STATE_KEY = "PERILUNE_STATE_KEY"
 """Environment variables about the server of shared state: its password, and the key of sessions' names."""
@@ -146,14 +148,13 @@ async def serve(args: argparse.Namespace) -> None:
     client = await kube.connect()
     try:
         watched = [KubernetesPool(client, *name) for name in args.kubernetes]
-        first = asyncio.gather(*(_first(source) for source in watched))
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait((first, stopped), return_when=asyncio.FIRST_COMPLETED)
+        present, stopped = asyncio.create_task(pools_present(watched)), asyncio.create_task(stop.wait())
+        await asyncio.wait((present, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
-        if first.done():
-            await _serve(args, list(zip(first.result(), watched, strict=True)), stop)
+        if present.done():
+            await _serve(args, present.result(), stop)
         else:
-            first.cancel()
+            present.cancel()
     finally:
         await client.close()
 
@@ -165,11 +166,28 @@ def _load(path: Path) -> Pool:
         raise SpecError(f"{path}: {error}") from None
 
 
-async def _first(source: KubernetesPool) -> Pool:
+async def pools_present(
+    sources: Sequence[KubernetesPool], wait_s: float = OTHERS_S
+) -> list[tuple[Pool, PoolSource]]:
+    """The first pool, as soon as it is there, and those of the others that are valid and there `wait_s`
+    later. Raises SpecError that names the first pool."""
+    first, *others = [asyncio.create_task(source.first()) for source in sources]
     try:
-        return await source.first()
+        found: list[tuple[Pool, PoolSource]] = [(await first, sources[0])]
+        if others:
+            await asyncio.wait(others, timeout=wait_s)
     except SpecError as error:
-        raise SpecError(f"{source.namespace}/{source.name}: {error}") from None
+        raise SpecError(f"{sources[0].namespace}/{sources[0].name}: {error}") from None
+    finally:
+        late = [task for task in others if not task.done()]
+        for task in (first, *late):
+            task.cancel()
+    for task, source in zip(others, sources[1:], strict=True):
+        if why := "there is no such pool" if task in late else str(task.exception() or ""):
+            log.error("pool left out until a restart pool=%s/%s error=%s", source.namespace, source.name, why)
+        else:
+            found.append((task.result(), source))
+    return found
 
 
 async def _serve(

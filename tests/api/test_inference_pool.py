@@ -353,3 +353,45 @@ def test_a_wrong_server_of_shared_state_is_named(state: dict[str, Any], says: st
     with pytest.raises(SpecError) as error:
         convert({"model": {"name": "m"}, "gateway": {"state": state}})
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        pytest.param(
+            {"gateway": {"serves": ["b"]}}, "failOpen to false - at `$.spec.gateway.failOpen`", id="open"
+        ),
+        pytest.param(
+            {"gateway": {"serves": ["b"], "failOpen": False, "servedBy": "c"}},
+            "$.spec.gateway.serves",
+            id="both",
+        ),
+        pytest.param(
+            {
+                "gateway": {
+                    "serves": ["b"],
+                    "failOpen": False,
+                    "mode": "inferenceExtension",
+                    "parent": {"name": "g"},
+                }
+            },
+            "$.spec.gateway.serves",
+            id="the inference extension",
+        ),
+        pytest.param(
+            {"gateway": {"servedBy": "c"}, "mooncake": {"transfer": "handoff"}},
+            "$.spec.mooncake.transfer",
+            id="hand-offs",
+        ),
+    ],
+)
+def test_pools_that_share_a_gateway_cannot_have_everything(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as error:
+        convert({"model": {"name": "m"}, **given})
+    assert says in str(error.value)
+
+
+def test_a_pool_that_is_served_by_another_has_no_gateway_of_its_own() -> None:
+    gateway = {"servedBy": "c", "replicas": 3, "hostnames": ["a.example"], "parent": {"name": "g"}}
+    made = convert({"model": {"name": "m"}, "gateway": gateway}).gateway
+    assert (made.replicas, made.hostnames, made.parent and made.parent.name) == (0, (), "g")

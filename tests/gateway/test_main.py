@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import aiohttp
 import grpc.aio
@@ -240,3 +241,39 @@ def test_only_a_gateway_with_traces_loads_the_exporter_of_spans() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert said.stdout == "[]\n"
+
+
+@dataclass
+class Announced:
+    """A pool of the Kubernetes API: there, absent, or invalid."""
+
+    name: str
+    document: Pool | SpecError | None
+    namespace: str = "ns"
+
+    async def first(self) -> Pool:
+        if self.document is None:
+            await asyncio.Event().wait()
+        if isinstance(self.document, SpecError):
+            raise self.document
+        assert self.document is not None
+        return self.document
+
+
+async def test_a_pool_that_is_missing_or_invalid_does_not_hold_up_the_others(caplog) -> None:
+    broken = Announced("broken", SpecError("Expected `int` - at `$.spec.x`"))
+    sources = [Announced("p", pool(A)), Announced("absent", None), broken, Announced("q", pool(model="n"))]
+    found = await main.pools_present(sources, wait_s=0.05)
+    assert [source for _, source in found] == [sources[0], sources[3]]
+    assert "pool=ns/absent error=there is no such pool" in caplog.text
+    assert "pool=ns/broken error=Expected `int`" in caplog.text
+
+
+async def test_a_gateway_without_its_first_pool_does_not_start() -> None:
+    with pytest.raises(SpecError, match=r"^ns/p: Expected"):
+        await main.pools_present([Announced("p", SpecError("Expected `int`")), Announced("q", pool(A))])
+
+
+async def test_pools_of_one_gateway_need_names_of_their_own(gateway) -> None:
+    with pytest.raises(SpecError, match="Two pools have the name `p`"):
+        main.Gateway([gateway, gateway])

@@ -57,7 +57,8 @@ def test_the_operator_carries_it_out(name: str) -> None:
         made = plan(pool["metadata"]["name"], "ns", convert(pool["spec"]), observed, 0.0, Defaults())
         assert made.objects, made.status.conditions
         kinds = {obj["kind"] for obj in made.objects}
-        assert kinds >= {"HTTPRoute", "NetworkPolicy"}
+        own_route = set() if pool["spec"].get("gateway", {}).get("servedBy") else {"HTTPRoute"}
+        assert kinds >= {"NetworkPolicy", *own_route}
         assert kinds & {"Deployment", "LeaderWorkerSet"}
 
 

@@ -8,10 +8,11 @@ from routing_objects import candidate, request, session
 
 from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
 from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
 from perilune_operator.observe.facts import Drained, GatewayStats
-from perilune_operator.observe.gateway_pages import gateway_stats
+from perilune_operator.observe.gateway_pages import gateway_stats, of_pool
 
 
 def page(*, sessions: int = 0, prompts: bool = False, drained: Mapping[str, str] = {}) -> str:
@@ -47,6 +48,24 @@ def test_sessions_and_hits_are_read_from_the_gateways_pages(
     pages: list[str], told: GatewayStats | None
 ) -> None:
     assert gateway_stats({f"g{i}": page for i, page in enumerate(pages)}) == told
+
+
+def test_of_a_gateway_with_several_pools_each_pool_reads_its_own_series() -> None:
+    merged = MergedMetrics()
+    for pool, sessions, engine in (("a", 3, "e1"), ("b", 4, "e2")):
+        metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+        stats = EndpointStats(Endpoint(f"10.0.0.{sessions}:8000"), Load(sessions=sessions, kv_usage=0.5))
+        metrics.mirror(
+            lambda stats=stats, n=sessions, e=engine: Snapshot((stats,), sessions_bound=n, drained={e: "m"})
+        )
+        for family in metrics.registry.collect():
+            merged.add(family, pool)
+    whole = CollectorRegistry()
+    whole.collect = merged.families
+    told = gateway_stats({"g1": of_pool(generate_latest(whole).decode(), "b")})
+    assert told
+    assert (told.sessions, told.sessions_at, told.kv_in_use) == (4, {"10.0.0.4": 4}, 0.5)
+    assert told.drained == {Drained("g1", "e2", "m")}
 
 
 def test_drained_engines_are_read_from_the_gateways_pages() -> None:

@@ -28,6 +28,21 @@ _PEERS = re.compile(r"^perilune_shared_state_peers (\S+)", re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
 
 
+_POOL = re.compile(r',?perilune_dev_pool="([^"]*)"')
+
+
+def of_pool(page: str, pool: str) -> str:
+    """The page of a gateway with several pools as that of one of them: its series without the label of the
+    pool. Other pages stay as they are."""
+    if "perilune_dev_pool=" not in page:
+        return page
+    return "\n".join(
+        _POOL.sub("", line).replace("{,", "{").replace("{}", "")
+        for line in page.splitlines()
+        if (named := _POOL.search(line)) is None or named[1] == pool
+    )
+
+
 def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
     """Sum up metrics pages, by the gateway's pod. An empty page stands for a gateway that did not answer;
     None when none did."""
@@ -89,13 +104,14 @@ class GatewayPages:
 
     async def read(self, pods: Iterable[Object]) -> GatewayStats | None:
         """Ask the gateways among a pool's pods that serve. None when none answered."""
-        addresses = {
-            pod["metadata"]["name"]: ip
+        asked = {
+            pod["metadata"]["name"]: (ip, pod["metadata"]["labels"][names.POOL_LABEL])
             for pod in pods
             if _is_gateway(pod) and (ip := pod["status"].get("podIP", ""))
         }
-        pages = await asyncio.gather(*(self._page(ip) for ip in addresses.values()))
-        return gateway_stats(dict(zip(addresses, pages, strict=True)))
+        pages = await asyncio.gather(*(self._page(ip) for ip, _ in asked.values()))
+        own = (of_pool(page, pool) for page, (_, pool) in zip(pages, asked.values(), strict=True))
+        return gateway_stats(dict(zip(asked, own, strict=True)))
 
     async def _page(self, ip: str) -> str:
         """The metrics page of one gateway; empty when it did not answer."""

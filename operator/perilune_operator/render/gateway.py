@@ -39,6 +39,8 @@ def gateway(pool: Context) -> Iterator[Object]:
     spec, name = pool.spec.gateway, names.gateway_name(pool.name)
     document = pool_document(pool.name, pool.namespace, pool.spec, pool.fabric.occupied)
     yield pool.object("ConfigMap", name, "gateway", data={names.POOL_DOCUMENT: dump(document).decode()})
+    if spec.served_by:  # its gateway reads the document
+        return
     yield from _account(pool, name)
     yield from tls.objects(pool)
     yield _deployment(pool, name, restart_hash=_hash(document.spec.model, document.spec.engine))
@@ -59,8 +61,9 @@ def _hash(*values: msgspec.Struct) -> str:
 def _account(pool: Context, name: str) -> Iterator[Object]:
     """The gateway's service account, and its rights."""
     watch = ["get", "list", "watch"]
+    documents = [name, *map(names.gateway_name, pool.spec.gateway.serves)]
     rules = [
-        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": [name], "verbs": watch},
+        {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": documents, "verbs": watch},
         {"apiGroups": [""], "resources": ["pods"], "verbs": watch},
     ]
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
@@ -179,7 +182,7 @@ def _container(pool: Context) -> Object:
         "imagePullPolicy": spec.image_pull_policy,
         "command": ["perilune-gateway"],
         "args": [
-            f"--kubernetes={pool.namespace}/{pool.name}",
+            *(f"--kubernetes={pool.namespace}/{served}" for served in (pool.name, *spec.serves)),
             f"--listen={pool.any_address}:{EXT_PROC_PORT}",
             f"--admin={pool.any_address}:{names.ADMIN_PORT}",
             f"--grace-seconds={GRACE_SECONDS}",

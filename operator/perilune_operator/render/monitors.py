@@ -14,7 +14,7 @@ def monitors(pool: Context) -> Iterator[Object]:
             yield _monitor(pool, "prefill", "http", "PodMonitor")
         if pool.spec.mooncake.store.enabled:
             yield _monitor(pool, "master", "http", "PodMonitor")
-    if pool.has("ServiceMonitor"):
+    if pool.has("ServiceMonitor") and not pool.spec.gateway.served_by:
         yield _monitor(pool, "gateway", "admin", "ServiceMonitor")
 
 

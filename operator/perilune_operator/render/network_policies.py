@@ -37,21 +37,26 @@ def network_policies(pool: Context) -> Iterator[Object]:
     ]
     callers = _callers(pool)
     served = {"from": [*callers, *watchers[1:]]} if callers is not None else {}
-    yield _allow(pool, "engine", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), **served}])
+    inside = [mine]
+    if server := pool.spec.gateway.served_by:
+        labels = {names.POOL_LABEL: server, names.COMPONENT_LABEL: "gateway"}
+        inside.append({"podSelector": {"matchLabels": labels}})
+    yield _allow(pool, "engine", [{"from": inside}, {"ports": _ports(names.ENGINE_PORT), **served}])
     if pool.spec.prefill_replicas:
         yield _allow(
             pool, "prefill", [{"from": [mine]}, {"ports": _ports(names.ENGINE_PORT), "from": watchers[1:]}]
         )
     if nodes_per_endpoint(pool) > 1:  # a client of a worker's queues could run any code there
         yield _allow(pool, "engine-worker", [{"from": [mine]}])
-    yield _allow(
-        pool,
-        "gateway",
-        [
-            {"ports": _ports(EXT_PROC_PORT), **({} if callers is None else {"from": callers})},
-            {"ports": _ports(names.ADMIN_PORT), "from": watchers},
-        ],
-    )
+    if not server:
+        yield _allow(
+            pool,
+            "gateway",
+            [
+                {"ports": _ports(EXT_PROC_PORT), **({} if callers is None else {"from": callers})},
+                {"ports": _ports(names.ADMIN_PORT), "from": watchers},
+            ],
+        )
     if shared_state.is_managed(pool.spec.gateway):
         gateways = {"podSelector": {"matchLabels": pool.labels("gateway")}}
         yield _allow(pool, "state", [{"ports": _ports(shared_state.PORT), "from": [gateways]}])
@@ -59,7 +64,7 @@ def network_policies(pool: Context) -> Iterator[Object]:
         yield _allow(
             pool,
             "master",
-            [{"from": [mine]}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
+            [{"from": inside}, {"ports": _ports(mooncake.HTTP_PORT), "from": watchers}],
         )
 
 
@@ -70,7 +75,8 @@ def _callers(pool: Context) -> list[Object] | None:
     name is too long for a label can only have shared ones. The labels of other implementations' Envoys are
     unknown. None: anyone."""
     given, parent = list(pool.spec.gateway.clients), pool.spec.gateway.parent
-    if mode(pool) is not GatewayMode.ENVOY_GATEWAY or parent is None:
+    by_envoy_gateway = mode(pool) is GatewayMode.ENVOY_GATEWAY or pool.spec.gateway.served_by
+    if not by_envoy_gateway or parent is None:
         return given or None
     owner = {
         f"{ENVOY_GATEWAY}/owning-gateway-name": parent.name,

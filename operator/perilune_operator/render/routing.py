@@ -84,15 +84,18 @@ def routing(pool: Context) -> Iterator[Object]:
     made, parent = mode(pool), pool.spec.gateway.parent
     if made is GatewayMode.ENVOY_GATEWAY and parent is not None:
         if not pool.spec.gateway.route:
-            yield _route(pool, parent, {"name": pool.name, "port": names.ENGINE_PORT})
+            pools = (pool.name, *pool.spec.gateway.serves)
+            yield _route(pool, parent, [{"name": name, "port": names.ENGINE_PORT} for name in pools])
         yield from _envoy_policies(pool, parent)
     if made is GatewayMode.INFERENCE_EXTENSION:
         yield _inference_pool(pool)
         if parent is not None:
-            yield _route(pool, parent, {"group": INFERENCE, "kind": "InferencePool", "name": pool.name})
+            yield _route(pool, parent, [{"group": INFERENCE, "kind": "InferencePool", "name": pool.name}])
 
 
-def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
+def _route(pool: Context, parent: ParentRef, backends: list[Object]) -> Object:
+    """Envoy Gateway makes one cluster of all backends of a rule, so the gateway may choose any of their
+    endpoints."""
     spec = pool.spec.gateway
     reference = {
         "name": parent.name,
@@ -109,7 +112,7 @@ def _route(pool: Context, parent: ParentRef, backend: Object) -> Object:
             "rules": [
                 {
                     "matches": list(spec.matches or PATHS),
-                    "backendRefs": [backend],
+                    "backendRefs": backends,
                     "timeouts": {"request": "0s"},
                 }
             ],

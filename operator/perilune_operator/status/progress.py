@@ -82,7 +82,8 @@ def _workloads(pool: Context) -> Iterator[Key]:
     yield endpoints.workload(pool)
     if pool.spec.prefill_replicas:
         yield endpoints.prefill_workload(pool)
-    yield Key("Deployment", pool.namespace, names.gateway_name(pool.name))
+    if not pool.spec.gateway.served_by:
+        yield Key("Deployment", pool.namespace, names.gateway_name(pool.name))
     if pool.spec.mooncake.store.enabled:
         yield Key("Deployment", pool.namespace, names.master_name(pool.name))
 

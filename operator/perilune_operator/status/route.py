@@ -26,6 +26,8 @@ _BESIDE: Mapping[GatewayMode, Sequence[str]] = {
 
 def route(pool: Context, observed: Observed) -> Fact:
     kind, made = Condition.ROUTE_PROGRAMMED, routing.mode(pool)
+    if server := pool.spec.gateway.served_by:
+        return Fact(kind, "True", Reason.PROGRAMMED, f"The route of the pool {server} leads to it.")
     if pool.spec.gateway.mode is GatewayMode.NONE:
         return Fact(kind, "True", Reason.PROGRAMMED, "The spec asks for no route.")
     if made is GatewayMode.NONE:

@@ -75,6 +75,8 @@ def store(pool: Context, observed: Observed) -> Fact:
 
 def gateway(pool: Context, observed: Observed) -> Fact:
     kind = Condition.GATEWAY_READY
+    if server := pool.spec.gateway.served_by:
+        return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, f"The gateway of the pool {server} serves it.")
     if pool.spec.gateway.replicas == 0 and pool.spec.gateway.min_replicas is None:
         return Fact(kind, "True", Reason.NO_GATEWAY_WANTED, "gateway.replicas is 0.")
     if _available(pool, observed, names.gateway_name(pool.name)):

@@ -15,7 +15,7 @@ from perilune_api import moved_fields, names, pool, quantities, versions
 from perilune_api.inference_pool import arguments
 from perilune_api.inference_pool.document import pool_document
 from perilune_api.inference_pool.engine import EngineKind
-from perilune_api.inference_pool.gateway import GatewayMode
+from perilune_api.inference_pool.gateway import GatewayMode, GatewaySpec
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
 from perilune_api.inference_pool.types import EnvVar
@@ -37,7 +37,20 @@ def convert(spec: object) -> InferencePoolSpec:
     except msgspec.ValidationError as error:
         raise SpecError(str(error).replace("`$", "`$.spec", 1)) from None
     check(made)
-    return made
+    return _without_gateway(made) if made.gateway.served_by else made
+
+
+def _without_gateway(spec: InferencePoolSpec) -> InferencePoolSpec:
+    """The spec of a pool that another pool's gateway serves."""
+    given = spec.gateway
+    kept = GatewaySpec(
+        mode=GatewayMode.NONE,
+        parent=given.parent,
+        clients=given.clients,
+        served_by=given.served_by,
+        replicas=0,
+    )
+    return msgspec.structs.replace(spec, gateway=kept)
 
 
 def check(spec: InferencePoolSpec) -> None:
@@ -72,9 +85,27 @@ def check(spec: InferencePoolSpec) -> None:
         raise SpecError(f"Mode {spec.gateway.mode} needs a Gateway - at `$.spec.gateway.parent`")
     if spec.gateway.route and spec.gateway.mode is GatewayMode.INFERENCE_EXTENSION:
         raise SpecError("Your own route names the InferencePool itself - at `$.spec.gateway.route`")
+    _check_several(spec)
     _check_env(spec.engine.env)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
+
+
+def _check_several(spec: InferencePoolSpec) -> None:
+    """Whether one gateway can serve several pools so."""
+    given = spec.gateway
+    if given.serves and given.fail_open:
+        words = "Envoy alone cannot tell which pool serves a model: set failOpen to false"
+        raise SpecError(f"{words} - at `$.spec.gateway.failOpen`")
+    if given.serves and given.mode is GatewayMode.INFERENCE_EXTENSION:
+        raise SpecError("An InferencePool of the extension has one pool - at `$.spec.gateway.serves`")
+    if given.serves and given.served_by:
+        raise SpecError("It has no gateway to serve others with - at `$.spec.gateway.serves`")
+    if given.served_by and (spec.prefill_replicas or spec.mooncake.transfer is Transfer.HANDOFF):
+        words = (
+            "Engines hand KV over only for their own pool's gateway: leave servedBy out, or choose another"
+        )
+        raise SpecError(f"{words} transfer - at `$.spec.mooncake.transfer`")
 
 
 def _check_waits(spec: InferencePoolSpec) -> None:

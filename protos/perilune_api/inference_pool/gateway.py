@@ -16,6 +16,7 @@ from perilune_api.inference_pool.types import (
     OptionalNamespace,
     OptionalObject,
     OptionalSection,
+    PoolName,
     PullPolicy,
     Raw,
     Resources,
@@ -93,6 +94,14 @@ class GatewaySpec(Struct, frozen=True):
     """Name of an HTTPRoute of your own in the pool's namespace, which sends requests to the Service that is
     called like the pool, port 8000. The operator then creates none, and its policies are about yours;
     hostnames and matches count for nothing. Only with Envoy Gateway."""
+    serves: Annotated[tuple[PoolName, ...], Meta(max_length=16)] = ()
+    """Names of other pools in this namespace whose models this pool's gateway serves too, at this pool's host
+    names: the model in a request's body chooses the pool. Each of them names this pool in servedBy. Needs
+    failOpen: false, and Envoy Gateway."""
+    served_by: OptionalObject = ""
+    """Name of the pool in this namespace whose gateway serves this pool; that pool names this one in serves.
+    This pool then has no gateway and no route of its own, and of spec.gateway only parent (the Gateway whose
+    Envoys may connect to the engines) and clients count."""
     client_traffic_policy: Literal["create", "none"] = "create"
     """Whether the operator may create a ClientTrafficPolicy for the Gateway, if it is in the pool's namespace
     and has none. none: one of yours has to remove the header x-gateway-destination-endpoint early, or
