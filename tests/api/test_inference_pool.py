@@ -383,6 +383,14 @@ def test_a_wrong_server_of_shared_state_is_named(state: dict[str, Any], says: st
             "$.spec.mooncake.transfer",
             id="hand-offs",
         ),
+        pytest.param(
+            {
+                "gateway": {"servedBy": "c"},
+                "scaling": {"minReplicas": 1, "maxReplicas": 2, "signal": "queueSeconds", "target": "1"},
+            },
+            "servedBy leaves none: use metric - at `$.spec.scaling.signal`",
+            id="scaling by what the own gateway says",
+        ),
     ],
 )
 def test_pools_that_share_a_gateway_cannot_have_everything(given: dict[str, Any], says: str) -> None:

@@ -131,6 +131,9 @@ def _check_scaling(spec: InferencePoolSpec) -> None:
     if spec.prefill_replicas:
         words = "With prefillReplicas the pages do not tell whose load it is: use metric or kubectl scale"
         raise SpecError(f"{words} - at `$.spec.scaling.signal`")
+    if spec.gateway.served_by:
+        words = "The operator reads it from the pool's own gateway, and servedBy leaves none: use metric"
+        raise SpecError(f"{words} - at `$.spec.scaling.signal`")
     target, share = quantities.quantity(scaling.target), scaling.signal is Signal.KV_USAGE
     if target <= 0 or (share and target > 1):
         words = "a share of the KV cache above 0, at most 1, such as 0.7" if share else "seconds above 0"
