@@ -13,6 +13,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -64,19 +65,18 @@ class Gateway:
         pages_to_anyone: bool = False,
     ) -> None:
         """Without `tls`, ext_proc is served in plain text. `pages_to_anyone`: whether admin pages with
-        session ids answer clients on other machines. Raises SpecError if two pools have the same name."""
+        session ids answer clients on other machines. Raises SpecError for names of several pools that cannot
+        tell their pages apart."""
         self.pools = tuple(pools)
         pages: AdminData | PoolsData
         if len(pools) == 1:
             (pool,) = pools
             self.registry, self.service, pages = pool.metrics.registry, pool.service, pool.pages
         else:
-            named = {pool.name: pool.pages for pool in pools}
-            if len(named) < len(pools):
-                (name, _), *_ = Counter(pool.name for pool in pools).most_common(1)
-                raise SpecError(f"Two pools have the name `{name}` - at `$.metadata.name`")
+            _check_names([pool.name for pool in pools])
             self.registry = CollectorRegistry()
-            self.service, pages = self._in_front(), PoolsData(self.registry, named)
+            pages = PoolsData(self.registry, {pool.name: pool.pages for pool in pools})
+            self.service = self._in_front()
         ProcessCollector(registry=self.registry)
         StreamMetrics(self.registry, self.service)
         self.server = new_server(transport, self.service, tls)
@@ -131,6 +131,16 @@ class Gateway:
             await self.admin.stop()
             for pool in self.pools:
                 await pool.close()
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Raises SpecError unless each name is another and can stand in a path."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise SpecError(f"{count} pools have the name `{name}` - at `$.metadata.name`")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            words = "Of several pools' names only letters, digits, `.`, `_` and `-` can stand in a path"
+            raise SpecError(f"{words}, not `{name}` - at `$.metadata.name`")
 
 
 async def serve(args: argparse.Namespace) -> None:

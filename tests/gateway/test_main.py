@@ -13,6 +13,7 @@ import aiohttp
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec import structs
 from prometheus_client import generate_latest
 from token_requests import COMPLETIONS, request
 
@@ -275,5 +276,13 @@ async def test_a_gateway_without_its_first_pool_does_not_start() -> None:
 
 
 async def test_pools_of_one_gateway_need_names_of_their_own(gateway) -> None:
-    with pytest.raises(SpecError, match="Two pools have the name `p`"):
+    with pytest.raises(SpecError, match="2 pools have the name `p`"):
         main.Gateway([gateway, gateway])
+
+
+async def test_names_of_several_pools_stand_in_paths(gateway, tmp_path) -> None:
+    odd = structs.replace(pool(A), metadata=Metadata("a/{b}"))
+    other = ServedPool(odd, PoolFile(tmp_path / "odd.yaml", odd))
+    with pytest.raises(SpecError, match=r"not `a/{b}` - at `\$.metadata.name`"):
+        main.Gateway([gateway, other])
+    await other.close()

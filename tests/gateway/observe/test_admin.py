@@ -24,7 +24,7 @@ from perilune_gateway.model import (
     tenant_hash,
 )
 from perilune_gateway.model.kv_events import EventStats
-from perilune_gateway.observe.admin import PAGES, Admin, AdminData, application
+from perilune_gateway.observe.admin import PAGES, Admin, AdminData, PoolsData, application
 from perilune_gateway.observe.console import STREAM
 from perilune_gateway.observe.decisions import Decisions
 from perilune_gateway.observe.health import Health, report
@@ -74,9 +74,13 @@ def world():
 
 
 @asynccontextmanager
-async def browsing(world: World):
+async def browsing(world: World | dict[str, World]):
     """`await get(path)` → (status, parsed JSON or text)."""
-    admin = Admin(world.data())
+    several = isinstance(world, dict)
+    data = (
+        PoolsData(CollectorRegistry(), {n: w.data() for n, w in world.items()}) if several else world.data()
+    )
+    admin = Admin(data)
     port = await admin.start()
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
@@ -309,3 +313,39 @@ async def test_who_may_read_what(world, peer, to_anyone, path, status):
         assert answer.status == status
         if status == 403:
             assert "kubectl port-forward" in (await answer.json())["error"]["message"]
+
+
+class TestSeveralPools:
+    @pytest.mark.parametrize(
+        ("ready", "status", "says", "answers"),
+        [
+            ((True, True), 200, "ok", 200),
+            ((True, False), 200, "degraded", 200),
+            ((False, False), 503, "unready", 503),
+        ],
+    )
+    async def test_one_pool_that_serves_keeps_the_gateway_ready(self, ready, status, says, answers):
+        gone = (EndpointStats(Endpoint("a", ready=False), Load()),)
+        worlds = {
+            name: World(ready=is_ready, **({} if is_ready else {"endpoints": gone}))
+            for name, is_ready in zip(("p", "q"), ready, strict=True)
+        }
+        async with browsing(worlds) as get:
+            found, health = await get("/api/health")
+            assert (found, health["status"], len(health["pools"])) == (status, says, 2)
+            assert (await get("/readyz"))[0] == answers
+            assert (await get("/healthz"))[0] == 200
+
+    async def test_each_pool_has_its_pages_and_its_label(self):
+        worlds = {"p": World(), "q": World()}
+        add(worlds["q"], 1)
+        worlds["q"].metrics.scrape_failed("a")
+        async with browsing(worlds) as get:
+            assert [(await get(f"/pools/{name}/api/decisions"))[1]["kept"] for name in "pq"] == [0, 1]
+            assert (await get("/pools/r/api/decisions"))[0] == 404
+            assert "href='pools/q/'" in (await get("/"))[1]
+            metrics = (await get("/metrics"))[1].splitlines()
+        failed = [line for line in metrics if line.startswith("perilune_scrape_errors_total")]
+        assert failed == ['perilune_scrape_errors_total{endpoint="a",perilune_dev_pool="q"} 1.0']
+        kinds = [line.split()[2] for line in metrics if line.startswith("# TYPE")]
+        assert len(kinds) == len(set(kinds))
