@@ -40,6 +40,7 @@ from perilune_operator.apply.applier import WATCH_LAG_S, Applied, Applier
 from perilune_operator.apply.ownership import Owner
 from perilune_operator.apply.writer import Fence, NotLeaderError, Writer
 from perilune_operator.metrics import Metrics, Outcome
+from perilune_operator.observe import readers
 from perilune_operator.observe.cluster import Cluster
 from perilune_operator.observe.facts import Demand, GatewayStats, Object, Observed, PoolName, version
 from perilune_operator.observe.gateway_pages import DRAIN_READ_S, FIRST_READ_S, READ_S, GatewayPages
@@ -86,6 +87,8 @@ class _Pool:
     """Some of its engines wait for their sessions to leave."""
     scales: bool = False
     """The operator itself sets the number of its endpoints."""
+    replicas: int = 0
+    """Number of endpoints that its spec asks for."""
     demands: deque[Demand] = field(default_factory=lambda: deque(maxlen=KEPT_DEMANDS))
     """What its gateways reported since that number last changed, while this process leads."""
     pages_due: asyncio.Event = field(default_factory=asyncio.Event)
@@ -252,6 +255,7 @@ class Reconciler:
             pool.pages_due.set()
         pool.drains = planned.drains
         pool.scales = not isinstance(spec, SpecError) and _scales(spec)
+        pool.replicas = 0 if isinstance(spec, SpecError) else spec.replicas
         applied = Applied()
         if planned.objects is not None:
             applied = await pool.applier.apply(planned, observed.children)
@@ -291,9 +295,14 @@ class Reconciler:
         """Read what the pool's gateways report, in a task of its own so that no round waits for a gateway."""
         while True:
             if self._fence.remaining_s() > 0:
-                stats = await self._pages.read(self.cluster.pods(pool.name))
+                pods = self.cluster.pods(pool.name)
+                stats = await self._pages.read(pods)
                 if stats is not None and pool.scales:
-                    pool.demands.append(Demand(self._wall_clock(), stats.queue_s, stats.kv_in_use))
+                    engines = (readers.pod(pod) for pod in pods)
+                    serving = sum(pod.component == "engine" and pod.serves for pod in engines)
+                    starting = max(0, pool.replicas - serving)
+                    read_at = self._wall_clock()
+                    pool.demands.append(Demand(read_at, stats.queue_s, stats.kv_in_use, starting))
                 changed, pool.stats = stats != pool.stats, stats
                 if changed or pool.scales:
                     pool.wake(self._clock())

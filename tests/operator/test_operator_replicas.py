@@ -119,9 +119,9 @@ async def test_a_pool_scales_itself_by_its_gateways_pages(
     await run_pods(client, namespace, 2)
     async with gateway_page(client, namespace) as page:
         page.text = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 6.0\n'
-        await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 3)
-        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 3)
-        said = "replicas 1 → 3: 6.0 s of prefill queued, 0.0 KV caches in use"
+        await becomes(client, pools(namespace, "/p"), lambda p: p["spec"]["replicas"] == 2)
+        await becomes(client, deployments(namespace, "/p-engine"), lambda d: d["spec"]["replicas"] == 2)
+        said = "replicas 1 → 2: 6.0 s of prefill queued, 0.0 KV caches in use"
         events = f"/api/v1/namespaces/{namespace}/events"
         await becomes(client, events, lambda found: said in {e["message"] for e in found["items"]})
         page.text = 'perilune_endpoint_pending_prefill_seconds{endpoint="10.1.0.1:8000"} 0.0\n'

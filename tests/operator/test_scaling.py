@@ -1,8 +1,11 @@
 """How many endpoints a pool should have, by what its gateways reported."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
+from msgspec import structs
 
 from perilune_api.inference_pool.checks import convert
 from perilune_api.inference_pool.spec import Scaling, Signal
@@ -24,6 +27,11 @@ def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> list[Demand]:
     return [Demand(NOW - ago, queue_s, kv) for ago in range(seconds, -1, -5)]
 
 
+def starting(demands: Sequence[Demand]) -> list[Demand]:
+    """The same readings while one endpoint is not ready."""
+    return [replace(demand, starting=1) for demand in demands]
+
+
 @pytest.mark.parametrize(
     ("scaling", "now", "demands", "wanted"),
     [
@@ -31,9 +39,26 @@ def over(seconds: int, queue_s: float = 0.0, kv: float = 0.0) -> list[Demand]:
         pytest.param(QUEUE, 3, over(10, queue_s=10.0), 5, id="long queues for long enough"),
         pytest.param(QUEUE, 3, over(5, queue_s=10.0), 3, id="long queues, not for long enough"),
         pytest.param(
-            QUEUE, 3, [*over(10, queue_s=10.0)[:-1], Demand(NOW, 8.0, 0.0)], 4, id="the least of them counts"
+            QUEUE,
+            3,
+            [Demand(NOW - 10, 10.0, 0.0), Demand(NOW - 5, 8.0, 0.0), Demand(NOW, 11.0, 0.0)],
+            4,
+            id="the least of them counts",
         ),
         pytest.param(QUEUE, 3, over(10, queue_s=1e6), 6, id="at most maxReplicas"),
+        pytest.param(QUEUE, 2, over(10, queue_s=11.0), 4, id="at most twice as many"),
+        pytest.param(
+            QUEUE, 3, [*over(10, queue_s=12.0)[:-1], Demand(NOW, 11.0, 0.0)], 3, id="a backlog that shrinks"
+        ),
+        pytest.param(QUEUE, 3, starting(over(20, queue_s=12.0)), 3, id="endpoints still start"),
+        pytest.param(
+            QUEUE,
+            3,
+            [*starting(over(20, queue_s=12.0)[:-1]), Demand(NOW, 12.0, 0.0)],
+            3,
+            id="all have just started",
+        ),
+        pytest.param(QUEUE, 3, starting(over(320, queue_s=12.0)), 6, id="endpoints that never are ready"),
         pytest.param(QUEUE, 3, over(10, queue_s=6.5), 3, id="within the tolerance"),
         pytest.param(QUEUE, 5, over(60), 4, id="one leaves at a time"),
         pytest.param(QUEUE, 5, over(55), 5, id="idle, not for long enough"),
@@ -65,7 +90,65 @@ def test_a_load_that_rises_and_falls_is_followed_without_flapping() -> None:
             if wanted != now:
                 changes.append(wanted)
                 now, since = wanted, []
-    assert changes == [5, 4, 3, 2]
+    assert changes == [4, 5, 4, 3, 2]
+
+
+class SimulatedPool:
+    """A closed loop: requests of about a second of prefill go to the shortest queue, the operator's function
+    sets the number of endpoints by the queues, and new ones take 30 to 90 s to become ready."""
+
+    def __init__(self, scaling: Scaling, seed: int) -> None:
+        self.scaling, self.rng = scaling, Random(seed)
+        self.at, self.wanted = 0.0, scaling.min_replicas
+        self.queues_s = [0.0] * self.wanted
+        self.ready_at: list[float] = []
+        self.demands: list[Demand] = []
+        self.changes: list[int] = []
+
+    def run(self, minutes: int, requests_per_s: float) -> None:
+        for _ in range(60 * minutes):
+            self.at += 1.0
+            self.queues_s += [0.0 for due in self.ready_at if due <= self.at]
+            self.ready_at = [due for due in self.ready_at if due > self.at]
+            self.work(requests_per_s)
+            if self.at % 5 == 0:
+                self.look()
+
+    def work(self, requests_per_s: float) -> None:
+        """One second, in tenths."""
+        for _ in range(10):
+            if self.rng.random() < requests_per_s / 10:
+                shortest = self.queues_s.index(min(self.queues_s))
+                self.queues_s[shortest] += self.rng.expovariate(1.0)
+            self.queues_s = [max(0.0, queue_s - 0.1) for queue_s in self.queues_s]
+
+    def look(self) -> None:
+        self.demands.append(Demand(self.at, sum(self.queues_s), 0.0, len(self.ready_at)))
+        wanted = replicas(self.scaling, self.wanted, self.demands, self.at)
+        if wanted == self.wanted:
+            return
+        self.ready_at += [self.at + self.rng.uniform(30.0, 90.0) for _ in range(wanted - self.wanted)]
+        if wanted < self.wanted:
+            self.queues_s[0] += self.queues_s.pop()
+        self.changes.append(wanted)
+        self.wanted, self.demands = wanted, []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("most", [6, 16])
+def test_a_pool_follows_its_load_up_and_down_while_endpoints_take_time_to_start(most: int, seed: int) -> None:
+    """Two endpoints do for the low load, five for the high one."""
+    scaling = structs.replace(QUEUE, max_replicas=most, up_seconds=30, down_seconds=300)
+    pool = SimulatedPool(scaling, seed)
+    pool.run(10, 0.5)
+    pool.run(30, 4.5)
+    assert 5 <= max(pool.changes) <= 8
+    pool.run(60, 0.5)
+    assert pool.wanted == 2
+    turning = pool.changes.index(max(pool.changes))
+    assert pool.changes[: turning + 1] == sorted(pool.changes[: turning + 1])
+    assert pool.changes[turning:] == sorted(pool.changes[turning:], reverse=True)
+    assert len(pool.changes) <= (6 if most == 6 else 8)
 
 
 @pytest.mark.parametrize(

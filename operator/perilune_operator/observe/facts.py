@@ -112,6 +112,8 @@ class Demand:
     """Seconds of queued prefill of all endpoints."""
     kv_in_use: float
     """Sum over all endpoints of the share of their KV cache that is in use."""
+    starting: int = 0
+    """Number of endpoints that the pool should have and that are not ready."""
 
 
 @dataclass(frozen=True, slots=True)
