@@ -13,6 +13,7 @@ a wrong value with the field's path:
 that span several fields, such as duplicate addresses and unknown nodes.
 """
 
+from collections import Counter
 from enum import StrEnum
 from ipaddress import ip_address
 from math import ceil
@@ -509,8 +510,12 @@ def _unreadable(text: bytes | str) -> str:
     is no such scalar."""
     loader = yaml.SafeLoader("")
     nodes = [("$", yaml.compose(text, yaml.SafeLoader))]
+    seen: set[int] = set()
     while nodes:
         path, node = nodes.pop()
+        if id(node) in seen:  # an alias, perhaps of a node around it
+            continue
+        seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
             nodes += [(f"{path}.{key.value}", value) for key, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
@@ -559,11 +564,15 @@ def _explain(text: bytes | str) -> str:
 def parse_known(text: bytes | str) -> tuple[Pool, tuple[str, ...]]:
     """Parse a document that another program wrote, which may be of a newer version: return the pool without
     the fields that are unknown here, and the paths of these fields. Raises SpecError."""
+    _check_depth(text)
     try:
         document, unknown = versions.known(msgspec.yaml.decode(text), Pool)
+        rest = msgspec.yaml.encode(document)
     except msgspec.DecodeError as error:
-        raise SpecError(str(error)) from None
-    return parse(msgspec.yaml.encode(document)), unknown
+        raise SpecError(_in_one_line(error)) from None
+    except _WRONG_SCALAR as error:
+        raise SpecError(_unreadable(text) or str(error)) from None
+    return parse(rest), unknown
 
 
 def dump(pool: Pool) -> bytes:
@@ -606,6 +615,6 @@ def check(pool: Pool) -> None:
         if endpoint.replay and len(endpoint.replay) != len(endpoint.events):
             raise SpecError(f"replay must have as many addresses as events - {at}.replay`")
     models = [spec.model.name, *spec.model.aliases, *(lora.name for lora in spec.model.loras)]
-    for model in models:
-        if models.count(model) > 1:
+    for model, times in Counter(models).items():
+        if times > 1:
             raise SpecError(f"Model name {model!r} is given twice - at `$.spec.model`")

@@ -47,6 +47,11 @@ def test_the_smallest_document() -> None:
             )
             for seed in ("2026-13-01", "!!int abc", "9" * 5_000, "!!timestamp x")
         ),
+        pytest.param(
+            "metadata: {name: p}\nspec: {model: {name: m, path: 2026-13-01}}\nself: &self {again: *self}",
+            "put a text into quotes - at `$.spec.model.path`",
+            id="an alias of what it is a part of",
+        ),
         pytest.param("[" * 100_000, "nested too deeply - in line 1", id="nested too deeply"),
         pytest.param(document(engine={"blockSize": "x"}), "at `$.spec.engine.blockSize`", id="type"),
         *(

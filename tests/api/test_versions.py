@@ -73,3 +73,11 @@ def test_what_is_known_of_a_whole_object_is_all_of_it() -> None:
 
 def test_a_struct_without_anything_said_is_empty() -> None:
     assert stated(parse(yaml.safe_dump(document())).spec.engine) == {}
+
+
+@pytest.mark.parametrize(
+    "value", ["2026-13-01", "1" + ":59" * 10_000, "[" * 100_000], ids=["date", "number", "depth"]
+)
+def test_text_that_cannot_be_read_is_refused_as_a_document(value: str) -> None:
+    with pytest.raises(SpecError):
+        parse_known(f"metadata: {{name: p}}\nspec: {{model: {{name: m, contextTokens: {value}}}}}")

@@ -1,56 +1,49 @@
-"""Coverage-guided fuzzing of everything that reads what others wrote. By hand, and not a test: needs atheris.
+"""Every reader of bytes that others write, each as a function of bytes, and inputs that it reads well.
 
-    python -m venv /tmp/fuzz && /tmp/fuzz/bin/pip install atheris
-    echo "$PWD"/.venv/lib/python3*/site-packages > $(echo /tmp/fuzz/lib/python3*/site-packages)/ours.pth
-    export PYTHONPATH=gateway:protos:tests/support
-    /tmp/fuzz/bin/python tests/fuzz/readers.py bodies -max_total_time=60
-
-A reader may raise what its docstring names. Anything else ends the run, and the input that did it is kept in
-the working folder.
+A reader may raise what its docstring names. Anything else is a fault. `fuzz.py` searches for one with
+coverage (`make fuzz`), `test_readers.py` tries a few thousand mutations (`make test`).
 """
 
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-import atheris
 import msgspec
+from envoy_doubles import PHASE, ROUTE, ScriptedRouter
 from msgspec.structs import replace
+from router_rig import A, Rig, pool
 
-with atheris.instrument_imports(include=["perilune_gateway", "perilune_api"]):
-    from envoy_doubles import PHASE, ROUTE, ScriptedRouter
+from perilune_api import extproc_pb2 as pb
+from perilune_api.pool import Hashing, Limits, Model, Routing, SessionKeys, SpecError, dump, parse_known
+from perilune_api.pool import parse as parse_document
+from perilune_gateway.extproc import envelope, wire
+from perilune_gateway.extproc.h2.connection import Connection
+from perilune_gateway.extproc.h2.frames import (
+    END_HEADERS,
+    PREFACE,
+    Type,
+    frame,
+    literal,
+    number,
+    settings,
+)
+from perilune_gateway.extproc.h2.hpack import Decoder
+from perilune_gateway.extproc.messages import BodyMode
+from perilune_gateway.extproc.service import Service
+from perilune_gateway.feeds import bootstrap_pages, engine_metrics, kv_events
+from perilune_gateway.feeds.pool_events import EventSink
+from perilune_gateway.model import NeedBody, ProtocolError, Refusal, RequestHead, Routed
+from perilune_gateway.model.shared import Alive, Batch, Bound, Claimed, Ejected, Loaded, Names, decode, encode
+from perilune_gateway.observe import decision_log
+from perilune_gateway.request.known_bodies import KnownBodies
+from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
+from perilune_gateway.request.tokens import Tokenizer
+from perilune_gateway.state.block_tokens import BlockTokens
+from perilune_gateway.state.engine_blocks import EngineBlocks
+from perilune_gateway.state.parity import ParityCheck
+from perilune_gateway.state.prefix_index import PrefixIndex
+from perilune_gateway.state.replicas import Replicas
 
-    from perilune_api import extproc_pb2 as pb
-    from perilune_api.pool import Hashing, Limits, Model, SpecError
-    from perilune_gateway.extproc import envelope, wire
-    from perilune_gateway.extproc.h2.connection import Connection
-    from perilune_gateway.extproc.h2.frames import (
-        END_HEADERS,
-        PREFACE,
-        Type,
-        frame,
-        literal,
-        number,
-        settings,
-    )
-    from perilune_gateway.extproc.h2.hpack import Decoder
-    from perilune_gateway.extproc.messages import BodyMode
-    from perilune_gateway.extproc.service import Service
-    from perilune_gateway.feeds import engine_metrics, kv_events
-    from perilune_gateway.feeds.pool_events import EventSink
-    from perilune_gateway.model import ProtocolError, Refusal
-    from perilune_gateway.observe import decision_log
-    from perilune_gateway.request.known_bodies import KnownBodies
-    from perilune_gateway.request.openai import PATHS, ChatPrompt, ParsedRequest, parse
-    from perilune_gateway.request.tokens import Tokenizer
-    from perilune_gateway.state.block_tokens import BlockTokens
-    from perilune_gateway.state.engine_blocks import EngineBlocks
-    from perilune_gateway.state.parity import ParityCheck
-    from perilune_gateway.state.prefix_index import PrefixIndex
 
-
-class Nobody:
+class Deaf:
     """Listens to no events, gives no tokens."""
 
     def on_applied(self, applied: object) -> None:
@@ -60,11 +53,12 @@ class Nobody:
         pass
 
     async def encode(self, request: ParsedRequest) -> Refusal:
-        raise AssertionError("nobody waits here")
+        raise AssertionError("no request waits here")
 
 
 TOKENIZER = Tokenizer(Model("m", tokenize="estimate"))
 APIS = list(PATHS)
+ROUTING = Routing(allow_policy_header=True, session=SessionKeys(cookie="c", body_user=True))
 
 
 def bodies(data: bytes) -> None:
@@ -103,13 +97,10 @@ def messages(data: bytes) -> None:
 
 def streams(data: bytes) -> None:
     """Messages of one stream, each after two bytes of its length, through exchange and service."""
-    service = Service(ScriptedRouter(), Nobody(), limits=Limits(max_body_bytes=1000))
+    service = Service(ScriptedRouter(), Deaf(), limits=Limits(max_body_bytes=1000))
     stream = service.open()
-    at = 0
-    while at + 2 <= len(data):
-        size = int.from_bytes(data[at : at + 2], "big")
-        stream.receive(data[at + 2 : at + 2 + size])
-        at += 2 + size
+    for message in parts(data):
+        stream.receive(message)
     stream.closed()
     assert service.streams_open == 0
     assert service.failures == 0
@@ -131,7 +122,7 @@ def frames(data: bytes) -> None:
     assert connection.buffered_bytes >= 0
 
 
-def headers(data: bytes) -> None:
+def hpack(data: bytes) -> None:
     try:
         Decoder().decode(data)
     except ProtocolError:
@@ -144,12 +135,79 @@ def events(data: bytes) -> None:
     except ProtocolError:
         return
     blocks = EngineBlocks(PrefixIndex(1_000, 30.0), 4, store=True, max_names=2_000)
-    sink = EventSink(blocks, ParityCheck(Hashing(), 4), Nobody(), lambda: 1.0, BlockTokens(4, 10_000))
+    sink = EventSink(blocks, ParityCheck(Hashing(), 4), Deaf(), lambda: 1.0, BlockTokens(4, 10_000))
     sink.batch("a", batch.rank or 0, batch, 0.0)
 
 
 def metrics(data: bytes) -> None:
     engine_metrics.parse(data)
+
+
+def requests(data: bytes) -> None:
+    """Through the router and to the end: lines of `name: value`, an empty line, then the body."""
+    written, _, body = data.partition(b"\n\n")
+    lines = [line.partition(b":") for line in written.split(b"\n")]
+    headers = {n.decode("latin-1").lower(): v.strip().decode("utf-8", "replace") for n, _, v in lines}
+    rig = Rig(pool(routing=ROUTING))
+    path = headers.get(":path", "/v1/completions")
+    for head in (RequestHead("POST", path, headers, has_body=bool(body)) for _ in range(2)):
+        said = rig.router.on_headers(head)
+        if isinstance(said, NeedBody):
+            said = rig.router.on_body(head, body)
+        if isinstance(said, Routed):
+            rig.finish(said)
+    assert not any(view.load.in_flight for view in rig.state.fleet.view(rig.now))
+
+
+def documents(data: bytes) -> None:
+    """A pool that is read is written and read again without a change."""
+    for read in (parse_document, lambda text: parse_known(text)[0]):
+        try:
+            document = read(data)
+        except SpecError:
+            continue
+        assert parse_document(dump(document)) == document
+
+
+def shared(data: bytes) -> None:
+    """Batches of another replica, each after two bytes of its length; then this replica goes on."""
+    rig = Rig(pool())
+    replicas = Replicas(rig.state, Names(b"key"), "here", lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
+    for message in parts(data):
+        try:
+            batch = decode(message)
+        except msgspec.DecodeError:
+            continue
+        replicas.apply(batch)
+        replicas.reconcile([batch])
+    rig.finish(rig.route())
+    encode(Batch("here", replicas.take(alive=True).changes, 1))
+    rig.now += 10.0
+    replicas.lapse()
+    assert not replicas.peers
+    assert rig.load(A).in_flight == 0
+
+
+def bootstrap(data: bytes) -> None:
+    try:
+        bootstrap_pages.parse(data)
+    except (ValueError, msgspec.DecodeError):
+        pass
+
+
+def parts(data: bytes) -> list[bytes]:
+    """The messages in `data`, each after two bytes of its length."""
+    found, at = [], 0
+    while at + 2 <= len(data):
+        size = int.from_bytes(data[at : at + 2], "big")
+        found.append(data[at + 2 : at + 2 + size])
+        at += 2 + size
+    return found
+
+
+def framed(*messages: bytes) -> bytes:
+    """Opposite of `parts`."""
+    return b"".join(len(message).to_bytes(2, "big") + message for message in messages)
 
 
 def log(data: bytes) -> None:
@@ -160,7 +218,22 @@ def log(data: bytes) -> None:
 
 
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
-    f.__name__: f for f in (bodies, grown, messages, streams, frames, headers, events, metrics, log)
+    f.__name__: f
+    for f in (
+        bodies,
+        requests,
+        grown,
+        documents,
+        messages,
+        streams,
+        frames,
+        hpack,
+        events,
+        metrics,
+        bootstrap,
+        shared,
+        log,
+    )
 }
 
 # What is read well, to begin with.
@@ -205,12 +278,12 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'{"messages":[[[],"a\\u00e9"],{"a":[1]}\0],"model":"m"}\0,true,null],"model":"m","tools":[]}',
     ),
     "messages": (HEAD, BODY),
-    "streams": (b"".join(len(raw).to_bytes(2, "big") + raw for raw in (HEAD, BODY)),),
+    "streams": (framed(HEAD, BODY),),
     "frames": (
         b"\xff" + OPENING + frame(Type.DATA, 0, 1, b"\0\0\0\0\x02hi") + number(Type.RST_STREAM, 1, 8),
         b"\x05" + OPENING + number(Type.WINDOW_UPDATE, 0, 99) + frame(Type.PING, 0, 0, bytes(8)),
     ),
-    "headers": (b"\x83\x86\x44\x02/p\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff",),
+    "hpack": (b"\x83\x86\x44\x02/p\x41\x8c\xf1\xe3\xc2\xe5\xf2\x3a\x6b\xa0\xab\x90\xf4\xff",),
     "events": tuple(
         msgspec.msgpack.encode([1.5, [event], rank])
         for event, rank in (
@@ -224,24 +297,35 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b'vllm:num_requests_running{engine="0",model_name="a\\"b"} 3.0\nvllm:kv_cache_usage_perc{} NaN\n'
         b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0\n',
     ),
+    "requests": (
+        b":path: /v1/completions\nx-session-id: s\nauthorization: Bearer k\ncookie: c=1\n"
+        b'x-perilune-policy: sticky\n\n{"model":"m","prompt":[1,2,3,4,5,6,7,8,9],"max_tokens":3}',
+        b":path: /v1/chat/completions?x=%73\nx-claude-code-agent-id: a\nx-claude-code-session-id: b\n"
+        b'x-perilune-objective: x\n\n{"model":"m","messages":[' + SAID + b'],"user":"u"}',
+        b":path: /v1/responses\nx-session-final: true\nx-request-id: 7\n\n"
+        b'{"model":"m","input":"hi","previous_response_id":"resp_1","prompt_cache_key":"k"}',
+    ),
+    "documents": (
+        dump(pool(routing=ROUTING)),
+        b"apiVersion: perilune.io/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\nspec:\n"
+        b"  model: {name: m}\n  engine: {blockSize: 16, hashing: {seed: '0'}}\n"
+        b"  topology: {nodes: {a: &a {rack: r}, b: *a}}\n"
+        b"  endpoints:\n  - {address: '10.0.0.1:1', node: a, events: ['tcp://10.0.0.1:2']}\n",
+    ),
+    "bootstrap": (b'{"0":{"engine_id":"e","worker_addr":{"0":{"0":"tcp://10.0.0.1:1"}}}}',),
+    "shared": (
+        framed(
+            encode(
+                Batch(
+                    "there", (Bound(5, b"n" * 16, A, 2, 90, 300, 3.0, 2, 7, 1, 7, 20, "inferred-1", b"t"),), 1
+                )
+            ),
+            encode(Batch("there", (Loaded(6, A, 1, 1, 10, 0.5, 10), Ejected(7, A, "failures")), 2)),
+            encode(Batch("there", (Claimed(A, bytes(16), 3.0), Alive(), Alive(True)), 3)),
+        ),
+    ),
     "log": (
         b'{"kind":"pool","schema":"perilune.decisions/v2","routing":{"policy":{"name":"ear"}},"columns":{}}\n'
         b'{"kind":"end","n":0,"outcome":"completed","duration_s":1,"served":"a","status":200}\n{"kin',
     ),
 }
-
-
-def main() -> None:
-    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"usage: {sys.argv[0]} {'|'.join(TARGETS)} [CORPUS] [-max_total_time=S]")
-    name = sys.argv.pop(1)
-    with tempfile.TemporaryDirectory() as seeds:
-        for at, seed in enumerate(SEEDS[name]):
-            TARGETS[name](seed)
-            Path(seeds, str(at)).write_bytes(seed)
-        atheris.Setup([*sys.argv, seeds], TARGETS[name])
-        atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    main()

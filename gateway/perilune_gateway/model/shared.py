@@ -18,14 +18,16 @@ from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from perilune_gateway.model.request import SessionKey
 
 NAME_BYTES = 16
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+"""A number or a time that fits in 64 bits even when it is increased. A change with another one is damaged."""
 
 
 class Stamp(NamedTuple):
@@ -42,23 +44,23 @@ NEVER = Stamp(0, "")
 class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     """A session's latest turn: where it went and what is known of the session's context."""
 
-    at_us: int
+    at_us: Count
     session: bytes
     """Name of the session, see `Names`."""
     host: str
     """Empty: the session has ended."""
-    turns: int = 0
-    context_tokens: int = 0
-    body_bytes: int = 0
+    turns: Count = 0
+    context_tokens: Count = 0
+    body_bytes: Count = 0
     bytes_per_token: float = 0.0
-    blocks: int = 0
+    blocks: Count = 0
     """Number of blocks of its chain; 0: unknown."""
     tail: int = 0
     """Hash of the last of them."""
-    prompt_blocks: int = 0
+    prompt_blocks: Count = 0
     """Number of full blocks of its last prompt that was read; 0: none was."""
     prompt_tail: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: Count = 0
     inferred: str = ""
     """Id of an inferred session, which is random; empty: clients name the session."""
     tenant: bytes = b""
@@ -69,19 +71,19 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
 class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
     """The load of the sender's own requests in flight at one endpoint."""
 
-    at_us: int
+    at_us: Count
     endpoint: str
-    in_flight: int = 0
-    prefilling: int = 0
-    pending_tokens: int = 0
+    in_flight: Count = 0
+    prefilling: Count = 0
+    pending_tokens: Count = 0
     pending_s: float = 0.0
-    context_tokens: int = 0
+    context_tokens: Count = 0
 
 
 class Ejected(Struct, frozen=True, gc=False, array_like=True, tag="ejected"):
     """An endpoint was ejected or, with an empty cause, is healthy again."""
 
-    at_us: int
+    at_us: Count
     endpoint: str
     cause: str
 
@@ -152,7 +154,7 @@ class Batch(Struct, frozen=True, gc=False):
     number: int = 0
     """Number of the batch among those that its replica has written to the stream, from 1; 0: it is kept."""
     unknown: int = 0
-    """Number of further changes of types that this version does not know."""
+    """Number of further changes: of types that this version does not know, or damaged."""
 
 
 class _Envelope(Struct, frozen=True, gc=False, array_like=True):
@@ -172,12 +174,15 @@ def encode(batch: Batch) -> bytes:
 
 def decode(message: bytes) -> Batch:
     """Return the batch of a message. Raises msgspec.DecodeError if it is not one."""
-    envelope, known = _envelopes.decode(message), []
+    try:
+        envelope, known = _envelopes.decode(message), []
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
     for raw in envelope.changes:
         try:
             known.append(_changes.decode(raw))
-        except msgspec.ValidationError:
-            pass  # a newer version's
+        except (msgspec.ValidationError, UnicodeDecodeError):
+            pass  # a newer version's, or damaged
     return Batch(envelope.replica, known, envelope.number, len(envelope.changes) - len(known))
 
 

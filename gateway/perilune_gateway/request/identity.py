@@ -16,7 +16,6 @@ those that look like an inferred one, are replaced by a hash.
 
 from collections.abc import Mapping
 from functools import lru_cache
-from http.cookies import CookieError, SimpleCookie
 from secrets import token_hex
 
 from xxhash import xxh3_128_hexdigest
@@ -83,12 +82,13 @@ def _first(headers: Mapping[str, str], wanted: tuple[str, ...]) -> str:
     return next(filter(None, map(headers.get, wanted)), "")
 
 
-def _cookie(headers: Mapping[str, str], name: str) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+def _cookie(headers: Mapping[str, str], wanted: str) -> str:
+    """The value of the first cookie of that name, without its quotes."""
+    for pair in headers.get("cookie", "").split(";"):
+        name, _, value = pair.partition("=")
+        if name.strip() == wanted:
+            return value.strip().strip('"')
+    return ""
 
 
 def _tenant(headers: Mapping[str, str], tenant_header: str) -> str:

@@ -1,0 +1,43 @@
+"""The short form of `make fuzz`: mutations of inputs that are read well, the same ones in every run."""
+
+from random import Random
+
+import pytest
+from readers import SEEDS, TARGETS
+
+MUTATIONS = 300
+
+
+def mutated(data: bytes, dice: Random) -> bytes:
+    """A few bytes of it changed, left out, repeated, or put elsewhere."""
+    out = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at, to = sorted((dice.randrange(len(out) + 1), dice.randrange(len(out) + 1)))
+        match dice.randrange(5):
+            case 0:
+                out[at : at + 1] = dice.randbytes(1)
+            case 1:
+                del out[at : min(to, at + 8)]
+            case 2:
+                out[at:at] = out[at:to]
+            case 3:
+                out[at:at] = dice.choice(
+                    (b"\0", b"\xff" * 8, b"-1", b"9" * 30, b"\xed\xa0\x80", b"[", b"{", b'"')
+                )
+            case 4:
+                out = out[at:to] + out[:at] + out[to:]
+    return bytes(out)
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_reader_refuses_damaged_input_and_goes_on(kind: str) -> None:
+    dice = Random(kind)
+    for seed in SEEDS[kind]:
+        TARGETS[kind](seed)
+        for _ in range(MUTATIONS):
+            data = mutated(seed, dice)
+            try:
+                TARGETS[kind](data)
+            except Exception as error:
+                error.add_note(f"input: {data!r}")
+                raise

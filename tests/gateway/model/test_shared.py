@@ -1,0 +1,23 @@
+"""Damage in what gateway replicas tell each other costs what is damaged."""
+
+import msgspec
+import pytest
+
+from perilune_gateway.model.shared import Alive, Batch, Loaded, decode, encode
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"10.0.0.1", b"10.0.\xe8.1"), (b"\x07", b"\xcf" + b"\xff" * 8)],
+    ids=["no text", "too large a number"],
+)
+def test_a_damaged_change_is_counted_and_the_others_are_read(before: bytes, after: bytes) -> None:
+    message = encode(Batch("a", (Loaded(7, "10.0.0.1"), Alive()), 1))
+    assert message.count(before) == 1
+    message = message.replace(before, after)
+    assert decode(message) == Batch("a", [Alive()], 1, unknown=1)
+
+
+def test_text_that_is_no_batch_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(b"\x93\xa1\xe8\x01\x90")
