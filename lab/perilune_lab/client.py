@@ -115,7 +115,8 @@ async def models(target: str) -> list[str]:
         ):
             body = await response.read()
             if response.status != 200:
-                raise TargetError(f"{url} answers {response.status}: {body[:200].decode(errors='replace')}")
+                said = " ".join(body[:200].decode(errors="replace").split())
+                raise TargetError(f"{url} answers {response.status}: {said}")
             return [m.id for m in msgspec.json.decode(body, type=_Models).data]
     except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.DecodeError) as error:
         raise TargetError(f"{url}: {_cause(error)}") from None

@@ -421,6 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             listed = [endpoint.address for endpoint in pool.load(file).spec.endpoints]
         except OSError as error:
             return wrong_call("perilune envoy", f"{file} cannot be read: {error.strerror}")
+        except pool.SpecError as error:
+            return wrong_call("perilune envoy", f"{file}: {error}")
         if not listed:
             return wrong_call("perilune envoy", f"{file} lists no endpoints - at `$.spec.endpoints`")
         endpoints = [*endpoints, *listed]

@@ -172,7 +172,14 @@ def documents(data: bytes) -> None:
 def shared(data: bytes) -> None:
     """Batches of another replica, each after two bytes of its length; then this replica goes on."""
     rig = Rig(pool())
-    replicas = Replicas(rig.state, Names(b"key"), "here", lambda: rig.now, lambda: 1_700_000_000.0 + rig.now)
+    replicas = Replicas(
+        rig.state,
+        rig.router.new_sessions,
+        Names(b"key"),
+        "here",
+        lambda: rig.now,
+        lambda: 1_700_000_000.0 + rig.now,
+    )
     for message in parts(data):
         try:
             batch = decode(message)

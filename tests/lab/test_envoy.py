@@ -165,6 +165,7 @@ def test_endpoints_come_from_a_pool_document(capsys):
         pytest.param(
             "{metadata: {name: p}, spec: {model: {name: m}}}", "lists no endpoints", id="no endpoints"
         ),
+        pytest.param("a word", "pool.yaml: Expected `object`, got `str`", id="no pool document"),
     ],
 )
 def test_a_pool_document_without_endpoints_is_a_wrong_call(tmp_path, document, says, capsys):

@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     try:
         listening = _listen(args.listen)
-    except ValueError:
+    except (ValueError, OverflowError):
         parser.error(f"--listen wants IP:PORT, got {args.listen!r}")
     except OSError as error:
         return _fail(f"cannot listen on {args.listen}: {error.strerror or error}")
@@ -272,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return uvloop.run(_serve(args, adapters, listening))
     except zmq.ZMQError as error:
         return _fail(f"cannot bind {args.events} and {args.replay} for KV events: {error.strerror}")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ValueError as error:
         return _fail(str(error))
     finally:
         listening.close()

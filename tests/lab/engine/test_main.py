@@ -416,6 +416,27 @@ def test_sigint_exits_130(start):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        pytest.param(["--listen", "127.0.0.1:99999"], 2, "--listen wants IP:PORT", id="port out of range"),
+        pytest.param(
+            ["--tokenizer", "/nowhere"], 1, "/nowhere/tokenizer.json: No such file", id="no tokenizer there"
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named_and_ends_without_a_traceback(arguments, status, words):
+    wrong = subprocess.run(
+        [sys.executable, "-P", "-m", "perilune_lab.engine.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert wrong.returncode == status
+    assert words in wrong.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("argument", "fact", "words"),
     [
         pytest.param("--listen", "http", "cannot listen on 127.0.0.1", id="HTTP"),
