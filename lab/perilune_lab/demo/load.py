@@ -33,6 +33,9 @@ def usual_time_scale(endpoints: int) -> float:
     return 20.0 / endpoints
 
 
+KV_TOKENS, OVERLOADED_KV_TOKENS = 50_000, 70_400
+"""Tokens of one endpoint's KV pool; under overload a full quarter of the real one, so that sessions wait
+because of the load and not because pools are small."""
 OVERLOAD = 3.5
 """Load of `--overload`, in multiples of the usual one: well beyond what the engines can compute."""
 
@@ -41,9 +44,9 @@ def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float, time
     """Load for `endpoints` H20s, watched for `seconds` wall seconds, on which routing matters as on a
     loaded fleet: spread without affinity it thrashes every KV pool and queues, kept together it fits.
 
-    Lengths are a quarter of the real ones (a laptop pushes the bytes), KV pools (50,000 tokens of 70,400)
-    and gaps with them; sessions have at least 3 turns. A short run has shorter gaps and more sessions, so
-    that sessions still get somewhere. `times`: as many times the usual number of sessions."""
+    Lengths are a quarter of the real ones (a laptop pushes the bytes), KV pools and gaps with them; sessions
+    have at least 3 turns. A short run has shorter gaps and more sessions, so that sessions still get
+    somewhere. `times`: as many times the usual number of sessions."""
     watched_s = seconds * time_scale
     return DemoLoad(
         parameters=Agentic(
@@ -61,7 +64,7 @@ def demo_load(endpoints: int, seed: int, seconds: float, time_scale: float, time
             gap_scale=_clamp(watched_s / 400.0, 0.05, 0.25),
         ),
         seed=seed,
-        kv_tokens=50_000 if times == 1.0 else 70_400,
+        kv_tokens=KV_TOKENS if times == 1.0 else OVERLOADED_KV_TOKENS,
         context_tokens=32_768,
     )
 
