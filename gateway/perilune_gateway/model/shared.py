@@ -28,6 +28,8 @@ from perilune_gateway.model.request import SessionKey
 NAME_BYTES = 16
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 """A number or a time that fits in 64 bits even when it is increased. A change with another one is damaged."""
+Amount = Annotated[float, Meta(ge=0, le=1e9)]
+"""As `Count`, for seconds and ratios."""
 
 
 class Stamp(NamedTuple):
@@ -52,7 +54,7 @@ class Bound(Struct, frozen=True, gc=False, array_like=True, tag="bound"):
     turns: Count = 0
     context_tokens: Count = 0
     body_bytes: Count = 0
-    bytes_per_token: float = 0.0
+    bytes_per_token: Amount = 0.0
     blocks: Count = 0
     """Number of blocks of its chain; 0: unknown."""
     tail: int = 0
@@ -76,7 +78,7 @@ class Loaded(Struct, frozen=True, gc=False, array_like=True, tag="loaded"):
     in_flight: Count = 0
     prefilling: Count = 0
     pending_tokens: Count = 0
-    pending_s: float = 0.0
+    pending_s: Amount = 0.0
     context_tokens: Count = 0
 
 
@@ -131,7 +133,7 @@ class Claimed(Struct, frozen=True, gc=False, array_like=True, tag="claimed"):
     endpoint: str
     blocks: bytes
     """Hashes as little-endian unsigned 64-bit numbers, in the prompt's order."""
-    seconds: float | None
+    seconds: Amount | None
     """Time for which they count as cached if the endpoint does not announce them; None: as the pool says."""
 
 
