@@ -5,7 +5,7 @@ BIN    := .venv/bin
 STAMP  := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help release-dry-run venv demo api-server browser prometheus state-server test test-lowest check e2e fuzz bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
+.PHONY: help release-dry-run venv demo api-server browser prometheus state-server test test-lowest check e2e fuzz soak bench bench-long evaluation arena docs generate lock clean cluster cluster-down e2e-cluster e2e-real e2e-real-long
 
 help:          ## this list
 	@grep -hE '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -71,12 +71,15 @@ e2e-cluster: $(STAMP) ## scenarios on a cluster of their own: Envoy Gateway, our
 	$(BIN)/python -m pytest e2e -m cluster $(ARGS)
 
 # MINUTES=1: less of it. ARGS="bodies --seed 7": one kind, again; ARGS=--help lists them.
-MINUTES ?= 10
 fuzz: $(STAMP) ## every reader of bytes that others write, fuzzed for MINUTES each (Linux; first installs atheris); two hours
 	test -e .venv-fuzz || $(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
 	echo "$$PWD"/.venv/lib/python3*/site-packages > $$(echo .venv-fuzz/lib/python3*/site-packages)/ours.pth
-	PYTHONPATH=gateway:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(MINUTES) $(ARGS)
+	PYTHONPATH=gateway:protos:tests/support:tests/fuzz .venv-fuzz/bin/python tests/fuzz/fuzz.py --minutes $(or $(MINUTES),10) $(ARGS)
+
+soak: $(STAMP) ## streams while engines are killed, one is bad and the gateway is restarted (MINUTES=30 STREAMS=500)
+	MINUTES=$(or $(MINUTES),30) STREAMS=$(or $(STREAMS),500) \
+	  $(BIN)/python -m pytest tests/integration/test_soak.py -m bench -n 0 -s $(ARGS)
 
 BENCHES := growing decision index tokens parse
 # ARGS=--strict-bars: a missed bar, which is only said otherwise, fails its benchmark.
