@@ -8,7 +8,6 @@ from enum import StrEnum
 
 import yaml
 
-GUIDE = "https://github.com/perilune/perilune/blob/main/docs/troubleshooting.md"
 POOL = "namespace, perilune_dev_pool"
 
 
@@ -140,6 +139,11 @@ def anchor(heading: str) -> str:
     return heading.lower().replace(" ", "-")
 
 
+def runbook(alert: Alert) -> str:
+    """Where the guide says what to do. It has no address: installations keep their own copies."""
+    return f"docs/troubleshooting.md, heading {alert.heading}"
+
+
 def document() -> bytes:
     """The groups of a PrometheusRule, which a plain Prometheus reads as well."""
     rules = [
@@ -150,7 +154,7 @@ def document() -> bytes:
             "labels": {"severity": alert.severity.value},
             "annotations": {
                 "summary": alert.summary,
-                "runbook_url": f"{GUIDE}#{anchor(alert.heading)}",
+                "runbook": runbook(alert),
             },
         }
         for alert in ALERTS

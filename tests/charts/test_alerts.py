@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from charts.alerts import ALERTS, GUIDE, anchor
+from charts.alerts import ALERTS, anchor, runbook
 from document_tables import headings, page, rows, section
 
 RULES = Path(__file__).parents[2] / "charts/perilune/files/alerts.yaml"
@@ -129,8 +129,12 @@ def test_every_alert_leads_to_a_heading_of_the_guide() -> None:
     guide = headings(page("troubleshooting.md"))
     assert [alert.name for alert in ALERTS if alert.heading not in guide] == []
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
-    links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules}
-    assert links == {alert.name: f"{GUIDE}#{anchor(alert.heading)}" for alert in ALERTS}
+    runbooks = {rule["alert"]: rule["annotations"]["runbook"] for rule in rules}
+    assert runbooks == {alert.name: runbook(alert) for alert in ALERTS}
+
+
+def test_no_alert_guesses_where_the_guide_is_published() -> None:
+    assert "://" not in RULES.read_text()
 
 
 def test_the_documents_list_every_alert() -> None:
