@@ -8,6 +8,7 @@ from routing_objects import candidate, request, session
 
 from perilune_gateway.model import Decision, DecisionRecord, Endpoint, Load, Outcome, Reason
 from perilune_gateway.model.kv_events import EventStats
+from perilune_gateway.model.shared import SharedStats
 from perilune_gateway.observe.merged_metrics import MergedMetrics
 from perilune_gateway.observe.metrics import Metrics
 from perilune_gateway.observe.stats import EndpointStats, Snapshot
@@ -28,6 +29,14 @@ def page(*, sessions: int = 0, prompts: bool = False, drained: Mapping[str, str]
     return generate_latest(metrics.registry).decode()
 
 
+def sharing(*, routed: int, others: int) -> str:
+    """The page of a gateway that shares its state with another one."""
+    metrics = Metrics(CollectorRegistry(), lambda: 0.0)
+    shared = SharedStats("redis://state", connected=True, peers=1, sessions=others)
+    metrics.mirror(lambda: Snapshot((), sessions_bound=routed, shared=shared))
+    return generate_latest(metrics.registry).decode()
+
+
 @pytest.mark.parametrize(
     ("pages", "told"),
     [
@@ -41,6 +50,11 @@ def page(*, sessions: int = 0, prompts: bool = False, drained: Mapping[str, str]
         pytest.param([page(sessions=3)], GatewayStats(3, None), id="no prompt yet"),
         pytest.param(
             [page(sessions=3, prompts=True), "", page(sessions=4)], GatewayStats(7, 0.8), id="all that answer"
+        ),
+        pytest.param(
+            [sharing(routed=3, others=2), "", sharing(routed=4, others=1)],
+            GatewayStats(5, None),
+            id="gateways that share their sessions count each once",
         ),
     ],
 )

@@ -8,7 +8,7 @@ is left out.
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf, isfinite
 
 import aiohttp
@@ -23,6 +23,7 @@ endpoints, and while an engine drains."""
 TIMEOUT_S = 1.0
 
 _SESSIONS = re.compile(r"^perilune_sessions_bound (\S+)", re.MULTILINE)
+_OTHERS_SESSIONS = re.compile(r"^perilune_shared_state_sessions (\S+)", re.MULTILINE)
 _HIT_RATIO = re.compile(r"^perilune_cache_hit_ratio (\S+)", re.MULTILINE)
 _PEERS = re.compile(r"^perilune_shared_state_peers (\S+)", re.MULTILINE)
 _DRAINED = re.compile(rf'^{names.DRAINED}{{mark="([^"]*)",pod="([^"]*)"}} 1', re.MULTILINE)
@@ -50,7 +51,6 @@ def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
     drained = (
         Drained(gateway, pod, mark) for gateway, page in pages.items() for mark, pod in _DRAINED.findall(page)
     )
-    sessions = [number for page in texts if (number := _number(_SESSIONS, page)) is not None]
     ratios = [number for page in texts if (number := _number(_HIT_RATIO, page)) is not None]
     mean = sum(ratios) / len(ratios) if ratios else None
     if not any(texts):
@@ -59,13 +59,21 @@ def gateway_stats(pages: Mapping[str, str]) -> GatewayStats | None:
     for page in texts:
         sessions_at.update({host: int(number) for host, number in _each(page, "sessions")})
     return GatewayStats(
-        int(sum(sessions)),
+        _sessions(texts),
         mean,
         frozenset(drained),
         queue_s=sum(_queue_s(page) for page in texts),
         kv_in_use=max(sum(number for _, number in _each(page, "kv_usage_ratio")) for page in texts),
         sessions_at=sessions_at,
     )
+
+
+def _sessions(pages: Collection[str]) -> int:
+    """The sessions of the pool. Gateways that share their state each know all of them; others know only their
+    own."""
+    known = [(_number(_SESSIONS, page) or 0.0) + (_number(_OTHERS_SESSIONS, page) or 0.0) for page in pages]
+    shared = any(_number(_PEERS, page) for page in pages)
+    return int(max(known) if shared else sum(known))
 
 
 def _queue_s(page: str) -> float:
