@@ -15,7 +15,7 @@ from routing_objects import chosen, head
 
 from perilune_api.pool import Disaggregation, EndpointSpec, Role, Routing
 from perilune_gateway.feeds.prefill_legs import PrefillLegs
-from perilune_gateway.model import RequestHead, Routed
+from perilune_gateway.model import Outcome, RequestHead, Routed
 from perilune_gateway.model.handoff import Attachment, GivenUp
 from perilune_gateway.model.tracing import SAMPLED, Trace
 from perilune_gateway.state.connectors import Connector
@@ -62,8 +62,9 @@ class Scene:
         assert self.routed.remote
         return await self.legs.give(self.routed.ticket, self.routed.remote, of, completion(PROMPT, **more))
 
-    def given_up(self) -> dict[GivenUp, int]:
-        self.rig.finish(self.routed)
+    def given_up(self, outcome: Outcome = Outcome.COMPLETED) -> dict[GivenUp, int]:
+        """After the request has ended so."""
+        self.rig.finish(self.routed, outcome)
         return dict(self.rig.router.remote_prefills.stats().given_up)
 
 
@@ -153,7 +154,7 @@ async def test_the_leg_of_a_request_that_has_ended_is_cancelled() -> None:
     async with scene() as on:
         on.giver.accepts.set()
         assert await on.give() is not None
-        assert on.given_up() == {GivenUp.LEFT: 1}
+        assert on.given_up(Outcome.CANCELLED) == {GivenUp.LEFT: 1}
         await asyncio.wait_for(on.giver.left.wait(), 10)
 
 
