@@ -11,6 +11,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -106,6 +107,12 @@ async def talk(stack: Stack, sessions: int, turns: int, name: str = "agent") -> 
         await asyncio.gather(*(converse(http, f"{name}-{n}") for n in range(sessions)))
 
 
+async def go_on_talking(stack: Stack) -> None:
+    """One crowd of sessions after the other."""
+    for crowd in count():
+        await talk(stack, sessions=40, turns=6, name=f"agent-{crowd}")
+
+
 def drain(stack: Stack, *addresses: str) -> None:
     pool = stack.pool
     endpoints = tuple(structs.replace(e, draining=e.address in addresses) for e in pool.spec.endpoints)
@@ -128,10 +135,11 @@ async def test_an_idle_pool_shows_its_engines_where_they_stand(browser: Browser,
 async def test_decisions_come_as_they_are_taken_and_say_why(browser: Browser, stack: Stack) -> None:
     async with opened(browser, stack.admin_url) as console:
         page = console.page
-        talking = asyncio.create_task(talk(stack, sessions=40, turns=6))
+        talking = asyncio.create_task(go_on_talking(stack))
         await expect(page.locator("#decisions button")).to_have_count(100, timeout=60_000)
         await console.picture("busy")
-        await talking
+        talking.cancel()
+        await asyncio.wait({talking})
         await expect(page.locator("#decisions .why").first).to_contain_text("because")
         await expect(page.locator("#charts figure").first).to_contain_text("requests/s")
         await page.locator("#decisions button").first.click()
