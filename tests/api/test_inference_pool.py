@@ -358,6 +358,31 @@ def test_a_wrong_server_of_shared_state_is_named(state: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"tracing": {}}, "$.spec.gateway.tracing"),
+        ({"tracing": {"endpoint": "collector:4318"}}, "$.spec.gateway.tracing.endpoint"),
+        ({"tracing": {"endpoint": "http://user:secret@collector"}}, "$.spec.gateway.tracing.endpoint"),
+        (
+            {"tracing": {"endpoint": "http://collector:99999"}},
+            "give http://HOST:PORT or https://HOST:PORT - at `$.spec.gateway.tracing.endpoint`",
+        ),
+        ({"tracing": {"endpoint": "http://[::"}}, "$.spec.gateway.tracing.endpoint"),
+        ({"tracing": {"endpoint": "http://collector", "share": 1.5}}, "$.spec.gateway.tracing.share"),
+        (
+            {"tracing": {"endpoint": "http://collector"}, "args": ["--log-x", "--traces-share=1"]},
+            "gateway.tracing sets --traces-share: leave it out - at `$.spec.gateway.args[1]`",
+        ),
+    ],
+)
+def test_wrong_tracing_is_named(given: dict[str, Any], says: str) -> None:
+    """Gateways would not start with such arguments."""
+    with pytest.raises(SpecError) as error:
+        convert({"model": {"name": "m"}, "gateway": given})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
         pytest.param(
             {"gateway": {"serves": ["b"]}}, "failOpen to false - at `$.spec.gateway.failOpen`", id="open"
         ),

@@ -112,7 +112,8 @@ def test_a_refused_spec_plans_no_objects() -> None:
 def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     """And a user may give all others."""
     state = {"server": "rediss://state:6379", "caSecret": "state-ca"}
-    given = {"args": ["--transport=grpc", "--decision-log=/data/d"], "state": state}
+    tracing = {"endpoint": "http://[fd00::1]:4318", "share": 0.25}
+    given = {"args": ["--transport=grpc", "--decision-log=/data/d"], "state": state, "tracing": tracing}
     spec = {"model": {"name": "m"}, "gateway": given}
     objects = made(spec, Observed("u", 1)).objects or ()
     (pod,) = (
@@ -124,7 +125,9 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     read = arguments(args)
     assert (read.kubernetes, read.listen, read.admin) == ([("ns", "p")], "0.0.0.0:9002", "0.0.0.0:9003")
     assert (read.transport, str(read.decision_log)) == ("grpc", "/data/d")
-    ours = {arg.split("=")[0] for arg in args} - {"--transport", "--decision-log"}
+    assert (read.traces, read.traces_share) == ("http://[fd00::1]:4318", 0.25)
+    others = {"--transport", "--decision-log", "--traces", "--traces-share"}
+    ours = {arg.split("=")[0] for arg in args} - others
     assert ours | {"--pool", "--drain-seconds"} == GATEWAY_ARGS
 
 
@@ -210,7 +213,9 @@ def test_an_issuer_without_cert_manager_is_refused() -> None:
 
 def test_arguments_that_the_tls_field_sets_are_refused() -> None:
     given = {"model": {"name": "m"}, "gateway": {"tls": {"secret": "s"}, "args": ["--tls-key=/k"]}}
-    with pytest.raises(SpecError, match=r"gateway\.tls sets --tls-key - at `\$\.spec\.gateway\.args\[0\]`"):
+    with pytest.raises(
+        SpecError, match=r"gateway\.tls sets --tls-key: leave it out - at `\$\.spec\.gateway\.args\[0\]`"
+    ):
         convert(given)
 
 

@@ -175,7 +175,7 @@ def _pod(pool: Context) -> Object:
 
 def _container(pool: Context) -> Object:
     spec = pool.spec.gateway
-    arguments = [*tls.args(pool), *shared_state.args(pool), *spec.args]
+    arguments = [*tls.args(pool), *shared_state.args(pool), *_tracing(spec), *spec.args]
     return {
         "name": "gateway",
         "image": spec.image or pool.defaults.image,
@@ -209,6 +209,12 @@ def _container(pool: Context) -> Object:
             *shared_state.mounts(pool),
         ],
     }
+
+
+def _tracing(spec: GatewaySpec) -> list[str]:
+    if spec.tracing is None:
+        return []
+    return [f"--traces={spec.tracing.endpoint}", f"--traces-share={spec.tracing.share:g}"]
 
 
 def _probes(args: Sequence[str]) -> Object:

@@ -135,11 +135,12 @@ def check_gateway(args: Sequence[str], path: str) -> None:
     _check(args, path, GATEWAY_ARGS)
 
 
-def check_gateway_tls(args: Sequence[str], path: str) -> None:
-    """Of a pool whose gateway.tls is given, besides. Raises SpecError."""
+def check_gateway_field(args: Sequence[str], path: str, field: str, prefix: str) -> None:
+    """Of a pool that has the field of spec.gateway which sets the flags with this prefix, besides. Raises
+    SpecError."""
     for i, arg in enumerate(args):
-        if _flag(arg).startswith("--tls"):
-            raise SpecError(f"gateway.tls sets {_flag(arg)} - at `{path}[{i}]`")
+        if _flag(arg).startswith(prefix):
+            raise SpecError(f"gateway.{field} sets {_flag(arg)}: leave it out - at `{path}[{i}]`")
 
 
 def _check(args: Sequence[str], path: str, ours: frozenset[str]) -> None:

@@ -9,6 +9,8 @@ Only what can be told from the spec alone: what an API server would refuse in th
 operator asks one (`perilune_operator.apply`).
 """
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 from perilune_api import moved_fields, names, pool, quantities, versions
@@ -71,7 +73,8 @@ def check(spec: InferencePoolSpec) -> None:
     _check_waits(spec)
     _check_scaling(spec)
     if spec.gateway.tls is not None:
-        arguments.check_gateway_tls(spec.gateway.args, "$.spec.gateway.args")
+        arguments.check_gateway_field(spec.gateway.args, "$.spec.gateway.args", "tls", "--tls")
+    _check_tracing(spec.gateway)
     state = spec.gateway.state
     if state and state.ca_secret and not state.server.startswith("rediss:"):
         raise SpecError("Only rediss:// servers have certificates - at `$.spec.gateway.state.caSecret`")
@@ -89,6 +92,20 @@ def check(spec: InferencePoolSpec) -> None:
     _check_env(spec.engine.env)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
+
+
+def _check_tracing(given: GatewaySpec) -> None:
+    if given.tracing is None:
+        return
+    arguments.check_gateway_field(given.args, "$.spec.gateway.args", "tracing", "--traces")
+    try:
+        url = urlsplit(given.tracing.endpoint)
+        known = url.hostname and url.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        words = f"{given.tracing.endpoint!r} is no address: give http://HOST:PORT or https://HOST:PORT"
+        raise SpecError(f"{words} - at `$.spec.gateway.tracing.endpoint`")
 
 
 def _check_several(spec: InferencePoolSpec) -> None:

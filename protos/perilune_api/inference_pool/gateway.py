@@ -75,6 +75,16 @@ class SharedStateSpec(Struct, frozen=True):
     those of the image."""
 
 
+class TracingSpec(Struct, frozen=True):
+    """Where the gateway sends spans of requests, as OpenTelemetry has them."""
+
+    endpoint: Annotated[str, Meta(max_length=512, pattern=r"^https?://[A-Za-z0-9.:\[\]/_-]+$")]
+    """Address of a collector that takes OTLP over HTTP, such as http://HOST:4318."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.01
+    """Share of the requests without a client's trace that are sampled, 0 to 1. Where there is one, its flag
+    decides."""
+
+
 class GatewaySpec(Struct, frozen=True):
     """The pool's gateway, which chooses the endpoint of each request, and how Envoy reaches it."""
 
@@ -115,6 +125,8 @@ class GatewaySpec(Struct, frozen=True):
     state: SharedStateSpec | None = None
     """The server through which gateway pods share sessions and load. Without it the operator runs one when
     there may be several gateways."""
+    tracing: TracingSpec | None = None
+    """Where the gateway sends a span of each sampled request. Without it there are no spans."""
     fail_open: bool = True
     """What happens to requests while no gateway runs. true: they go to any ready endpoint. false: they are
     refused with 503."""
