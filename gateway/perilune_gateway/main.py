@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 ENGINE_SECRET = "PERILUNE_ENGINE_SECRET"
 """Environment variable with the secret that a gateway and its pools' engines share. Without it, engines drop
 the parameters of hand-offs, and tenants' salts differ between gateways."""
+ENGINE_API_KEY = "PERILUNE_ENGINE_API_KEY"
+"""Environment variable with the key that engines demand (vLLM's --api-key)."""
 OTHERS_S = 20.0
 """Seconds for which a gateway in Kubernetes waits for the other pools that it serves."""
 STATE_PASSWORD = "PERILUNE_STATE_PASSWORD"
@@ -98,6 +100,7 @@ class Gateway:
             limits=Limits(),
             conformance=first.conformance,
             trace=first.trace,
+            authorization=first.authorization,
             pools={pool.router: pool.service for pool in self.pools},
         )
 
@@ -210,6 +213,7 @@ async def _serve(
             conformance=args.conformance,
             seed=args.seed,
             secret=os.environ.get(ENGINE_SECRET, ""),
+            authorization=authorization(os.environ.get(ENGINE_API_KEY, "")),
             log_file=_log_file(args, pool.metadata.name if len(pools) > 1 else ""),
             state_server=Server(
                 args.state_server, os.environ.get(STATE_PASSWORD, ""), str(args.state_ca or "")
@@ -230,6 +234,14 @@ async def _serve(
     gc.collect()
     gc.freeze()
     await gateway.run(args.listen, args.admin, args.grace_seconds, stop, args.drain_seconds)
+
+
+def authorization(key: str) -> str:
+    """The header for engines that demand this key; empty without one. Raises SpecError."""
+    if not re.fullmatch(r"[!-~]*", key):
+        words = "has a blank, the end of a line or another character that no header carries: leave it out"
+        raise SpecError(f"{ENGINE_API_KEY} {words} (of the Secret, too)")
+    return f"Bearer {key}" if key else ""
 
 
 def _log_file(args: argparse.Namespace, pool: str) -> RotatedFile | None:

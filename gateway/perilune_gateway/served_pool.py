@@ -82,6 +82,7 @@ class ServedPool:
         conformance: bool = False,
         seed: int | None = None,
         secret: str = "",
+        authorization: str = "",
         log_file: RotatedFile | None = None,
         state_server: Server | None = None,
         state_key: str = "",
@@ -89,12 +90,15 @@ class ServedPool:
         traces_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`secret`: of the pool; empty: one of this process alone stands in. Every decision is written to
+        """`secret`: of the pool; empty: one of this process alone stands in. `authorization`: the header that
+        engines demand, in place of the clients' own; empty: theirs pass. Every decision is written to
         `log_file`, if given. `state_server`: what the pool's gateways share their state through; `state_key`:
         the key of the hashes that name sessions there. `traces`: URL of the collector of spans, if there is
         one; `traces_share`: of requests without a client's trace."""
         spec = pool.spec
-        self._clock, self._rng, self._secret = clock, Random(seed), secret
+        self._clock, self._rng = clock, Random(seed)
+        self._key = {names.AUTHORIZATION_HEADER: authorization} if authorization else {}
+        self._trust = {names.ENGINE_SECRET_HEADER: secret} if secret else {}
         self.draining = False
         self.source = source
         registry = CollectorRegistry()
@@ -104,7 +108,10 @@ class ServedPool:
         self.collector = _collector(traces, pool, self.metrics) if traces else None
         self.state = PoolState.of(pool)
         self.tokenizer = Tokenizer(
-            spec.model, self._least_busy, timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds
+            spec.model,
+            self._least_busy,
+            timeout_s=TOKENS_SHARE * spec.routing.limits.decision_seconds,
+            headers=self._key,
         )
         registry.register(TokenMetrics(self.tokenizer))
         self.router = new_router(
@@ -147,6 +154,7 @@ class ServedPool:
             conformance=conformance,
             giver=self.prefill_legs,
             trace=_tracer(traces_share, Random()) if traces else None,
+            authorization=authorization,
         )
         snapshots = Snapshots(
             self.router,
@@ -225,7 +233,7 @@ class ServedPool:
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(),
-            headers={names.ENGINE_SECRET_HEADER: self._secret} if self._secret else {},
+            headers=self._key | self._trust,
         ) as http:
             await asyncio.gather(
                 bootstrap_pages.run(self.state.fleet.endpoints, connectors, http),

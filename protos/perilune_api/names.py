@@ -23,6 +23,10 @@ HEALTH_SERVICES = ("", LIVENESS, "readiness", EXT_PROC_SERVICE, "inference-exten
 DATA_PARALLEL_RANK_HEADER = "x-data-parallel-rank"
 """Request header by which vLLM is told which of its data-parallel ranks serves."""
 
+AUTHORIZATION_HEADER = "authorization"
+ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable by which vLLM is told the key that requests need."""
+
 # Perilune's own headers.
 DECISION_HEADER = "x-perilune-decision"
 """A request with any value asks for the header in the response: `<endpoint>; <reason>; request=<id>`, where

@@ -428,3 +428,23 @@ def test_a_pool_that_is_served_by_another_has_no_gateway_of_its_own() -> None:
     gateway = {"servedBy": "c", "replicas": 3, "hostnames": ["a.example"], "parent": {"name": "g"}}
     made = convert({"model": {"name": "m"}, "gateway": gateway}).gateway
     assert (made.replicas, made.hostnames, made.parent and made.parent.name) == (0, (), "g")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"apiKey": {}}, "$.spec.engine.apiKey"),
+        ({"apiKey": {"secret": ""}}, "$.spec.engine.apiKey.secret"),
+        ({"apiKey": {"secret": "s", "key": "a/b"}}, "$.spec.engine.apiKey.key"),
+        (
+            {"apiKey": {"secret": "s"}, "env": [{"name": "VLLM_API_KEY", "value": "k"}]},
+            "engine.apiKey sets VLLM_API_KEY: leave it out - at `$.spec.engine.env[0]`",
+        ),
+        ({"args": ["--api-key=k"]}, "The operator sets --api-key itself, from the spec"),
+        ({"kind": "simulated", "args": ["--api-key=k"]}, "The operator sets --api-key itself, from the spec"),
+    ],
+)
+def test_a_wrong_key_of_engines_is_named(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as error:
+        convert({"model": {"name": "m"}, "engine": given})
+    assert says in str(error.value)

@@ -286,3 +286,9 @@ async def test_names_of_several_pools_stand_in_paths(gateway, tmp_path) -> None:
     with pytest.raises(SpecError, match=r"not `a/{b}` - at `\$.metadata.name`"):
         main.Gateway([gateway, other])
     await other.close()
+
+
+@pytest.mark.parametrize("key", ["two words", "ends\n", "Schl\u00fcssel"])
+def test_a_key_of_engines_that_no_header_carries_is_refused_with_its_cause(key: str) -> None:
+    with pytest.raises(SpecError, match="PERILUNE_ENGINE_API_KEY has a blank, the end of a line"):
+        main.authorization(key)

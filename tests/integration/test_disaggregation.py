@@ -11,9 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
+import pytest
 from routing_objects import chosen
 
 from perilune_api import pool as spec
+from perilune_gateway.main import ENGINE_API_KEY
 from perilune_lab.stack import EngineOptions, Stack
 from perilune_lab.vocabulary import Vocabulary
 
@@ -136,6 +138,15 @@ async def test_a_gateway_killed_in_the_middle_costs_recomputations_and_no_turn()
         user.stack.children["gateway"].signal(signal.SIGKILL)
         await asyncio.gather(*running)
         assert user.failed == []
+
+
+async def test_engines_that_demand_a_key_prefill_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients do not have it."""
+    monkeypatch.setenv(ENGINE_API_KEY, "key-of-engines")
+    async with served("--api-key", "key-of-engines") as user:
+        await user.ask("s", LONG)
+        assert user.failed == []
+        assert await user.metric('perilune_prefills_total{where="remote"}') == 1
 
 
 async def test_without_a_gateway_clients_requests_reach_engines_that_decode() -> None:

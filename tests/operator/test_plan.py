@@ -15,6 +15,7 @@ from perilune_api.inference_pool.arguments import GATEWAY_ARGS
 from perilune_api.inference_pool.checks import convert
 from perilune_api.pool import SpecError, parse
 from perilune_gateway.config import arguments
+from perilune_gateway.main import ENGINE_API_KEY
 from perilune_operator.kinds import OPTIONAL, full_name, path
 from perilune_operator.observe import facts
 from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts
@@ -129,6 +130,18 @@ def test_the_gateway_takes_the_arguments_that_are_rendered_for_it() -> None:
     others = {"--transport", "--decision-log", "--traces", "--traces-share"}
     ours = {arg.split("=")[0] for arg in args} - others
     assert ours | {"--pool", "--drain-seconds"} == GATEWAY_ARGS
+
+
+def test_gateways_read_the_key_of_engines_where_the_operator_writes_it() -> None:
+    spec = {"model": {"name": "m"}, "engine": {"apiKey": {"secret": "s"}}}
+    objects = made(spec, Observed("u", 1)).objects or ()
+    (gateway,) = (
+        o["spec"]["template"]["spec"]["containers"][0]
+        for o in objects
+        if o["metadata"]["name"] == "p-gateway" and o["kind"] == "Deployment"
+    )
+    value = {"secretKeyRef": {"name": "s", "key": "api-key"}}
+    assert {"name": ENGINE_API_KEY, "valueFrom": value} in gateway["env"]
 
 
 OWN = {"server": "redis://mine:6379"}

@@ -17,7 +17,8 @@ Rules:
 6.  A routed request has a ticket. `closed` gives it back exactly once, however the stream ends.
 7.  A request whose prompt another endpoint prefills is held until that one has accepted it. Then transfer
     parameters are attached to its body; if it is not accepted, the request goes on as it is.
-8.  With tracing, the pick names our span in `traceparent`, so that the engine's span is its child.
+8.  With tracing, the pick names our span in `traceparent`, so that the engine's span is its child. Where
+    engines demand a key, the pick has it in place of the client's `Authorization`.
 9.  A message that the state does not allow raises ProtocolError and changes nothing; the caller then calls
     `fail`. That aborts the call (Envoy then fails open or closed, as configured), except in full duplex
     before the pick, where the client gets a 500 from us.
@@ -47,6 +48,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast
 
 from msgspec import Struct
@@ -243,9 +245,9 @@ class Exchange:
     end."""
 
     __slots__ = (
-        "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode", "_head",
-        "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended", "_response_mode",
-        "_response_status", "_routed", "_trace", "_trailers", "router", "state",
+        "_authorization", "_bodies", "_body_bytes", "_cached_tokens", "_conformance", "_duplex", "_encode",
+        "_head", "_max_body_bytes", "_parts", "_queued", "_response_body_seen", "_response_ended",
+        "_response_mode", "_response_status", "_routed", "_trace", "_trailers", "router", "state",
     )  # fmt: skip
 
     def __init__(
@@ -255,14 +257,17 @@ class Exchange:
         max_body_bytes: int,
         conformance: bool = False,
         trace: Callable[[str], Trace | None] | None = None,
+        authorization: str = "",
     ) -> None:
-        """`trace` begins the span of a request with this `traceparent`; None: there are no spans."""
+        """`trace` begins the span of a request with this `traceparent`; None: there are no spans.
+        `authorization` replaces the client's header of that name; empty keeps it."""
         self.state = State.START
         # Until Pools have chosen a router, no other method than an entrance's is called.
         self.router = cast(Router, entrance)
         self._max_body_bytes = max_body_bytes
         self._conformance = conformance
         self._trace = trace
+        self._authorization = authorization
         self._head = NO_HEAD
         self._duplex = False
         self._response_mode = BodyMode.NONE
@@ -461,14 +466,20 @@ class Exchange:
     ) -> list[Effect]:
         """Answers the headers or the buffered body; in full duplex, everything that was kept. `changed`
         replaces the body, `headers` are added to the request."""
-        to, rank, trace = routed.destinations, routed.rank, self._head.trace
-        if trace:
+        if trace := self._head.trace:
             headers = (*headers, (TRACEPARENT_HEADER, trace.traceparent))
+        pick = partial(
+            Pick,
+            destinations=routed.destinations,
+            rank=routed.rank,
+            authorization=self._authorization,
+            headers=headers,
+        )
         if not self._duplex:
             if self.state is State.START or not self._head.has_body:
-                return [Send(Pick(Kind.REQUEST_HEADERS, to, KEEP_BODY, rank=rank, headers=headers))]
-            return [Send(Pick(Kind.REQUEST_BODY, to, body=changed, rank=rank, headers=headers))]
-        effects: list[Effect] = [Send(Pick(Kind.REQUEST_HEADERS, to, rank=rank, headers=headers))]
+                return [Send(pick(Kind.REQUEST_HEADERS, override=KEEP_BODY))]
+            return [Send(pick(Kind.REQUEST_BODY, body=changed))]
+        effects: list[Effect] = [Send(pick(Kind.REQUEST_HEADERS))]
         if self.state is not State.START and self._head.has_body:
             whole = body if changed is None else changed
             effects += _echo(Kind.REQUEST_BODY, whole, end_of_stream=not self._trailers)

@@ -96,6 +96,8 @@ class Pick(Struct, frozen=True, gc=False):
     """Replaces the buffered body; None keeps it."""
     rank: int | None = None
     """The data-parallel rank of which the engine is told."""
+    authorization: str = ""
+    """Replaces the client's Authorization header; empty keeps it."""
     headers: tuple[tuple[str, str], ...] = ()
     """Added to the request."""
 

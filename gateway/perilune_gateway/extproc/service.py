@@ -100,12 +100,13 @@ class Service:
         conformance: bool = False,
         giver: Giver | None = None,
         trace: Callable[[str], Trace | None] | None = None,
+        authorization: str = "",
         pools: Mapping[object, Service] | None = None,
     ) -> None:
         """`pools`: the services of several pools, by their routers, which `entrance` chooses. `giver` has
         prompts prefilled on other endpoints; None: targets always do it themselves. `bytes_per_token` is for
         the estimate when tokens come too late. `default_mode` is the body mode of an Envoy that does not send
-        its mode, see `wire`. `trace` is for `Exchange`."""
+        its mode, see `wire`. `trace` and `authorization` are for `Exchange`."""
         self.limits = limits
         self.streams_open = 0
         self.streams_total = 0
@@ -127,6 +128,7 @@ class Service:
         self.conformance = conformance
         self.giver = giver
         self.trace = trace
+        self.authorization = authorization
         self.pools = pools or {}
 
     @property
@@ -179,6 +181,7 @@ class Stream:
             max_body_bytes=service.max_body_bytes,
             conformance=service.conformance,
             trace=service.trace,
+            authorization=service.authorization,
         )
 
     def receive(self, raw: bytes) -> Reply:

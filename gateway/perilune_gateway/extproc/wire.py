@@ -31,6 +31,7 @@ from google.protobuf.message import DecodeError
 
 from perilune_api import extproc_pb2 as pb
 from perilune_api.names import (
+    AUTHORIZATION_HEADER,
     DATA_PARALLEL_RANK_HEADER,
     DESTINATION_HEADER,
     DESTINATION_NAMESPACE,
@@ -226,11 +227,13 @@ def _encode(outbound: Outbound) -> bytes:
         case Continue(to, headers, override):
             _answer(message, to, headers)
             _override(message, override)
-        case Pick(to, destinations, override, body, rank, headers):
+        case Pick(to, destinations, override, body, rank, authorization, headers):
             value = ",".join(destinations)
             changed = [(DESTINATION_HEADER, value), *headers]
             if rank is not None:
                 changed.append((DATA_PARALLEL_RANK_HEADER, str(rank)))
+            if authorization:
+                changed.append((AUTHORIZATION_HEADER, authorization))
             if body is not None:  # Envoy refuses a new body of another length than the header has
                 changed.append(("content-length", str(len(body))))
             common = _answer(message, to, changed)

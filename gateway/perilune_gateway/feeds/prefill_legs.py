@@ -30,8 +30,8 @@ from perilune_gateway.state.connectors import Connectors
 
 log = logging.getLogger(__name__)
 
-PASSED_ON = ("authorization", names.TRACEPARENT_HEADER, names.TRACESTATE_HEADER)
-"""Request headers that the give leg has as well."""
+PASSED_ON = (names.AUTHORIZATION_HEADER, names.TRACEPARENT_HEADER, names.TRACESTATE_HEADER)
+"""Request headers that the give leg has as well, unless the gateway has its own for all its requests."""
 
 
 class PrefillLegs:
@@ -107,7 +107,7 @@ class PrefillLegs:
                 http.post(
                     f"http://{server_of(remote.source)}{head.path}",
                     data=prefill_body(body, remote.transfer_id),
-                    headers=_headers(remote, head),
+                    headers=_headers(remote, head, http.headers),
                 ) as answer,
             ):
                 if answer.status != 200:
@@ -140,10 +140,10 @@ def _settle(future: asyncio.Future[bool], value: bool) -> None:
         future.set_result(value)
 
 
-def _headers(remote: RemotePrefill, head: RequestHead) -> Mapping[str, str]:
+def _headers(remote: RemotePrefill, head: RequestHead, own: Mapping[str, str]) -> Mapping[str, str]:
     rank = rank_of(remote.source)
     named = {} if rank is None else {names.DATA_PARALLEL_RANK_HEADER: str(rank)}
-    passed = {name: head.headers[name] for name in PASSED_ON if name in head.headers}
+    passed = {name: head.headers[name] for name in PASSED_ON if name in head.headers and name not in own}
     if head.trace:
         passed[names.TRACEPARENT_HEADER] = head.trace.traceparent
     return {"Content-Type": "application/json", "X-Request-Id": remote.transfer_id, **passed, **named}

@@ -51,6 +51,8 @@ MOST_RESPONSES = 10_000
 """Number of stored responses; older ones are forgotten."""
 _SERVER_ERROR = (500, "InternalServerError")
 _MOST_BODY_BYTES = 64 * 1024 * 1024
+PUBLIC = frozenset({"/health", "/ping", "/load", "/version", "/metrics", "/fault"})
+"""Paths that need no key: vLLM's, and the one by which tests make an engine bad."""
 _ID_PREFIX = {
     Api.CHAT: "chatcmpl-",
     Api.COMPLETIONS: "cmpl-",
@@ -75,6 +77,8 @@ class Served:
     """Further names of the model, for requests and /v1/models."""
     strict_openai: bool = False
     """See `inbound.Manners`."""
+    api_keys: Sequence[str] = ()
+    """One of them is demanded of all requests but those for PUBLIC; none: nothing is."""
     store_responses: bool = False
     """Keep responses, so that others can name them as `previous_response_id`."""
 
@@ -117,7 +121,7 @@ class Server:
 
     def app(self) -> web.Application:
         faults = Faults([service.scheduler for service in self._ranks])
-        middlewares = (_answer_errors(self), faults.middleware())
+        middlewares = (_demand_key(self._served.api_keys), _answer_errors(self), faults.middleware())
         app = web.Application(middlewares=middlewares, client_max_size=_MOST_BODY_BYTES)
         app.router.add_post("/fault", faults.put)
         for api in Api:
@@ -353,6 +357,19 @@ class Server:
         body = error_body(message, status, kind, param)
         headers = {NAME_HEADER: self.address}
         return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _demand_key(keys: Sequence[str]) -> Middleware:
+    """Answers requests without one of the keys as vLLM does."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if keys and request.path not in PUBLIC and not (scheme.lower() == "bearer" and given in keys):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    return middleware
 
 
 def _answer_errors(server: Server) -> Middleware:

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ import uvloop
 import zmq
 from aiohttp import web
 
+from perilune_api.names import ENGINE_KEY_VARIABLE
 from perilune_api.topology import Bandwidth
 from perilune_gateway.model.engine_model import H20_30B, EngineModel
 from perilune_lab.arguments import count, positive
@@ -102,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
         "--strict-openai",
         action="store_true",
         help="refuse what OpenAI's API refuses and vLLM does not: tool messages that answer no tool call",
+    )
+    add(
+        "--api-key",
+        nargs="+",
+        default=[key] if (key := os.environ.get(ENGINE_KEY_VARIABLE)) else [],
+        metavar="KEY",
+        help=f"demand one of these keys, as vLLM does [{ENGINE_KEY_VARIABLE}, else none]",
     )
     add("--responses-store", action="store_true", help="keep responses, for `previous_response_id`")
     add(
@@ -314,7 +323,15 @@ async def _serve(args: argparse.Namespace, adapters: dict[str, Namespace], liste
         if connector is not None:
             connector.serve(ranks[-1])
             connectors.append(connector)
-    served = Served(args.model, max_model_len, adapters, args.alias, args.strict_openai, args.responses_store)
+    served = Served(
+        args.model,
+        max_model_len,
+        adapters,
+        args.alias,
+        strict_openai=args.strict_openai,
+        store_responses=args.responses_store,
+        api_keys=args.api_key,
+    )
     server = Server(ranks, served, store.clear if store else None)
     everywhere = address.startswith(("0.0.0.0:", "[::]:"))
     server.address = args.name if everywhere and args.name else address

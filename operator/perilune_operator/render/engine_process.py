@@ -12,7 +12,7 @@ from perilune_api.inference_pool.engine import EngineKind
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.quantities import quantity
 from perilune_operator.observe.facts import Object
-from perilune_operator.render import door, model_cache, mooncake
+from perilune_operator.render import api_key, door, model_cache, mooncake
 from perilune_operator.render.endpoints import nodes_per_endpoint
 from perilune_operator.render.objects import Context
 
@@ -73,6 +73,7 @@ def env(pool: Context, serve: bool) -> list[Object]:
         made.extend(door.env(pool))
         if not serve:  # newer LeaderWorkerSets set it themselves
             made.append(field("LWS_WORKER_INDEX", f"metadata.labels['{WORKER_INDEX}']"))
+    made.extend(api_key.of_engine(pool))
     by_name = {variable["name"]: variable for variable in made}
     for variable in engine.env:
         said = (

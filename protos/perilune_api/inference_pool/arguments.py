@@ -54,6 +54,7 @@ SIMULATED_ARGS = frozenset(
         "--bootstrap",
         "--abort-timeout",
         "--engine-id",
+        "--api-key",
     }
 )
 """The same of `perilune engine`."""

@@ -16,11 +16,10 @@ import msgspec
 from perilune_api import moved_fields, names, pool, quantities, versions
 from perilune_api.inference_pool import arguments
 from perilune_api.inference_pool.document import pool_document
-from perilune_api.inference_pool.engine import EngineKind
+from perilune_api.inference_pool.engine import EngineKind, EngineSpec
 from perilune_api.inference_pool.gateway import GatewayMode, GatewaySpec
 from perilune_api.inference_pool.mooncake import Transfer
 from perilune_api.inference_pool.spec import InferencePoolSpec, Signal
-from perilune_api.inference_pool.types import EnvVar
 from perilune_api.pool import SpecError
 
 OPERATOR_LABELS = frozenset({names.POOL_LABEL, names.COMPONENT_LABEL, names.ROLE_LABEL})
@@ -89,7 +88,7 @@ def check(spec: InferencePoolSpec) -> None:
     if spec.gateway.route and spec.gateway.mode is GatewayMode.INFERENCE_EXTENSION:
         raise SpecError("Your own route names the InferencePool itself - at `$.spec.gateway.route`")
     _check_several(spec)
-    _check_env(spec.engine.env)
+    _check_env(spec.engine)
     _check_pods(spec)
     pool.check(pool_document("check", "default", spec, pool.Topology()))
 
@@ -157,7 +156,8 @@ def _check_scaling(spec: InferencePoolSpec) -> None:
         raise SpecError(f"{scaling.signal} needs {words} - at `$.spec.scaling.target`")
 
 
-def _check_env(given: tuple[EnvVar, ...]) -> None:
+def _check_env(engine: EngineSpec) -> None:
+    given = engine.env
     for i, variable in enumerate(given):
         at = f"at `$.spec.engine.env[{i}]`"
         if variable.value and variable.value_from is not None:
@@ -168,6 +168,8 @@ def _check_env(given: tuple[EnvVar, ...]) -> None:
             raise SpecError(f"Give engine.hashing.seed instead - {at}")
         if variable.name in HANDOFF_ENV:
             raise SpecError(f"mooncake.transfer: handoff sets it - {at}")
+        if variable.name == names.ENGINE_KEY_VARIABLE and engine.api_key is not None:
+            raise SpecError(f"engine.apiKey sets {variable.name}: leave it out - {at}")
 
 
 def _check_vllm(spec: InferencePoolSpec) -> None:

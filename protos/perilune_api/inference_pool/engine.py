@@ -13,6 +13,7 @@ from perilune_api.inference_pool.types import (
     EnvVar,
     Image,
     LabelKey,
+    ObjectName,
     OptionalKey,
     OptionalMemory,
     OptionalObject,
@@ -56,6 +57,15 @@ class EngineKind(StrEnum):
     SIMULATED = "simulated"
 
 
+class ApiKey(Struct, frozen=True):
+    """A key that engines demand of every request."""
+
+    secret: ObjectName
+    """Name of a Secret in the pool's namespace."""
+    key: Annotated[str, Meta(max_length=253, pattern=r"^[-._A-Za-z0-9]+$")] = "api-key"
+    """Key in the Secret that holds it, as visible ASCII characters without blanks or the end of a line."""
+
+
 class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     """The inference servers: their program, their hardware, and what the gateway must know about them."""
 
@@ -91,6 +101,10 @@ class EngineSpec(pool.Engine, frozen=True, kw_only=True):
     must run the engine as root."""
     rdma_devices: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of RDMA devices that each pod requests. One is enough where the device plugin shares them."""
+    api_key: ApiKey | None = None
+    """Key that engines demand of every request (vLLM's --api-key). Gateways send it in place of the client's
+    Authorization, so clients do not have it. A request that no gateway routed is answered with 401, so
+    gateway.failOpen no longer helps. Pools that share a gateway (gateway.serves) need the same key."""
     startup_seconds: Annotated[int, Meta(ge=1, le=86_400)] | None = None
     """Maximum seconds that the engine may take to load the model before it is restarted. Empty: 600, and one
     for every 50 MB of model.weightsSize, so 1800 for 60 GB."""

@@ -35,6 +35,8 @@ _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 GatewayName = Annotated[str, Meta(max_length=244, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
 """Name of a Gateway. The limit leaves room for the suffix of the policy objects named after it."""
 PoolName = Annotated[str, Meta(max_length=63, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
+ObjectName = Annotated[str, Meta(max_length=253, pattern=rf"^{_LABEL}(\.{_LABEL})*$")]
+"""Name of an object in the pool's namespace."""
 OptionalObject = Annotated[str, Meta(max_length=253, pattern=rf"^({_LABEL}(\.{_LABEL})*)?$")]
 """Name of an object in the pool's namespace, or empty."""
 OptionalNamespace = Annotated[str, Meta(max_length=63, pattern=rf"^({_LABEL})?$")]

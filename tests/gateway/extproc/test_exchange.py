@@ -344,3 +344,11 @@ def test_a_client_that_goes_away_leaves_the_queue():
     exchange.closed()
     assert router.calls[-1] == ("left", 5)
     assert router.finishes == []
+
+
+@pytest.mark.parametrize("mode", [BodyMode.BUFFERED, DUPLEX])
+@pytest.mark.parametrize("router", [ON_HEADERS, {}], ids=["decided by headers", "by the body"])
+def test_every_pick_has_the_key_that_engines_demand(mode, router):
+    said, _ = converse(FakeRouter(**router), request(mode), WHOLE, authorization="Bearer k")
+    picks = [message for answers in said for message in answers if isinstance(message, Pick)]
+    assert [pick.authorization for pick in picks] == ["Bearer k"]

@@ -290,3 +290,10 @@ def test_an_immediate_answer_carries_status_reason_and_retry_after():
 def test_immediate_without_retry():
     answer = encoded(Immediate(400, RefuseReason.BAD_JSON, b"{}")).immediate_response
     assert "retry-after" not in set_by(answer.headers)
+
+
+def test_pick_may_replace_the_clients_credentials():
+    mutation = encoded(Pick(Kind.REQUEST_BODY, (A,), authorization="Bearer k")).request_body.response
+    assert set_by(mutation.header_mutation)["authorization"] == "Bearer k"
+    kept = encoded(Pick(Kind.REQUEST_BODY, (A,))).request_body.response
+    assert "authorization" not in set_by(kept.header_mutation)

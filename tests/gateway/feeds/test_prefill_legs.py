@@ -69,7 +69,8 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(accept_s: float = 1.0) -> AsyncIterator[Scene]:
+async def scene(accept_s: float = 1.0, **own: str) -> AsyncIterator[Scene]:
+    """`own`: headers of all requests of the gateway."""
     giver, app = Giver(), web.Application()
     app.router.add_post("/v1/completions", giver.complete)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -85,7 +86,7 @@ async def scene(accept_s: float = 1.0) -> AsyncIterator[Scene]:
     for i, endpoint in enumerate(listed):
         rig.state.connectors.answered(endpoint.address, Connector([f"engine-{i}"], 1))
     legs = PrefillLegs(rig.router.remote_prefills, rig.state.connectors, "secret")
-    async with aiohttp.ClientSession() as http:
+    async with aiohttp.ClientSession(headers=own) as http:
         run = asyncio.create_task(legs.run(http))
         await asyncio.sleep(0)
         yield Scene(rig, giver, legs, address, rig.route(PROMPT, HEAD))
@@ -124,6 +125,14 @@ async def test_the_request_goes_on_when_its_prompt_is_accepted_not_when_it_is_co
             ("x-perilune-transfer-target", C),
             ("x-perilune-engine-secret", "secret"),
         )
+
+
+async def test_a_key_that_engines_demand_stands_in_for_the_clients() -> None:
+    async with scene(authorization="Bearer of engines") as on:
+        on.giver.accepts.set()
+        assert await on.give() is not None
+        (headers,) = on.giver.headers
+        assert [v for name, v in headers.items() if name.lower() == "authorization"] == ["Bearer of engines"]
 
 
 async def test_a_prompt_that_is_not_accepted_in_time_is_not_waited_for() -> None:

@@ -569,3 +569,25 @@ async def test_engine_time_runs_as_fast_as_told(start):
     engine_s = await metric(engine.url, "vllm:time_to_first_token_seconds_sum")
     assert engine_s == pytest.approx(4.18, abs=0.2)
     assert wall_s >= engine_s / 20
+
+
+@pytest.mark.parametrize("by_variable", [False, True])
+async def test_an_engine_with_a_key_answers_nothing_but_probes_and_metrics_without_it(
+    start, monkeypatch, by_variable: bool
+) -> None:
+    if by_variable:
+        monkeypatch.setenv("VLLM_API_KEY", "k")
+    engine = start(*FAST, *(() if by_variable else ("--api-key", "old", "k")))
+
+    async def status(path: str, **headers: str) -> int:
+        async with aiohttp.ClientSession() as http, http.get(engine.url + path, headers=headers) as answer:
+            return answer.status
+
+    for path in ("/health", "/metrics", "/version"):
+        assert await status(path) == 200
+    for path in ("/v1/models", "/kv_event_sources"):
+        assert await status(path) == 401
+        assert await status(path, authorization="Bearer other") == 401
+        assert await status(path, authorization="k") == 401
+        assert await status(path, authorization="bearer k") == 200
+    assert (await ask(f"{engine.url}/v1/chat/completions", chat()))[0::2] == (401, {"error": "Unauthorized"})

@@ -8,7 +8,7 @@ long.
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any
 
@@ -36,15 +36,22 @@ _HOW: dict[str, Any] = {"headers": {"content-type": "application/json"}, "allow_
 
 class EngineTokenizer:
     """`choose` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. Belongs to one
-    event loop. `close` frees the connections; the caller owns the `threads`."""
+    event loop. `close` frees the connections; the caller owns the `threads`. Every question has these
+    `headers`."""
 
     def __init__(
-        self, choose: Callable[[], str], bytes_per_token: float, max_concurrent: int, threads: Executor
+        self,
+        choose: Callable[[], str],
+        bytes_per_token: float,
+        max_concurrent: int,
+        threads: Executor,
+        headers: Mapping[str, str],
     ) -> None:
         self._choose = choose
         self._bytes_per_token = bytes_per_token
         self._slots = asyncio.Semaphore(max_concurrent)
         self._threads = threads
+        self._headers = headers
         self._http: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -61,7 +68,7 @@ class EngineTokenizer:
         if not (endpoint := self._choose()):
             raise CannotTellError(Cause.NO_ENGINE)
         if self._http is None:
-            self._http = aiohttp.ClientSession()
+            self._http = aiohttp.ClientSession(headers=self._headers)
         url = f"http://{endpoint}/tokenize"
         try:
             async with self._slots, self._http.post(url, data=question, **_HOW) as answer:

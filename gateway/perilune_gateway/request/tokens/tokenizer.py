@@ -28,7 +28,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,9 +67,9 @@ _CALIBRATION_CHARS = 1000
 class Tokenizer:
     """Tokens of requests for one model.
 
-    `engine` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can. `now` and `encode`
-    belong to one event loop; `close` frees threads and connections. Raises SpecError when the pool names a
-    tokenizer that does not exist or does not load.
+    `engine` returns the endpoint (`ip:port`) that is to tokenize, or "" when none can; `headers` are those of
+    the questions that it is asked. `now` and `encode` belong to one event loop; `close` frees threads and
+    connections. Raises SpecError when the pool names a tokenizer that does not exist or does not load.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class Tokenizer:
         timeout_s: float = 1.5,
         max_concurrent: int = 32,
         threads: int = 2,
+        headers: Mapping[str, str] | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.counts: Counter[TokenSource] = Counter()
@@ -95,7 +96,7 @@ class Tokenizer:
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._engine = EngineTokenizer(
-            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads
+            engine or (lambda: ""), model.bytes_per_token, max_concurrent, self._threads, headers or {}
         )
         self._stopwatch = stopwatch
 

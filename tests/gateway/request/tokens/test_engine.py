@@ -19,6 +19,7 @@ class Engine:
 
     def __init__(self):
         self.questions = []
+        self.authorizations = []
         self.answer = web.json_response({"count": 3, "max_model_len": 9, "tokens": [7, 8, 9]}).body
         self.status = 200
         self.headers = {}
@@ -30,6 +31,7 @@ class Engine:
 
     async def tokenize(self, http_request):
         self.questions.append(await http_request.json())
+        self.authorizations.append(http_request.headers.get("authorization"))
         self.waiting += 1
         self.most_waiting = max(self.most_waiting, self.waiting)
         async with self.arrived:
@@ -249,3 +251,10 @@ async def test_the_engine_is_not_asked_what_it_refuses_too(folder, engine):
     assert tokens.source is TokenSource.ESTIMATE
     assert not engine.questions
     await tokenizer.close()
+
+
+async def test_questions_have_the_key_that_engines_demand(engine):
+    tokenizer = Tokenizer(Model("m"), lambda: engine.address, headers={"authorization": "Bearer k"})
+    assert await tokenizer.encode(request(CHAT, messages=HI))
+    await tokenizer.close()
+    assert engine.authorizations == ["Bearer k"]
