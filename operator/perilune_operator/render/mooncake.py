@@ -1,4 +1,5 @@
-"""Mooncake Store: the master (Deployment, Service) and the engines' client configuration (ConfigMap).
+"""Mooncake Store: the master (Deployment, Service, and a disruption budget if the pool asks for one) and the
+engines' client configuration (ConfigMap).
 
 The master is ready once it reports `service_ready`; engines wait for that before they start. It keeps nothing
 on disk, so the store is empty after a restart. It is recreated, not updated rolling, which would run two
@@ -18,6 +19,7 @@ from perilune_operator.render.objects import (
     POD_SECURITY,
     Context,
     container_security,
+    disruption_budget,
     resources,
 )
 from perilune_operator.render.pod_template import overlaid
@@ -95,6 +97,9 @@ def store(pool: Context) -> Iterator[Object]:
             ),
         },
     )
+    if not made.master.evictable:
+        budget = disruption_budget({"matchLabels": labels}, 0)
+        yield pool.object("PodDisruptionBudget", name, "master", spec=budget)
 
 
 def client(pool: Context) -> str:

@@ -150,8 +150,8 @@ POD_SECURITY: Mapping[str, Any] = {
 
 
 def disruption_budget(selector: Object, share: int | str = 1) -> Object:
-    """The spec of a budget that allows evicting so many ready pods at a time, and any pod that is not
-    ready. Kubernetes rounds a percentage up."""
+    """The spec of a budget that allows evicting so many ready pods at a time (0: none), and any pod that is
+    not ready. Kubernetes rounds a percentage up."""
     return {
         "maxUnavailable": share,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

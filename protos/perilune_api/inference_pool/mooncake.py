@@ -61,6 +61,10 @@ class Master(Struct, frozen=True):
     client_seconds: Annotated[int, Meta(ge=1, le=3600)] = 2
     """Seconds without a sign of life after which the master forgets an engine's blocks (--client_ttl). A
     request that needs blocks of an engine that has died waits about that long before they are computed."""
+    evictable: bool = True
+    """Whether kubectl drain and autoscalers may evict the master, by which the store loses its content.
+    false: a PodDisruptionBudget refuses while the master is ready, and its node is empty only once you have
+    deleted its pod."""
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"})
     """Resources that the master's container requests."""
     pod_template: Raw = msgspec.field(default_factory=dict)
