@@ -17,6 +17,7 @@ from perilune_api.pool import SpecError
 from perilune_operator import revision, scaling, status
 from perilune_operator.observe import topology
 from perilune_operator.observe.facts import Key, Object, Observed, PodFacts, key
+from perilune_operator.observe.timestamps import seconds
 from perilune_operator.render import (
     endpoints,
     engines,
@@ -33,6 +34,10 @@ from perilune_operator.rollout import Drain, Mark, Replaced, drain
 
 LOOK_S = 30.0
 """Time between two rounds of a pool to which nothing happens."""
+STALE_S = 10.0
+"""Longest time for which Envoy Gateway may overlook that a gateway is ready."""
+NO_ENDPOINTS = "no ready endpoints"
+"""What Envoy Gateway reports on a policy that names a Service without any."""
 MANY = 1_000_000
 """A number of engines so large that none has to be removed."""
 
@@ -78,7 +83,11 @@ def plan(
     pool = Context(name, namespace, observed.uid, spec, fabric, observed.kinds, defaults)
     present, earlier = _without_replaced(pool, observed)
     leave = _drain(pool, present, now)
-    pool = replace(_with_replicas(pool, leave, observed), client_policies=_client_policies(pool, observed))
+    pool = replace(
+        _with_replicas(pool, leave, observed),
+        client_policies=_client_policies(pool, observed),
+        judge_again=_is_judged_by_the_past(pool, observed, now),
+    )
     try:
         made = _revised(pool, observed)
     except SpecError as error:  # a podTemplate that cannot be laid over the operator's
@@ -119,6 +128,21 @@ def _client_policies(pool: Context, observed: Observed) -> tuple[Object, ...]:
         return ()
     found = (child for k, child in observed.children.items() if k.kind == "ClientTrafficPolicy")
     return tuple(child for child in found if routing.is_for(child, parent))
+
+
+def _is_judged_by_the_past(pool: Context, observed: Observed, now: float) -> bool:
+    """Whether Envoy Gateway still reports, after STALE_S, that no gateway is ready, though one is. It loses
+    its own later report when that follows within milliseconds, as after a Service that was created again: it
+    compares with a cached copy that lacks the one between (Envoy Gateway 1.9.1)."""
+    policy = observed.children.get(Key("EnvoyExtensionPolicy", pool.namespace, pool.name), {})
+    reports = [
+        condition
+        for ancestor in (policy.get("status") or {}).get("ancestors") or ()
+        for condition in ancestor.get("conditions") or ()
+        if condition["status"] == "False" and NO_ENDPOINTS in condition.get("message", "")
+    ]
+    stale = any(now - (seconds(c.get("lastTransitionTime", "")) or now) > STALE_S for c in reports)
+    return stale and any(pod.component == "gateway" and pod.serves for pod in observed.pods)
 
 
 def _with_replicas(pool: Context, leave: Drain, observed: Observed) -> Context:

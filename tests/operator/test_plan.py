@@ -17,7 +17,7 @@ from perilune_api.pool import SpecError, parse
 from perilune_gateway.config import arguments
 from perilune_gateway.main import ENGINE_API_KEY
 from perilune_operator.kinds import OPTIONAL, full_name, path
-from perilune_operator.observe import facts
+from perilune_operator.observe import facts, timestamps
 from perilune_operator.observe.facts import NodeFacts, Observed, PodFacts
 from perilune_operator.plan import plan
 from perilune_operator.render.objects import Defaults
@@ -368,3 +368,39 @@ def test_monitors_bear_the_labels_that_a_prometheus_goes_by() -> None:
         assert (labels["release"], labels[names.POOL_LABEL]) == ("kps", "p")
     (scraped,) = monitors["p-gateway"]["spec"]["endpoints"]
     assert scraped["honorLabels"], "or Prometheus' own label `endpoint`, a port's name, hides the metrics'"
+
+
+NO_ENDPOINTS = "ExtProc: no ready endpoints for the related Service ns/p-gateway."
+
+
+@pytest.mark.parametrize(
+    ("message", "for_s", "ready", "again"),
+    [
+        pytest.param(NO_ENDPOINTS, 11, True, True, id="long after a gateway is ready"),
+        pytest.param(NO_ENDPOINTS, 9, True, False, id="it may still be about to report"),
+        pytest.param(NO_ENDPOINTS, 11, False, False, id="no gateway is ready"),
+        pytest.param("ExtProc: no such Service", 11, True, False, id="another refusal"),
+    ],
+)
+def test_envoy_gateway_judges_a_policy_again_whose_report_has_become_wrong(
+    message: str, for_s: float, ready: bool, again: bool
+) -> None:
+    spec = {"model": {"name": "m"}, "gateway": {"parent": {"name": "g"}}}
+    kinds = frozenset(full_name(kind) for kind in ("HTTPRoute", "EnvoyExtensionPolicy"))
+    pods = (PodFacts("p-gateway-1", "gateway", "", "n", ready=ready, terminating=False),)
+    said = {"type": "Accepted", "status": "False", "reason": "Invalid", "message": message}
+    since = timestamps.timestamp(NOW - for_s)
+    where = facts.Key("EnvoyExtensionPolicy", "ns", "p")
+
+    def policy(*conditions: Object) -> Object:
+        judged = {"kind": where.kind, "status": {"ancestors": [{"conditions": list(conditions)}]}}
+        planned = made(spec, Observed("u", 1, pods=pods, children={where: judged}, kinds=kinds)).objects
+        return next(o["spec"] for o in planned or () if o["kind"] == where.kind)
+
+    accepted = policy({"type": "Accepted", "status": "True", "lastTransitionTime": since})
+    refused = policy(said | {"lastTransitionTime": since})
+    assert (refused != accepted) is again
+    assert refused["extProc"][0].pop("messageTimeout").removeprefix("0h") == (
+        accepted["extProc"][0].pop("messageTimeout")
+    )
+    assert refused == accepted

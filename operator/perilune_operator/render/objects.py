@@ -74,6 +74,8 @@ class Context:
     """The only version of the gateway's Deployment to which `gateways` may be applied; None: any."""
     client_policies: Sequence[Object] = ()
     """The ClientTrafficPolicies that are there for the pool's Gateway, the operator's among them."""
+    judge_again: bool = False
+    """Envoy Gateway's report on the EnvoyExtensionPolicy is out of date, so it has to look again."""
 
     @property
     def pull_secrets(self) -> Object:

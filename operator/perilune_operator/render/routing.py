@@ -155,7 +155,7 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             "extProc": [
                 {
                     "backendRefs": [{"name": names.gateway_name(pool.name), "port": EXT_PROC_PORT}],
-                    "messageTimeout": f"{pool.spec.routing.message_timeout_s}s",
+                    "messageTimeout": _message_timeout(pool),
                     "failOpen": pool.spec.gateway.fail_open,
                     "statusOnError": 503,
                     "processingMode": {
@@ -200,6 +200,12 @@ def _envoy_policies(pool: Context, parent: ParentRef) -> Iterator[Object]:
             },
         )
         yield _shared(shared)
+
+
+def _message_timeout(pool: Context) -> str:
+    """The same time in another form makes a new generation of the policy, on which Envoy Gateway reports
+    again."""
+    return f"{'0h' if pool.judge_again else ''}{pool.spec.routing.message_timeout_s}s"
 
 
 def may_create_client_policy(pool: Context, parent: ParentRef) -> bool:
